@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -68,8 +69,16 @@ def table(kind: type) -> str:
     for name, annotation, default, text in documented_options(kind):
         shown = "" if default in ("", dataclasses.MISSING) else f"`{default}`"
         cells = (f"`{name}`", f"`{annotation}`", shown, " ".join(text.split()))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        rows.append("| " + " | ".join(escaped(cell) for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def escaped(cell: str) -> str:
+    """A cell of a table whose | divides no columns; Markdown takes a | in `code` as it is."""
+    parts = cell.split("`")
+    for number in range(0, len(parts), 2):  # the parts outside of code
+        parts[number] = parts[number].replace("|", "\\|")
+    return "`".join(parts)
 
 
 def commands_page() -> str:
@@ -92,6 +101,15 @@ def heads_page() -> str:
     return "\n\n".join(parts)
 
 
+def with_options(markdown: str) -> str:
+    """A page with a table of options in the place of each `<!-- options: HEAD -->`."""
+
+    def options_of_head(comment: re.Match[str]) -> str:
+        return table(HEADS[comment[1]].config_class)
+
+    return re.sub(r"<!-- options: (\S+) -->", options_of_head, markdown)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they show."""
     from mkdocs.structure.files import File
@@ -105,5 +123,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts them into it."""
+    markdown = with_options(markdown)
     markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
+    markdown = markdown.replace("](../../benchmarks/", "](../benchmarks/")  # of pages of docs/heads/
     return markdown.replace("](../docs/", "](../")  # of pages of benchmarks/

@@ -85,7 +85,7 @@ class Draft:
 
     def at(self, rows: slice) -> Draft:
         """The draft at some of the positions."""
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
             if name in BY_POSITION:
                 chosen[name] = tensor[rows]
@@ -119,7 +119,7 @@ class TargetProbs(NamedTuple):
 
     def at(self, index: slice | Tensor) -> TargetProbs:
         """The probabilities at some of these positions."""
-        return TargetProbs(*(None if tensor is None else tensor[index] for tensor in self))
+        return TargetProbs._make(None if tensor is None else tensor[index] for tensor in self)
 
 
 @dataclass(frozen=True)
@@ -309,18 +309,24 @@ def _add(
 def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
     """The drafts without their graphs, in autocast's dtype: cast once, and not once for each chunk."""
     cast: dict[Tensor, Tensor] = {}
-    for draft in drafts:
-        for name, tensor in draft.tensors().items():
-            if tensor not in cast:
-                cast[tensor] = tensor.detach()
-                device = tensor.device.type
-                casts = torch.is_autocast_enabled(device) and tensor.dtype != torch.float64
-                if casts and name != "confidence_N":
-                    cast[tensor] = tensor.detach().to(torch.get_autocast_dtype(device))
     found = []
     for draft in drafts:
-        found.append(replace(draft, **{name: cast[value] for name, value in draft.tensors().items()}))
+        changed: dict[str, Any] = {}
+        for name, tensor in draft.tensors().items():
+            if tensor not in cast:
+                # The confidence is not multiplied with anything.
+                cast[tensor] = tensor.detach() if name == "confidence_N" else _autocast(tensor.detach())
+            changed[name] = cast[tensor]
+        found.append(replace(draft, **changed))
     return found
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """A factor of a product, as autocast would cast it."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _value_and_gradients(

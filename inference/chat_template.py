@@ -65,7 +65,9 @@ def message_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     plain = [_for_template(message) for message in messages]
     if not any(message.get("tool_calls") for message in plain):
         return [plain]
-    return [[_with_arguments(message, as_text) for message in plain] for as_text in (False, True)]
+    as_objects = [_with_arguments(message, as_text=False) for message in plain]
+    as_texts = [_with_arguments(message, as_text=True) for message in plain]
+    return [as_objects, as_texts]
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

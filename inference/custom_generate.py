@@ -43,7 +43,9 @@ def custom_generate(
 ) -> DecodingMethod:
     """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
 
-    Args, where they differ from `SpeculativeLM.from_pretrained`:
+    Takes arguments of `SpeculativeLM.from_pretrained`, with these differences.
+
+    Args:
         generator: source of randomness; None for torch's global one.
         streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
         dtype: required dtype of the loaded model; "auto" accepts any.

@@ -47,12 +47,12 @@ def check_columns(columns: list[str], where: str, formats: Formats = TEXT_FORMAT
     for name, needed in formats.items():
         if set(needed) <= set(columns):
             return name
-    lacking = "; ".join(
-        f"{name} lacks {', '.join(repr(column) for column in needed if column not in columns)}"
-        for name, needed in formats.items()
-    )
+    lacking = []
+    for name, needed in formats.items():
+        missing = [repr(column) for column in needed if column not in columns]
+        lacking.append(f"{name} lacks {', '.join(missing)}")
     there = ", ".join(map(repr, columns)) or "no columns"
-    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {lacking}")
+    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {'; '.join(lacking)}")
 
 
 def format_of(row: Any, where: str, formats: Formats = TEXT_FORMATS) -> str:

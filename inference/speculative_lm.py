@@ -175,20 +175,22 @@ class SpeculativeLM:
             tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
                 chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more. Of
                 several trees, in a list or separated by |, each round takes the one that has been fastest so far.
-            acceptance: see `__init__`, as for `lossy`.
+            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts
+                most. Greedy decoding has one rule.
             device_map: see `Target.from_pretrained`.
             revision: revision of the target's Hub id.
             head_revision: revision of the head's Hub id.
-            compile: True to compile the rounds, see the method `compile`; False not to; "auto" to compile where it
-                takes no time, on CPUs.
+            lossy: allow a rule ("typical") that changes the output distribution.
+            compile: how forwards run, see the method `compile`: "auto" for our kernels on a CPU and CUDA graphs on a
+                GPU, True to fuse the forward by torch.compile on a GPU too, False for transformers' own.
             drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`, `Ngram()`, a
                 smaller model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of
                 your own, whose errors cannot change the output. With a head, its drafts are joined with the head's
                 tree.
             fallback: measure plain steps too, and take them where drafts cost more time than they save; see
                 `AdaptiveDrafter`. False to draft in every round: with the given tree, the fastest of several, or the
-                first that "auto" would choose from. For a seed, top-k trees give the same text either way; so do
-                sampled ones, of which sampling takes the first given one each round.
+                first that "auto" would choose from. A seed gives the same text either way: sampling from sampled trees
+                always uses the first one.
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
                 which then writes other text than the original; a loaded model is changed in place. Without it such a
                 head is refused.
@@ -323,11 +325,11 @@ class SpeculativeLM:
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
 
-        Arguments that transformers' `generate` has, too, mean what they mean there, and stand in the same order.
+        Arguments that transformers' `generate` also has mean the same here, and are in the same order.
 
         Args:
             inputs: prompts [batch, time], int64 or int32, padded left or right.
-            generation_config: settings; those that are given by name count for more.
+            generation_config: settings; those given by name take precedence.
             logits_processor: your own processors, as for `stopping_criteria` and `prefix_allowed_tokens_fn`: called as
                 `model.generate` calls them for one row alone, after each token, with the row's unpadded tokens.
             stopping_criteria: your own criteria.

@@ -342,9 +342,9 @@ def _profile_line(profile: dict[str, Any]) -> str:
     """The parts of a round beside its lower bounds."""
     floors = profile["floors"]
     shares = profile["of_the_round"]
+    gigabytes = profile["bytes_per_second"] / 1e9
     return (
-        f"of {profile['round']:.1f} ms; "
-        f"the bare forward over {profile['nodes']} nodes takes {floors['forward']:.1f} ({shares['forward']:.0%}), "
-        f"reading its {profile['bytes_read'] / 1e6:.0f} MB at {profile['bytes_per_second'] / 1e9:.1f} GB/s "
-        f"{floors['bytes']:.1f} ({shares['bytes']:.0%})"
+        f"of {profile['round']:.1f} ms, the bare forward over {profile['nodes']} nodes takes "
+        f"{floors['forward']:.1f} ({shares['forward']:.0%}), reading its {profile['bytes_read'] / 1e6:.0f} MB "
+        f"at {gigabytes:.1f} GB/s {floors['bytes']:.1f} ({shares['bytes']:.0%})"
     )

@@ -187,7 +187,8 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
             prompts.append(Prompt(messages, prompt_ids(tokenizer, messages, config.thinking)[0].tolist()))
     generated, weights, about = _generate(config, prompts, tokenizer)
     judgement = _judge(config, prompts, generated, weights, tokenizer)
-    greedy, sampling = judgement.greedy, judgement.sampling
+    greedy = judgement.greedy
+    sampling = judgement.sampling
     reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
     if about["lossy"]:
         reasons.insert(0, f"the engine calls itself lossy: {about['lossy']}")

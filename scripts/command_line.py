@@ -65,8 +65,8 @@ class DecodingOptions(TargetOptions):
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
     compile: bool | typing.Literal["auto"] = "auto"
-    """Compile rounds and plain steps: on a CPU into kernels of our own, which auto does too; on an
-    accelerator into graphs, which take minutes to build."""
+    """How forwards run. auto: kernels of our own on a CPU, CUDA graphs on a GPU. true: on a GPU also
+    fused by torch.compile, which takes minutes. false: transformers' own operations."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
     writes other text."""

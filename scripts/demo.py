@@ -142,7 +142,7 @@ def training(config: DemoConfig, folder: Path, conversations: Path, speed: float
         head={"type": "medusa", "num_heads": 3, "draft_vocab_size": vocabulary},
         data=DataConfig(sources=[str(conversations)], held_out=0.1, held_out_limit=8),
         loop=LoopConfig(max_steps=steps, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
-        eval=EvalConfig(conversations=8, prompts=8, new_tokens=32),
+        eval=EvalConfig(conversations=8, prompts=max(2, int(8 * speed)), new_tokens=32),
     )
 
 

@@ -74,10 +74,12 @@ def export_foreign(config: ExportConfig) -> None:
     if config.to in own:
         own[config.to](head, metadata, config)
         return
-    embedding_VD, architectures = None, ("LlamaForCausalLM",)
+    embedding_VD = None
+    architectures: tuple[str, ...] = ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
         target = target_of(head, config.target)
-        embedding_VD, architectures = embedding_of(target), tuple(target.model.config.architectures or ())
+        embedding_VD = embedding_of(target)
+        architectures = tuple(target.model.config.architectures or ())
     export_head(head, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
 
@@ -98,9 +100,11 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
         "a merged model and its head", model_files + head_files, lambda out: HEAD.written_here(out / "head")
     )
     refuse_foreign(config.output, both)
-    target, tokenizer = target_of(head, config.target), load_tokenizer(config.target or head.target.name)
+    target = target_of(head, config.target)
+    tokenizer = load_tokenizer(config.target or head.target.name)
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
-    model, final = target.model, Path(config.output)
+    model = target.model
+    final = Path(config.output)
     if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (None, "gguf"):
         model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
         if hasattr(model.config, "quantization_config"):
@@ -129,15 +133,19 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     files = Contents("a model", MODEL_FILES, lambda _: False)  # an earlier one looks like any other model
     refuse_foreign(config.output, files)
     dtype = next(head.parameters()).dtype
-    target, tokenizer = target_of(head, config.target, dtype), load_tokenizer(config.target or head.target.name)
+    target = target_of(head, config.target, dtype)
+    tokenizer = load_tokenizer(config.target or head.target.name)
     keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
-    embedding_VD, lm_head_VD = embedding_of(target), target.modules.lm_head.weight.cpu()
+    embedding_VD = embedding_of(target)
+    lm_head_VD = target.modules.lm_head.weight.cpu()
     # The embedding of a target may be scaled on its way out: then it is no longer the LM head.
     tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
-    whole = LlamaConfig(**keys | {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters})
-    model: Any = LlamaForCausalLM._from_config(whole, dtype=dtype)
+    keys |= {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters}
+    model: Any = LlamaForCausalLM._from_config(LlamaConfig(**keys), dtype=dtype)
     weights = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
-    model.load_state_dict(weights | {"model.embed_tokens.weight": embedding_VD, "lm_head.weight": lm_head_VD})
+    weights["model.embed_tokens.weight"] = embedding_VD
+    weights["lm_head.weight"] = lm_head_VD
+    model.load_state_dict(weights)
     model.generation_config = target.model.generation_config
     with new_folder(config.output, files) as partial:
         model.save_pretrained(partial)

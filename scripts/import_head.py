@@ -64,7 +64,8 @@ def import_foreign(config: ImportConfig) -> None:
     save_head(head, config.output, CheckpointMetadata(training={"imported": source}))
     for remark in read.remarks:
         log.info(f"- {remark}")
-    name, size = type(head).__name__, sum(weight.numel() for weight in head.parameters())
+    name = type(head).__name__
+    size = sum(weight.numel() for weight in head.parameters())
     log.info(
         f"{config.output}: {name} of {size:,} parameters, read as {read.form}. Check it with "
         f"`headstart verify {config.output} --target {config.target}`"

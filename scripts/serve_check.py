@@ -11,6 +11,7 @@ and torchaudio.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -125,6 +126,18 @@ def serve_check(config: ServeCheckConfig) -> None:
         log.info("other tokens in as many rounds: the engines round otherwise, where two tokens are as likely")
 
 
+@dataclass(frozen=True)
+class ServedHead:
+    """A head that vLLM is asked to serve."""
+
+    name: str
+    """Its checkpoint folder or Hub id."""
+    head: DraftHead
+    method: str
+    length: int
+    """Tokens drafted in each round."""
+
+
 def compare(
     heads: Sequence[str], target_name: str, python: str | Path, draft_length: int | None, max_new_tokens: int
 ) -> list[Comparison]:
@@ -135,60 +148,95 @@ def compare(
     """
     import torch
 
-    from headstart.heads.by_name import head_name
-    from headstart.heads.checkpoints.hub import local_folder
-    from headstart.heads.checkpoints.model_card import Listing, served_depth
-    from headstart.heads.checkpoints.save_load import load_head, publishable
-    from headstart.inference import Target, load_tokenizer
-    from headstart.inference.chat_template import prompt_ids
+    from headstart.inference import Target
+    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
 
-    runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
-    loaded = []
-    for name in heads:
-        head, _ = load_head(name, dtype=torch.float32)
-        kind = head_name(head)
-        if kind not in METHODS:
-            raise ValueError(f"vLLM has no method for a head of type {kind}; it has {', '.join(METHODS)}")
-        length = draft_length or served_depth(vars(head.config))
-        if length > head.max_depth:
-            raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
-        if reason := head.unread_by.get("vllm"):
-            log.info(f"vLLM does not read {name}, by its card: {reason}")
-        loaded.append(head)
-        runs.append({"method": kind, "draft_length": length})
-    target, tokenizer = Target.from_pretrained(target_name, torch.float32, "cpu"), load_tokenizer(target_name)
+    served = [served_head(name, draft_length) for name in heads]
+    tokenizer = load_chat_tokenizer(target_name)
+    target = Target.from_pretrained(target_name, torch.float32, "cpu")
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         target.model.save_pretrained(folder / "target")
         tokenizer.save_pretrained(folder / "target")
-        lm_head = target.modules.lm_head.weight.detach()
-        for number, (name, head) in enumerate(zip(heads, loaded, strict=True), 1):  # as `headstart push` uploads them
-            shared = dict.fromkeys(head.served_names, lm_head)
-            publishable(local_folder(name), folder / f"head-{number}", Listing(), shared)
-            runs[number]["head"] = str(folder / f"head-{number}")
         log.info("vLLM answers (a minute to start) ...")
-        request = {"target": str(folder / "target"), "max_new_tokens": max_new_tokens, "runs": runs}
-        answer = in_vllm(python, folder, request | {"prompts": [ids[0].tolist() for ids in prompts]})
+        request = {
+            "target": str(folder / "target"),
+            "max_new_tokens": max_new_tokens,
+            "runs": _runs(served, target, folder),
+            "prompts": [ids_1T[0].tolist() for ids_1T in prompts],
+        }
+        answer = in_vllm(python, folder, request)
     plain, *others = answer["runs"]
     if "error" in plain:
         raise ValueError(f"vLLM refused the model, without any head: {plain['error']}")
-    found = []
-    for head, run, theirs in zip(loaded, runs[1:], others, strict=True):
-        tokens, ours = here(target, head, run["draft_length"], prompts, max_new_tokens)
-        common = (run["method"], run["draft_length"], ours)
+
+    comparisons = []
+    for each, theirs in zip(served, others, strict=True):
+        tokens, ours = here(target, each.head, each.length, prompts, max_new_tokens)
+        comparison = Comparison(each.method, each.length, ours, None, answer["version"])
         if "error" in theirs:
-            told = re.search(r"Value error, (.+?)(?: \[type=|$)", theirs["error"], re.MULTILINE)  # pydantic's words
-            error = told[1] if told else theirs["error"].splitlines()[0]
-            found.append(Comparison(*common, None, answer["version"], error=error))
-            continue
-        same, unchanged = (
-            sum(one == other for one, other in zip(mine, theirs["tokens"], strict=True))
-            for mine in (tokens, plain["tokens"])
-        )
-        side = Side(theirs["drafts"], theirs["accepted"])
-        found.append(Comparison(*common, side, answer["version"], same, unchanged, len(prompts)))
-    return found
+            comparison = dataclasses.replace(comparison, error=_shortened(theirs["error"]))
+        else:
+            comparison = dataclasses.replace(
+                comparison,
+                theirs=Side(theirs["drafts"], theirs["accepted"]),
+                same=_equal(tokens, theirs["tokens"]),
+                plain=_equal(plain["tokens"], theirs["tokens"]),
+                answers=len(prompts),
+            )
+        comparisons.append(comparison)
+    return comparisons
+
+
+def served_head(name: str, draft_length: int | None) -> ServedHead:
+    """Load a head as vLLM would be asked to serve it.
+
+    Raises:
+        ValueError: vLLM has no method for it, or the chain is longer than it drafts.
+    """
+    import torch
+
+    from headstart.heads.by_name import head_name
+    from headstart.heads.checkpoints.model_card import served_depth
+    from headstart.heads.checkpoints.save_load import load_head
+
+    head, _ = load_head(name, dtype=torch.float32)
+    method = head_name(head)
+    if method not in METHODS:
+        raise ValueError(f"vLLM has no method for a head of type {method}; it has {', '.join(METHODS)}")
+    length = draft_length or served_depth(vars(head.config))
+    if length > head.max_depth:
+        raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
+    if reason := head.unread_by.get("vllm"):
+        log.info(f"vLLM does not read {name}, by its card: {reason}")
+    return ServedHead(name, head, method, length)
+
+
+def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[dict[str, Any]]:
+    """The runs of a request: without a head, and with each, written as `headstart push` uploads it."""
+    from headstart.heads.checkpoints.hub import local_folder
+    from headstart.heads.checkpoints.model_card import Listing
+    from headstart.heads.checkpoints.save_load import publishable
+
+    runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
+    lm_head_VD = target.modules.lm_head.weight.detach()
+    for number, each in enumerate(served, start=1):
+        place = folder / f"head-{number}"
+        publishable(local_folder(each.name), place, Listing(), dict.fromkeys(each.head.served_names, lm_head_VD))
+        runs.append({"head": str(place), "method": each.method, "draft_length": each.length})
+    return runs
+
+
+def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    """Number of answers that have the same tokens."""
+    return sum(one == other for one, other in zip(ours, theirs, strict=True))
+
+
+def _shortened(error: str) -> str:
+    """The reason in an error of vLLM: pydantic's words, or the first line."""
+    told = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
+    return told[1] if told else error.splitlines()[0]
 
 
 def here(
@@ -204,7 +252,8 @@ def here(
     outputs = [lm.generate(ids, **settings) for ids in counted(prompts, "answers")]
     stats = Stats.merged(output.stats for output in outputs)
     tokens = [output.sequences[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
-    accepted = [sum(record.accepted > k for row in stats.rows for record in row) for k in range(length)]
+    records = [record for row in stats.rows for record in row]
+    accepted = [sum(record.accepted > depth for record in records) for depth in range(length)]
     return tokens, Side(stats.rounds, accepted)
 
 
@@ -213,11 +262,12 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
     import torch
 
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.inference import Target, load_tokenizer
-    from headstart.inference.chat_template import prompt_ids
+    from headstart.inference import Target
+    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
 
     assert found.theirs is not None
-    target, tokenizer = Target.from_pretrained(config.target, torch.float32, "cpu"), load_tokenizer(config.target)
+    tokenizer = load_chat_tokenizer(config.target)
+    target = Target.from_pretrained(config.target, torch.float32, "cpu")
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
     for what, other in misreadings(load_head(config.head, target.info, torch.float32)[0]):
         _, side = here(target, other, found.length, prompts, config.max_new_tokens)
@@ -232,7 +282,8 @@ def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[
     Raises:
         ValueError: no such Python, or vLLM failed; with its errors.
     """
-    asked, answer = scratch / "request.json", scratch / "answer.json"
+    asked = scratch / "request.json"
+    answer = scratch / "answer.json"
     asked.write_text(json.dumps(request), encoding="utf-8")
     try:
         done = subprocess.run([python, WORKER, asked, answer], capture_output=True, text=True)

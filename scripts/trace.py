@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from headstart.inference import SpeculativeLM
     from headstart.inference.tracing import Trace
 
-NODES, DEPTH = 16, 5
-"""Size of the tree that is drafted if none is named, and its depth, which the head may limit."""
+NODES = 16
+"""Size of the tree that is drafted if none is named."""
+DEPTH = 5
+"""Its depth, which the head may limit."""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import base64
 import html
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headstart.console import console
 from headstart.inference.tracing.plots import plotted
 from headstart.inference.tracing.report import TraceReport
 
-Rows = Sequence[Sequence[Any]]
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
@@ -23,55 +23,75 @@ img { max-width: 100%; background: white; }
 """
 
 
-def tables(report: TraceReport) -> dict[str, tuple[Sequence[str], Rows]]:
-    """Columns and rows of each table, by title."""
-    pays = "" if math.isnan(report.plain_ms) else f" (plain decoding: {1 / report.plain_ms:.3f})"
-    return {
-        "Rejected by kind of token": (
-            ("kind", "positions", "rejected"),
-            [(each.name, each.positions, f"{each.rejection_rate:.0%}") for each in report.kinds],
-        ),
-        "Most often rejected": (
-            ("token", "positions", "rejected", "mostly drafted instead"),
-            [(repr(each.name), each.positions, each.misses, repr(each.instead)) for each in report.tokens],
-        ),
-        "By depth": (
-            ("depth", "acceptance rate", "accepted a round", "nodes a round", "draft ms", f"accepted per ms{pays}"),
-            [
-                (
-                    each.depth,
-                    number(each.acceptance_rate),
-                    number(each.gained),
-                    f"{each.nodes:.1f}",
-                    f"{each.draft_ms:.2f}",
-                    number(each.gained_per_ms),
-                )
-                for each in report.depths
-            ],
-        ),
-        f"Calibration of the draft, expected error {number(report.calibration_error)}": (
-            ("mean draft probability", "mean target probability", "accepted", "drafts"),
-            [
-                (number(each.draft_prob), number(each.target_prob), number(each.accepted), each.drafts)
-                for each in report.calibration
-            ],
-        ),
-        "By prompt": (
-            ("prompt", "tokens", "rounds", "acceptance length", "rejected", "tokens/s", "plain tokens/s"),
-            [
-                (
-                    " ".join(each.prompt.split())[-60:],
-                    each.tokens,
-                    each.rounds,
-                    number(each.acceptance_length),
-                    number(each.rejection_rate),
-                    f"{each.tokens_per_second:.1f}",
-                    f"{each.plain_tokens_per_second:.1f}",
-                )
-                for each in report.prompts
-            ],
-        ),
-    }
+@dataclass(frozen=True)
+class ReportTable:
+    """A table of the report."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+def tables(report: TraceReport) -> list[ReportTable]:
+    """All tables of a report."""
+    return [_kinds(report), _tokens(report), _depths(report), _calibration(report), _prompts(report)]
+
+
+def _kinds(report: TraceReport) -> ReportTable:
+    rows = [(kind.name, kind.positions, f"{kind.rejection_rate:.0%}") for kind in report.kinds]
+    return ReportTable("Rejected by kind of token", ("kind", "positions", "rejected"), rows)
+
+
+def _tokens(report: TraceReport) -> ReportTable:
+    columns = ("token", "positions", "rejected", "mostly drafted instead")
+    rows = [(repr(token.name), token.positions, token.misses, repr(token.instead)) for token in report.tokens]
+    return ReportTable("Most often rejected", columns, rows)
+
+
+def _depths(report: TraceReport) -> ReportTable:
+    gain = "accepted per ms"
+    if not math.isnan(report.plain_ms):
+        gain += f" (plain decoding: {1 / report.plain_ms:.3f})"
+    columns = ("depth", "acceptance rate", "accepted a round", "nodes a round", "draft ms", gain)
+    rows = []
+    for depth in report.depths:
+        row = (
+            depth.depth,
+            number(depth.acceptance_rate),
+            number(depth.gained),
+            f"{depth.nodes:.1f}",
+            f"{depth.draft_ms:.2f}",
+            number(depth.gained_per_ms),
+        )
+        rows.append(row)
+    return ReportTable("By depth", columns, rows)
+
+
+def _calibration(report: TraceReport) -> ReportTable:
+    title = f"Calibration of the draft, expected error {number(report.calibration_error)}"
+    columns = ("mean draft probability", "mean target probability", "accepted", "drafts")
+    rows = []
+    for bucket in report.calibration:
+        probabilities = (bucket.draft_prob, bucket.target_prob, bucket.accepted)
+        rows.append((*map(number, probabilities), bucket.drafts))
+    return ReportTable(title, columns, rows)
+
+
+def _prompts(report: TraceReport) -> ReportTable:
+    columns = ("prompt", "tokens", "rounds", "acceptance length", "rejected", "tokens/s", "plain tokens/s")
+    rows = []
+    for prompt in report.prompts:
+        row = (
+            " ".join(prompt.prompt.split())[-60:],
+            prompt.tokens,
+            prompt.rounds,
+            number(prompt.acceptance_length),
+            number(prompt.rejection_rate),
+            f"{prompt.tokens_per_second:.1f}",
+            f"{prompt.plain_tokens_per_second:.1f}",
+        )
+        rows.append(row)
+    return ReportTable("By prompt", columns, rows)
 
 
 def print_report(report: TraceReport) -> None:
@@ -79,9 +99,9 @@ def print_report(report: TraceReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    for title, (columns, rows) in tables(report).items():
-        table = Table(*columns, title=title)
-        for row in rows:
+    for each in tables(report):
+        table = Table(*each.columns, title=each.title)
+        for row in each.rows:
             table.add_row(*(Text(str(cell)) for cell in row))  # no markup: a token may be [/]
         console.print(table)
 
@@ -95,33 +115,20 @@ def report_page(report: TraceReport, drafter: str) -> str:
         f"<p>{stats.tokens} tokens in {stats.rounds} rounds by the rule {report.rule}, acceptance length "
         f"{stats.acceptance_length:.2f}.</p>",
     ]
-    for title, (columns, rows) in tables(report).items():
-        lines.append(f"<h2>{html.escape(title)}</h2><table><tr>{cells(columns, 'th')}</tr>")
-        lines += [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
+    for table in tables(report):
+        lines.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{cells(table.columns, 'th')}</tr>")
+        lines += [f"<tr>{cells(row, 'td')}</tr>" for row in table.rows]
         lines.append("</table>")
-    kinds = {each.depth: each for each in report.depths}
-    lines.append(
-        plot(
-            "depth",
-            "acceptance rate, accepted tokens a round",
-            {
-                "acceptance rate": [(depth, each.acceptance_rate) for depth, each in kinds.items()],
-                "accepted a round": [(depth, each.gained) for depth, each in kinds.items()],
-            },
-        )
-    )
+    rates = [(depth.depth, depth.acceptance_rate) for depth in report.depths]
+    gained = [(depth.depth, depth.gained) for depth in report.depths]
+    by_depth = {"acceptance rate": rates, "accepted a round": gained}
+    lines.append(plot("depth", "acceptance rate, accepted tokens a round", by_depth))
     if report.calibration:
-        lines.append(
-            plot(
-                "draft probability",
-                "share",
-                {
-                    "accepted": [(each.draft_prob, each.accepted) for each in report.calibration],
-                    "target probability": [(each.draft_prob, each.target_prob) for each in report.calibration],
-                    "calibrated": [(0.0, 0.0), (1.0, 1.0)],
-                },
-            )
-        )
+        accepted = [(bucket.draft_prob, bucket.accepted) for bucket in report.calibration]
+        target = [(bucket.draft_prob, bucket.target_prob) for bucket in report.calibration]
+        diagonal = [(0.0, 0.0), (1.0, 1.0)]
+        curves = {"accepted": accepted, "target probability": target, "calibrated": diagonal}
+        lines.append(plot("draft probability", "share", curves))
     return "\n".join([*lines, "</html>"])
 
 
@@ -130,7 +137,7 @@ def cells(row: Sequence[Any], name: str) -> str:
     return "".join(f"<{name}>{html.escape(str(cell))}</{name}>" for cell in row)
 
 
-def plot(x_title: str, y_title: str, curves: dict[str, list[tuple[float, float | None]]]) -> str:
+def plot(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> str:
     """A plot as an image within the page."""
     image = io.BytesIO()
     plotted(x_title, y_title, curves).savefig(image, format="png", dpi=110)

@@ -160,7 +160,8 @@ def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
     def numbers(values: Any) -> TypeGuard[list[float]]:
         return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
-    accuracy, probe = measured.get("accuracy", []), measured.get("probe")
+    accuracy = measured.get("accuracy", [])
+    probe = measured.get("probe")
     if not isinstance(accuracy, list) or not all(numbers(ranks) and ranks for ranks in accuracy):
         raise ValueError(f"{head}: measured.accuracy in its config.json is not a list of lists of numbers")
     if probe is None:
@@ -188,7 +189,8 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
     for flag in flags:
         value = not getattr(head.config, flag)
         yield f"{flag}: {str(value).lower()}", with_options(head, **{flag: value})
-    layers, last = list(head.feature_layers), head.target.num_layers - 2
+    layers = list(head.feature_layers)
+    last = head.target.num_layers - 2
     for step, where in ((1, "one block later"), (-1, "one block earlier")):
         moved = [layer + step for layer in layers]
         if min(layers) >= 0 and min(moved) >= 0 and max(moved) <= last:

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens_per_pos"
+DRAFTS = "vllm:spec_decode_num_drafts"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
 def main() -> None:

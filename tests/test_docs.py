@@ -20,7 +20,9 @@ import site_pages
 from headstart.inference.tuning.tree_search import chain_length
 
 ROOT = Path(__file__).parent.parent
-PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+DOCS = ROOT / "docs"
+HEAD_PAGES = {f"heads/{path.name}": path.read_text("utf-8") for path in sorted((DOCS / "heads").glob("*.md"))}
+PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))} | HEAD_PAGES
 WHY = PAGES["why.md"]
 NOT_RUN = "<!-- not run: "
 """Before a Python block that needs what a test has not, with the reason."""
@@ -143,13 +145,69 @@ def test_the_figures_of_heads_are_those_that_were_measured():
         assert shown[source] == [row[column].split()[0] for row in rows for column in (2, 0)]
 
 
+SHOWN = {
+    "heads/medusa.md": ["medusa"],
+    "heads/hydra.md": ["hydra++"],
+    "heads/eagle.md": ["eagle"],
+    "heads/eagle3.md": ["eagle3", "eagle3-shipped"],
+    "heads/dflash.md": ["dflash", "dflash, 2 layers"],
+    "heads/dspark.md": ["dspark", "dspark, 2 layers"],
+}
+"""The heads whose figures a page shows, a table each."""
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page):
+    suffix = ", block drafts" if page in ("heads/dflash.md", "heads/dspark.md") else ", greedy"
+    lines = PAGES[page].partition("\n## Figures\n")[2].partition("\n## ")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    shown = [row for row in cells if row[0] != "prompts"]
+    expected = []
+    for head in SHOWN[page]:
+        for prompts in ("MT-bench", "GSM8K", "HumanEval"):
+            measured = section("heads.md", f"### {prompts}{suffix}")
+            chain, tree, default = (measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default"))
+            figures = (chain[0], tree[0], chain[2], default[4])
+            expected.append([prompts, *(figure.split()[0] for figure in figures)])
+    assert shown == expected
+
+
+def test_the_figures_of_the_truncated_model_are_those_that_were_measured():
+    shown = rows_of(PAGES["heads/truncated.md"].partition("\n## Figures\n")[2])
+    files = {"MT-bench": "mt_bench", "GSM8K": "gsm8k", "HumanEval": "humaneval", "copying": "copying"}
+    for prompts, file in files.items():
+        measured = section("sources.md", f"### {file}")["second model (4 layers)"]
+        assert shown[prompts] == [measured[2].split()[0], measured[0].split()[0]]
+
+
+def test_every_head_has_a_page_with_its_options_and_a_picture():
+    comments = re.findall(r"<!-- options: (\S+) -->", "\n".join(HEAD_PAGES.values()))
+    variants = {"hydra"}  # on the page of hydra++
+    assert sorted([*comments, *variants]) == sorted(site_pages.HEADS)
+    for page, text in HEAD_PAGES.items():
+        (picture,) = re.findall(r"\(\.\./(images/heads/\w+\.svg)\)", text)
+        assert (DOCS / picture).exists(), page
+        assert "| `" in site_pages.with_options(text), page
+
+
 def test_the_figures_of_the_readme_are_those_that_were_measured():
-    text = PAGES["README.md"].partition("## What it gains")[2].partition("\n## ")[0]
+    text = PAGES["README.md"].partition("## What it gains on a CPU")[2].partition("\n## ")[0]
     shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(shown) == 6
     for processor, kind, *cells in shown:
         row = section("cpu.md", f"### {processor}")[kind.lower().replace("-", "_")]
         assert cells == [*row[:3], *(row[column].split()[0] for column in (4, 5))]
+
+
+def test_the_gpu_figures_of_the_readme_are_those_that_were_measured():
+    text = PAGES["README.md"].partition("## On a GPU")[2].partition("\n## ")[0]
+    shown = [line.strip("| ").split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")][1:]
+    lines = (ROOT / "benchmarks" / "gpu.md").read_text("utf-8").splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    rate = {tuple(row[:3]): row[3] for row in cells if len(row) > 3}
+    slowest = rate["transformers generate", "512", "1"]
+    engines = [rate[engine, "512", nodes] for engine in ("eager", "cuda graphs") for nodes in ("1", "60")]
+    assert shown == [f"{slowest} to 27", *engines]
 
 
 def test_supported_families_are_those_of_the_tests():

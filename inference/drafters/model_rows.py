@@ -99,7 +99,7 @@ class ModelRows:
         self._engine = engine
         if isinstance(self.model, DraftHead):
             self.model = engine.draft_head(self.model)
-            self.runner = engine.runner
+            self.runner = engine.runner if self._watcher is None else Runner()
         elif isinstance(self.model, AssistantModel):
             self.model.model.compile(engine.mode)
 
@@ -251,14 +251,14 @@ class ModelRows:
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
         """Show every expansion; meanwhile no drafts are replayed, of which nothing inside can be shown."""
-        runner = self.runner
         self.runner = Runner()
         self._watcher = watcher
         try:
             yield
         finally:
-            self.runner = runner
             self._watcher = None
+            if self._engine is not None and isinstance(self.model, DraftHead):
+                self.runner = self._engine.runner
 
     def draft_vocab(self, device: torch.device) -> Tensor:
         """The draft vocabulary as the target's tokens [D]."""

@@ -28,6 +28,8 @@ from .base import Runner
 
 RECORDINGS = 256
 """Recordings that are kept; one more drops all."""
+CALLED = 4096
+"""Calls of which it is remembered that they happened once."""
 LARGE = 2**16
 """Bytes from which on an input is read where another recording left it, instead of being copied."""
 CACHES = (TreeCache, DraftCache)
@@ -145,6 +147,8 @@ class GraphRunner(Runner):
         key = (shapes, places, read_in_place)
         known = self.recordings.get(key)
         if known is None and shapes not in self.called:
+            if len(self.called) >= CALLED:
+                self.called.clear()
             self.called.add(shapes)
             return function(*fixed, *inputs)
         if known is None:

@@ -6,16 +6,20 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
+from ..models.changes import WeightWatch
 from ..target_model import TargetModel
 from ..tree import DraftTree, framed
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
@@ -45,6 +49,8 @@ class EagerEngine(Engine):
         self.flex = model.config._attn_implementation == "flex_attention"
         self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         """Whether the layers lie on several devices."""
+        self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
+        """Heads that draft here, and the state of their weights."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
             self.runner = PlanlessRunner(target.device)
 
@@ -64,6 +70,16 @@ class EagerEngine(Engine):
     @property
     def features_are_free(self) -> bool:
         return False
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        """Drop what was recorded with weights that have changed since, or lie elsewhere."""
+        if not self.runner.replays:
+            return
+        watch, before = self._heads.get(head, (WeightWatch(), None))
+        version = watch.version(head)
+        if force or before not in (None, version):
+            self.runner.forget()
+        self._heads[head] = (watch, version)
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, self.runner.room(tokens), rows)

@@ -39,7 +39,8 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
     while candidates and len(paths) < nodes - 1:
         value, depth, path, parent = heapq.heappop(candidates)
         paths.append(path)
-        rank, ranks = path[-1] + 1, accuracy_KI[depth - 1]
+        rank = path[-1] + 1
+        ranks = accuracy_KI[depth - 1]
         if rank < len(ranks):
             heapq.heappush(candidates, (-parent * ranks[rank], depth, (*path[:-1], rank), parent))
         if depth < len(accuracy_KI):
@@ -49,7 +50,10 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
 
 def expected_length(shape: TreeShape, accuracy_KI: Sequence[Sequence[float]]) -> float:
     """Acceptance length of a static tree: tokens per step, the bonus token counted."""
-    return 1 + sum(math.prod(accuracy_KI[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths)
+    length = 1.0
+    for path in shape.paths:
+        length += math.prod(accuracy_KI[depth][rank] for depth, rank in enumerate(path))
+    return length
 
 
 def chain_length(rates: Sequence[float], gamma: int) -> float:
@@ -60,7 +64,12 @@ def chain_length(rates: Sequence[float], gamma: int) -> float:
             (1 - a^(gamma+1)) / (1 - a) (Leviathan et al., arXiv:2211.17192, equation 1).
         gamma: draft length.
     """
-    return 1 + sum(math.prod(rates[min(i, len(rates) - 1)] for i in range(depth)) for depth in range(1, gamma + 1))
+    length = 1.0
+    reached = 1.0
+    for depth in range(gamma):
+        reached *= rates[min(depth, len(rates) - 1)]
+        length += reached
+    return length
 
 
 def by_speed(lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> list[TreePolicy]:
@@ -74,7 +83,10 @@ def by_speed(lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> list[Tre
 
 def default_accuracy(depth: int, ranks: int = 8) -> list[list[float]]:
     """Accuracies by depth and rank of a head that was not measured: less by a fifth per depth, by half per rank."""
-    return [[0.5 * 0.8**d * 0.5**rank for rank in range(ranks)] for d in range(depth)]
+    accuracy_KI = []
+    for level in range(depth):
+        accuracy_KI.append([0.5 * 0.8**level * 0.5**rank for rank in range(ranks)])
+    return accuracy_KI
 
 
 @lru_cache(maxsize=256)

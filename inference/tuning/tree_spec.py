@@ -56,7 +56,8 @@ class TreeShape:
     """Nodes that a draft expands; the root is expanded even if it is alone."""
 
     def __post_init__(self) -> None:
-        size, depth = len(self.paths) + 1, max(map(len, self.paths), default=0)
+        size = len(self.paths) + 1
+        depth = max(map(len, self.paths), default=0)
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         parents = (-1, *(index[path[:-1]] for path in self.paths))
         inner = tuple(sorted(set(parents[1:])))
@@ -100,7 +101,8 @@ class TreeShape:
         for depth in range(1, self.depth + 1):
             children = [path for path in self.paths if len(path) == depth]
             width = 1 + max(path[-1] for path in children)
-            expanded = [path for path in children if any(node[:-1] == path for node in self.paths)]
+            parents = {node[:-1] for node in self.paths}
+            expanded = [path for path in children if path in parents]
             levels.append(
                 Level(
                     width=width,

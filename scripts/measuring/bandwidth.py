@@ -42,7 +42,8 @@ def weight_bytes(target: Target) -> int:
 @torch.inference_mode()
 def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
     """Milliseconds of the parts of a round with batch size 1, beside the two lower bounds, after `text_1T`."""
-    target, nodes = lm.target, lm.drafter.max_nodes
+    target = lm.target
+    nodes = lm.drafter.max_nodes
     parts = {part: 1000 * seconds for part, seconds in stats.round_parts.items()}
     forward = 1000 * forward_seconds(target, text_1T, [nodes], lm.drafter.feature_layers)[nodes]
     bandwidth = memory_bandwidth(target.device)

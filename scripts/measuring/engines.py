@@ -330,14 +330,16 @@ class ServerEngine:
                 f"{self.address.base} answered with token {max(ids)}, outside of the target's {size}: another model?"
             )
         if values is None or len(values) != len(ids):
-            values, best = None, None
+            values = None
+            best = None
         margins = None
         if values is not None and best is not None:
             margins = [max(0.0, top - value) for value, top in zip(values, best, strict=True)]
         end_added = finished and bool(self.end_tokens) and not self.end_tokens & set(ids[-1:])
         if end_added:
             ids = [*ids, min(self.end_tokens)]
-            values, margins = None, None
+            values = None
+            margins = None
         if not ids:
             raise self._malformed(choice)
         return Answer(ids, values, margins, ids_by, end_added)

@@ -118,6 +118,13 @@ class SimTensor(torch.Tensor):
             return index
         return torch.tensor(index, device=self.device, dtype=None if index else torch.int64)
 
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["raw"], self.device.index or 0
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], index: int, *_: Any) -> SimTensor:
+        return SimTensor(parts["raw"], index)
+
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 

@@ -230,3 +230,44 @@ def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
         prompt = PADDED[1:2].to(device)
         found = list(away.stream(prompt, attention_mask=torch.ones_like(prompt), **settings))
         assert [token for tokens in found for token in tokens] == expected[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("changed", ["in place", "elsewhere"])
+@pytest.mark.parametrize("whose", ["target", "head"])
+def test_weights_that_change_are_not_read_where_they_were(on_cpu, device, mode, monkeypatch, whose, changed):
+    """Between two generations: what was recorded before is not replayed."""
+    model = copy.deepcopy(on_cpu.model)
+    target = Target(copy.deepcopy(model).to(device))
+    head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=mode, fallback=False)
+    drafted, forward = [], target.forward_tree
+
+    def noted(tree, *rest):
+        drafted.append(tree.tokens_BN.tolist())
+        return forward(tree, *rest)
+
+    monkeypatch.setattr(target, "forward_tree", noted)
+    first = text(lm, PADDED.to(device), tokens=20)
+    before = drafted.copy()
+    drafted.clear()
+    layer = target.modules.lm_head if whose == "target" else head.lm_head
+    shifted = layer.weight.detach().roll(1, 0)
+    if changed == "in place":
+        layer.weight.data.copy_(shifted)
+    else:
+        layer.weight = torch.nn.Parameter(shifted, requires_grad=False)
+    if whose == "target":
+        own = model.get_output_embeddings().weight
+        own.data.copy_(own.detach().roll(1, 0))
+    expected = text(SpeculativeLM(Target(model)), PADDED, tokens=20).sequences
+    found = text(lm, PADDED.to(device), tokens=20)
+    assert torch.equal(found.sequences.cpu(), expected)
+    if whose == "head":
+        fresh = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=False, fallback=False)
+        target.compile(False)
+        after = drafted.copy()
+        drafted.clear()
+        text(fresh, PADDED.to(device), tokens=20)
+        assert before != after == drafted
+    else:
+        assert not torch.equal(found.sequences, first.sequences)

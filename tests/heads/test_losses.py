@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from headstart.heads import HeadOutput, TargetFeatures, TargetModules, losses
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.losses import draft_loss
-from headstart.heads.objective import LOSSES, NEED_HEAD, Objective
+from headstart.heads.objective import LOSSES, NEED_HEAD, NEED_MASS, Objective
 
 WIDTH, TARGET_WIDTH, VOCAB, ROWS = 5, 6, 21, 64
 """A draft's states may be narrower than the target's; no chunk is smaller than ROWS."""
@@ -219,7 +219,7 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
     lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
     features = dataclasses.replace(problem.features, modules=dataclasses.replace(modules, lm_head=lm_head))
     found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
-    if loss in losses.NEED_MASS:
+    if loss in NEED_MASS:
         assert found.isnan()
     else:
         torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)

@@ -12,7 +12,7 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
-from headstart.scripts import demo as module
+from headstart.scripts import demo as demo_module
 from headstart.scripts.demo import (
     CONVERSATIONS,
     FEWEST_CONVERSATIONS,
@@ -94,6 +94,6 @@ def test_a_slower_machine_does_less_and_a_faster_one_no_more(config, tmp_path):
 def test_the_first_answer_decides_once(config, tmp_path, monkeypatch):
     """A second start has the numbers of the first, with which the data and the run were begun."""
     given = [{"generate": 5.0, "headstart": 9.0}, {"generate": 50.0, "headstart": 90.0}]
-    monkeypatch.setattr(module, "stream_answer", lambda _: given.pop(0))
+    monkeypatch.setattr(demo_module, "stream_answer", lambda _: given.pop(0))
     path = tmp_path / "demo" / "first_answer.json"
     assert first_answer(config, path) == first_answer(config, path) == {"generate": 5.0, "headstart": 9.0}

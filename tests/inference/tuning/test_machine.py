@@ -159,7 +159,7 @@ def no_home():
 @pytest.mark.parametrize("broken", ["read-only", "a file in its place", "a folder in its place", "no home"])
 def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeypatch, broken):
     if broken == "read-only":
-        monkeypatch.setattr(machine.tempfile, "TemporaryDirectory", refuse)
+        monkeypatch.setattr(machine, "write_whole", refuse)
     elif broken == "a file in its place":
         nothing_measured.write_text("")
     elif broken == "a folder in its place":
