@@ -525,6 +525,7 @@ def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | N
         return 1 - overlap_N
     if name == "lk_alpha":
         return -overlap_N.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
+    assert name == "lk_lambda", name
     share_N = (-3 * overlap_N.detach()).exp()
     kl_N = _loss("kl", log_q_NV, labels_N, target)
     return share_N * kl_N + (1 - share_N) * (1 - overlap_N)

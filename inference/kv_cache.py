@@ -1,8 +1,8 @@
 """A preallocated KV cache with a length per row, for trees of tokens.
 
 Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
-in node order, and every query attends to the whole capacity through its mask, so shapes change only when the capacity
-grows by a bucket. `accept` then moves the accepted nodes' entries together; the rest is overwritten later.
+in node order. The capacity, which masks cover, grows in steps, so that shapes rarely change. `accept` then moves the
+accepted nodes' entries together; the rest is overwritten later.
 
 Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection and replacement
 take one operation per block: one or two for most models. Blocks of generations that ended are pooled.
@@ -130,7 +130,7 @@ class TreeCache(Cache):
         """Keys of each layer, [B, G, S, E]: views of the blocks."""
         self.values: list[Tensor] = []
         self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
-        """Slots of the next forward's entries."""
+        """Slots of the latest forward's entries."""
         self._slots: dict[torch.device, Tensor] = {}
         """`slots_BN` on the other devices that layers lie on."""
         self.prefilled = 0

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ SHARED_TOKENS = 32
 """Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
 PREFILL_TOKENS = 2048
 """Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
+AS_IT_IS = Runner()
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
 
@@ -310,7 +311,7 @@ class Verification:
         sampler: Sampler,
         cache: TreeCache,
         stats: Stats,
-        runner: Runner,
+        runner: Runner = AS_IT_IS,
     ) -> StepResult:
         """The accepted path of each row, and the token after it."""
         with timed(stats, "verify"):
@@ -384,6 +385,12 @@ class Verification:
         # Each row needs at most one number per node and depth, and one for the bonus token.
         rows, nodes = tree.tokens_BN.shape
         return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
+
+
+@lru_cache(maxsize=32)
+def verification_by(rule: AcceptanceRule) -> Verification:
+    """The verification by a rule, the same object each time: what was recorded for it serves every generation."""
+    return Verification(rule)
 
 
 def replace_ended(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from .inputs import (
 )
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
-from .loop import Decoding, Verification, speculate
+from .loop import Decoding, Verification, speculate, verification_by
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
@@ -256,8 +256,9 @@ class SpeculativeLM:
     def refresh(self) -> SpeculativeLM:
         """Copy the weights of target, head and draft model again; conversations read their text again.
 
-        Needed only after a change that each call's comparison of sampled weights cannot see: a write through `.data` to
-        a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
+        Needed on a CPU only after a change that each call's comparison of sampled weights cannot see: a write through
+        `.data` to a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
+        On a GPU weights are read where they lie; call it before a conversation goes on after any write through `.data`.
         """
         with self.target.lock:
             self.target.refresh()
@@ -474,7 +475,7 @@ class SpeculativeLM:
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
             target.renew()
-            for rows in draft_models(self.drafter):
+            for rows in draft_models(drafter):
                 rows.use(target.engine)
                 rows.renew()
             self._check_size(prompts, new_tokens, call.max_batch_size)
@@ -508,7 +509,7 @@ class SpeculativeLM:
         if not sampling:
             return self.greedy_rule
         if process_logits.one_by_one:
-            return Verification(top_down_rule(self.acceptance, self.drafter.kind))
+            return verification_by(top_down_rule(self.acceptance, self.drafter.kind))
         return self.sampling_rule
 
     def _speculate(self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences) -> Stats:
@@ -589,7 +590,8 @@ class SpeculativeLM:
             encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
             running.append((target, past))
             try:
-                with as_loaded_together([model.model for model in assistants(drafter)]):
+                as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
+                with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
                     yield drafter
             finally:
                 running.pop()

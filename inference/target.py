@@ -154,7 +154,8 @@ class Target(TargetModel):
     def compile(self, mode: bool | str = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.
 
-        Called again, nothing changes unless weights or active adapters have, as far as `version` sees it.
+        Called again with the same mode, nothing changes unless weights or active adapters have, as far as `version`
+        sees it.
         """
         if not mode and not self.compile_mode:
             return

@@ -101,7 +101,7 @@ class DraftTree:
             if self.max_depth > FLOAT_DEPTH:
                 reach_BNN = reach_BNN.clamp(max=1)
         ancestors_BNN = reach_BNN > 0
-        framed_BNX = F.pad(F.pad(ancestors_BNN, (1, 0), value=True), (0, 1), value=False)  # see `framed`
+        framed_BNX = framed(ancestors_BNN)
         return TreeStructure(ancestors_BNN, ancestors_BNN.sum(-1) - 1, self.parents_BN.clamp(min=0), framed_BNX)
 
     def path_to(self, last_B: Tensor) -> tuple[Tensor, Tensor]:

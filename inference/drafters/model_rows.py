@@ -92,6 +92,7 @@ class ModelRows:
         other = copy.copy(self)
         other.progress = Progress()
         other._caches = {}
+        other._watcher = None
         return other
 
     def use(self, engine: Engine) -> None:
@@ -120,7 +121,7 @@ class ModelRows:
 
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
-        capacity = self.runner.room(context.capacity)
+        capacity = self.runner.rounded_capacity(context.capacity)
         state = self.model.begin(self.modules, context.batch_size, capacity, self.depth, self.expanded)
         self.progress = Progress(self._in_a_known_cache(state))
 
@@ -210,7 +211,7 @@ class ModelRows:
             part_BA = tokens_BT[:, part]
             self._extend(part_BA.shape[1])
             given = (self.progress.state, chunk.features_BTF[:, part], part_BA, count_B)
-            self.progress.state = self.runner.once(self.model.observe, *given)
+            self.progress.state = self.runner.run_unrecorded(self.model.observe, *given)
         self.progress.empty = False
 
     def _extend(self, tokens: int) -> None:
@@ -221,7 +222,7 @@ class ModelRows:
             return
         attended = -(-self.progress.longest // STEP) * STEP
         if self.runner.replays:
-            attended = self.runner.room(attended) + 1
+            attended = self.runner.rounded_capacity(attended) + 1
         cache.attended = cache.nodes + attended
 
     def select(self, rows_R: Tensor) -> None:

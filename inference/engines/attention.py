@@ -72,7 +72,7 @@ class PlanlessRunner(Runner):
         with kernels_without_plans(self.device):
             return function(*fixed, *inputs)
 
-    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
         return self(function, (), *inputs)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +48,21 @@ class Runner:
         """
         return function(*fixed, *inputs)
 
-    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
         return function(*inputs)
 
-    def room(self, tokens: int) -> int:
+    def rounded_capacity(self, tokens: int) -> int:
         """Capacity of a cache for so many tokens."""
         return tokens
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A result that is needed after the next call."""
         return tensor
+
+    def as_it_is(self) -> AbstractContextManager[Any]:
+        """In the block functions run as they are: for a generation inside another, whose results must stay."""
+        return nullcontext()
 
     def forget(self) -> None:
         """Weights have changed: drop what was recorded with the old ones."""
@@ -148,7 +153,7 @@ class Engine(ABC):
         return head
 
     def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        """Copy the weights of a `draft_head` again if they have changed, or with `force`."""
+        """Bring up to date what derives from the weights of a `draft_head`: if they have changed, or with `force`."""
         assert not self.copies_weights
 
     def renew(self) -> None:

@@ -2,8 +2,8 @@
 
 A round launches some 2,000 kernels, and launching them takes four times as long as running them (benchmarks/gpu.md).
 Nothing is compiled: a function runs as it is when it is first called with inputs of some shapes, is recorded at the
-second such call, in about the time of one more, and replayed from then on. What it reads of the host must be the same
-in all calls: it becomes part of the key of a recording. Inputs are copied to where the recording reads them.
+second such call, in about the time of one more, and replayed from then on. Numbers that it takes from
+the host are part of the key of a recording. Inputs are copied to where the recording reads them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .base import Runner
 RECORDINGS = 256
 """Recordings that are kept; one more drops all."""
 CALLED = 4096
-"""Calls of which it is remembered that they happened once."""
+"""First calls that are remembered, at most."""
 LARGE = 2**16
-"""Bytes from which on an input is read where another recording left it, instead of being copied."""
+"""Inputs of at least this many bytes are read in place where another recording left them; smaller ones are copied."""
 CACHES = (TreeCache, DraftCache)
 
 
@@ -133,56 +133,84 @@ class GraphRunner(Runner):
         self.left_by: dict[int, Callable[..., Any]] = {}
         """By the address of a large result, the function whose recording left it there."""
         self.unrecordable: set[Any] = set()
+        self.replays_now = True
         self.pools: dict[Callable[..., Any], Any] = {}
         """Memory of each function's recordings."""
 
     def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
         """The result of `function(*fixed, *inputs)`; see `Runner`. It is valid until the function is called again."""
-        if function in self.unrecordable:
+        try:
+            return self._result(function, fixed, inputs)
+        except torch.OutOfMemoryError:
+            self.forget()  # recordings hold memory
+            raise
+
+    def _result(self, function: Callable[..., Any], fixed: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        if function in self.unrecordable or not self.replays_now:
             return function(*fixed, *inputs)
         given = Leaves(inputs)
         places = tuple(Leaves(fixed).places())
         shapes = (function, given.values, tuple((tensor.shape, tensor.dtype) for tensor in given.tensors))
         read_in_place = tuple(self._left_elsewhere(tensor, function) for tensor in given.tensors)
         key = (shapes, places, read_in_place)
-        known = self.recordings.get(key)
-        if known is None and shapes not in self.called:
-            if len(self.called) >= CALLED:
-                self.called.clear()
-            self.called.add(shapes)
-            return function(*fixed, *inputs)
-        if known is None:
+        if key not in self.recordings:
+            if shapes not in self.called:
+                self._remember(shapes)
+                return function(*fixed, *inputs)
             try:
-                known = self._record(function, fixed, inputs, given, read_in_place)
+                recorded = self._record(function, fixed, given, read_in_place)
             except torch.OutOfMemoryError:
-                self.forget()
                 raise
             except RuntimeError as error:
-                self.unrecordable.add(function)
-                name = getattr(function, "__qualname__", repr(function))
-                reason = str(error).split("\n")[0]
-                warnings.warn(f"{name} is launched operation by operation, which is slow: {reason}", stacklevel=3)
+                self._give_up(function, error)
                 return function(*fixed, *inputs)
-            if len(self.recordings) >= RECORDINGS:
-                self.forget()
-            self.recordings[key] = known
-            for tensor in Leaves((known.result,)).tensors:
-                if tensor.nbytes >= LARGE:
-                    self.left_by[tensor.data_ptr()] = function
-        copy_all(known.inputs, given.tensors)
-        known.graph.replay()
-        return known.result
+            self._keep(key, function, recorded)
+        recording = self.recordings[key]
+        copy_all(recording.inputs, given.tensors)
+        recording.graph.replay()
+        return recording.result
 
-    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+    def _remember(self, shapes: Hashable) -> None:
+        """A function was called with inputs of these shapes for the first time."""
+        if len(self.called) >= CALLED:
+            self.called.clear()
+        self.called.add(shapes)
+
+    def _give_up(self, function: Callable[..., Any], error: RuntimeError) -> None:
+        """A function cannot be recorded: run it as it is from now on, and say so once."""
+        self.unrecordable.add(function)
+        name = getattr(function, "__qualname__", repr(function))
+        reason = str(error).split("\n")[0]
+        warnings.warn(f"{name} is launched operation by operation, which is slow: {reason}", stacklevel=5)
+
+    def _keep(self, key: Hashable, function: Callable[..., Any], recorded: Recording) -> None:
+        """Keep a recording, and note where it leaves large results."""
+        if len(self.recordings) >= RECORDINGS:
+            self.forget()
+        self.recordings[key] = recorded
+        for tensor in Leaves((recorded.result,)).tensors:
+            if tensor.nbytes >= LARGE:
+                self.left_by[tensor.data_ptr()] = function
+
+    def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
         with kernels_without_plans(self.device):
             return function(*inputs)
 
-    def room(self, tokens: int) -> int:
+    def rounded_capacity(self, tokens: int) -> int:
         """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
 
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        before = self.replays_now
+        self.replays_now = False
+        try:
+            yield
+        finally:
+            self.replays_now = before
 
     def forget(self) -> None:
         self.recordings.clear()
@@ -206,7 +234,6 @@ class GraphRunner(Runner):
         self,
         function: Callable[..., Any],
         fixed: tuple[Any, ...],
-        inputs: tuple[Any, ...],
         given: Leaves,
         read_in_place: tuple[Hashable, ...],
     ) -> Recording:
@@ -277,14 +304,16 @@ class Leaves:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is a dataclass with tensors among its fields, or in their dataclasses."""
+    """Whether a value is a dataclass with tensors among its fields, or in their dataclasses, tuples and lists."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return False
-    for field in dataclasses.fields(value):
-        part = getattr(value, field.name)
-        if isinstance(part, (Tensor, list, *CACHES)) or holds_tensors(part):
-            return True
-    return False
+    return any(_is_tensor_or_holds_one(getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def _is_tensor_or_holds_one(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_is_tensor_or_holds_one(part) for part in value)
+    return isinstance(value, (Tensor, *CACHES)) or holds_tensors(value)
 
 
 def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:

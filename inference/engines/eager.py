@@ -41,8 +41,6 @@ class EagerEngine(Engine):
         """`runner` records and replays the forwards over trees; None to run each as it is."""
         super().__init__(target)
         self.runner = runner or PlanlessRunner(target.device)
-        if isinstance(self.runner, GraphRunner):
-            self.name = "cuda graphs"
         self.on_cpu = target.device.type == "cpu"
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
@@ -53,6 +51,8 @@ class EagerEngine(Engine):
         """Heads that draft here, and the state of their weights."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
             self.runner = PlanlessRunner(target.device)
+        if isinstance(self.runner, GraphRunner):
+            self.name = "cuda graphs"
 
     @property
     def model(self) -> Any:
@@ -82,7 +82,7 @@ class EagerEngine(Engine):
         self._heads[head] = (watch, version)
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        cache = super().new_cache(batch_size, self.runner.room(tokens), rows)
+        cache = super().new_cache(batch_size, self.runner.rounded_capacity(tokens), rows)
         if self.runner.replays:
             cache.growth = "room" if self.tree_kernel else "doubling"
         return cache
@@ -151,7 +151,7 @@ class EagerEngine(Engine):
         wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
         given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
-        logits_BKV, features_BNF = self.runner.once(self._model_forward, *given)
+        logits_BKV, features_BNF = self.runner.run_unrecorded(self._model_forward, *given)
         if self.spread:  # logits from the first wanted position to the last token
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
         cache.advance(torch.full_like(cache.lengths_B, size))

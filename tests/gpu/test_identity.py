@@ -271,3 +271,23 @@ def test_weights_that_change_are_not_read_where_they_were(on_cpu, device, mode, 
         assert before != after == drafted
     else:
         assert not torch.equal(found.sequences, first.sequences)
+
+
+def test_a_generation_inside_another_leaves_its_results(on_cpu, there, device, mode):
+    """A callback generates after each round, between what a recording left and its use."""
+    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    prompts, alone = PADDED[1:2], text(away, PADDED[1:2].to(device), tokens=30)
+    depth, recordings = [], getattr(there.engine.runner, "recordings", {})
+
+    def inner(_):
+        if not depth:
+            depth.append(1)
+            before = len(recordings)
+            text(away, PADDED[2:3].to(device), tokens=8)
+            assert len(recordings) == before  # a replay could write where the outer generation's results lie
+            depth.clear()
+
+    away.round_callbacks.append(inner)
+    found = text(away, prompts.to(device), tokens=30)
+    assert torch.equal(found.sequences.cpu(), text(SpeculativeLM(on_cpu), prompts, tokens=30).sequences)
+    assert found.stats.rows == alone.stats.rows
