@@ -135,7 +135,7 @@ def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, dep
                 text_1T[:, read:place], following, features, torch.tensor([place - read], device=target.device)
             )
         )
-        read, state = place, drafter.catch_up()
+        read, state = place, drafter.rows.catch_up()
         overlaps, signs = [], []
         for k in range(depth):
             logits, state = drafter.head.expand(

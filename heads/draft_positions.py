@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .base import TargetFeatures
+from .layers.constants import upload
 
 
 @dataclass(frozen=True)
@@ -89,20 +90,14 @@ class DraftPositions:
 
     def _to(self, device: torch.device) -> DraftPositions:
         """Copy to a device without waiting for it: the positions were counted on the host."""
-        judged_U = None if self.judged_U is None else _sent(self.judged_U, device)
+        judged_U = None if self.judged_U is None else upload(self.judged_U, device)
         return replace(
             self,
-            index_N=_sent(self.index_N, device),
-            rows_NK=_sent(self.rows_NK, device),
-            valid_NK=_sent(self.valid_NK, device),
+            index_N=upload(self.index_N, device),
+            rows_NK=upload(self.rows_NK, device),
+            valid_NK=upload(self.valid_NK, device),
             judged_U=judged_U,
         )
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":  # a copy from pageable memory may wait for the device's work
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:

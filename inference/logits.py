@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
-from ..heads.layers.constants import constants, counting
+from ..heads.layers.constants import constants, counting, upload
 from ..heads.layers.decoder_layer import at_least_fp32
 from .engines import cpu_kernels
 from .tree import DraftTree
@@ -151,7 +151,8 @@ class PositionNoise:
         z_BP = self._seeds_R[np.array(rows), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
         z_BP = (z_BP ^ (z_BP >> 30)) * MIX_1
         z_BP = (z_BP ^ (z_BP >> 27)) * MIX_2
-        self._keys_BP = torch.from_numpy((z_BP ^ (z_BP >> 31)).astype(np.int64)).to(self._device)
+        keys_BP = (z_BP ^ (z_BP >> 31)).astype(np.int64)
+        self._keys_BP = upload(keys_BP, self._device)
         self._ready_BKV = torch.empty(len(rows), 0, self._vocab_size, device=self._device)
 
     def next(self, count: int) -> Tensor:
@@ -341,7 +342,7 @@ class TreeLogitsProcessor:
         paths: dict[int, list[int]] = {0: []}
         while paths:
             nodes = list(paths)
-            more_ND = torch.tensor(list(paths.values()), dtype=text_T.dtype, device=text_T.device)
+            more_ND = upload(list(paths.values()), text_T.device, text_T.dtype)
             texts_NT = torch.cat([text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1)
             found_NV = scores_NV[nodes]
             for processor, padding in processors:

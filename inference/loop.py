@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..heads.layers.constants import counting
-from .drafters.base import DraftContext, Drafter, NoDraft, PrefillChunk, ShrunkDrafter, StepResult
+from ..heads.layers.constants import counting, upload
+from .drafters.base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult
 from .engines.base import Runner, TargetOutput
 from .kv_cache import TreeCache
 from .logits import (
@@ -67,7 +67,9 @@ class Decoding:
 
 
 @torch.inference_mode()
-def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None) -> Stats:
+def speculate(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None = None
+) -> Stats:
     """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
     stats = Stats(rows=[[] for _ in sequences.rows])
     sampler, target = decoding.sampler, decoding.target
@@ -80,18 +82,24 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
         cache, roots_B = prefill_all(decoding, drafter, sequences, past)
         stats.first_token_seconds = [time.perf_counter() - began]
         roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
-    whole = drafter
+    node_limit = drafter.max_nodes
+    ran_out = False
     while sequences.active:
-        began, lengths_B, calls = time.perf_counter(), cache.lengths_B, decoding.process_logits.calls
+        began = time.perf_counter()
+        lengths_B = cache.lengths_B
+        calls = decoding.process_logits.calls
         try:
-            step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats)
+            step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats, node_limit)
         except torch.OutOfMemoryError:
             repeatable = cache.lengths_B is lengths_B and decoding.process_logits.calls == calls
             if not repeatable or isinstance(drafter, NoDraft):  # committed, processors advanced, or nothing to save
                 raise
             # The next round begins where this one did: what it left behind, in the cache's free slots and in the
             # drafter, cannot change the output.
-            drafter = smaller(drafter)
+            ran_out = True
+            node_limit = smaller(node_limit, drafter)
+            if node_limit < 2:
+                drafter = NoDraft("out_of_memory")
             continue
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, step.tree.max_depth)
@@ -105,32 +113,53 @@ def speculate(decoding: Decoding, drafter: Drafter, sequences: Sequences, past: 
     if past is None:
         cache.release()
     else:
-        past.tokens, past.cache = sequences.text(0).tolist(), cache
-        past.draft_state = drafter.saved_state() if drafter is whole else None
+        past.tokens = sequences.text(0).tolist()
+        past.cache = cache
+        past.draft_state = None if ran_out else drafter.saved_state()
     return stats
 
 
-def smaller(drafter: Drafter) -> Drafter:
-    """A drafter of half as many nodes for the rest of a generation that ran out of memory; no drafts below two nodes.
+def smaller(node_limit: int, drafter: BatchDrafter) -> int:
+    """Half as many nodes of each tree, for the rest of a generation that ran out of memory.
 
-    A part of a sampled tree would have another distribution: these are dropped at once.
+    A part of a sampled tree would have another distribution: it shrinks to the root at once.
     """
-    whole, nodes = (
-        (drafter.parts[0], drafter.kept) if isinstance(drafter, ShrunkDrafter) else (drafter, drafter.max_nodes)
+    kept = node_limit // 2 if drafter.kind == "top_k" else 1
+    warnings.warn(
+        f"memory ran out with trees of {node_limit} nodes; this generation goes on with {kept}",
+        stacklevel=3,
     )
-    kept = nodes // 2 if whole.kind == "top_k" else 1
-    warnings.warn(f"memory ran out with trees of {nodes} nodes; this generation goes on with {kept}", stacklevel=3)
-    return NoDraft("out_of_memory") if kept < 2 else ShrunkDrafter(whole, kept)
+    return kept
+
+
+def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
+    """The first `kept` nodes of a top-k tree, which are a tree, as parents stand before their children."""
+    if tree.tokens_BN.shape[1] <= kept:
+        return tree
+    return DraftTree(
+        tree.tokens_BN[:, :kept].contiguous(),
+        tree.parents_BN[:, :kept].contiguous(),
+        tree.sizes_B.clamp(max=kept),
+        max_depth=min(tree.max_depth, kept - 1),
+        padding=tree.padding,
+        in_order=tree.in_order,
+    )
 
 
 def speculation_step(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor, stats: Stats
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    roots_B: Tensor,
+    stats: Stats,
+    node_limit: int,
 ) -> StepResult:
-    """One draft, one target forward, one verification, for all active rows."""
+    """One draft, one target forward, one verification, for all active rows; a tree keeps `node_limit` nodes at most."""
     with timed(stats, "draft"):
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
-        tree = drafter.propose(roots_B)
+        tree = first_nodes(drafter.propose(roots_B), node_limit)
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):
@@ -151,7 +180,7 @@ def speculation_step(
 
 
 def forward_and_verify(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, tree: DraftTree, stats: Stats
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, tree: DraftTree, stats: Stats
 ) -> tuple[StepResult, Tensor] | None:
     """Verify a tree by one forward of the target, and commit what was accepted; also returns the scores [B, N, V].
 
@@ -187,8 +216,7 @@ def forward_and_verify(
     runner = decoding.target.engine.runner
     verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, runner)
     with timed(stats, "host"):
-        values_BK = drafter.host_values(verified) if drafter.needs_host_values else None
-        step = sequences.read(verified, values_BK)
+        step = sequences.read(verified, drafter.host_values(verified))
         if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
             if tree.draft_probs_BNV is not None and not repeated:
                 return None
@@ -366,7 +394,7 @@ def verification_by(rule: AcceptanceRule) -> Verification:
 
 
 def replace_ended(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
 ) -> Tensor:
     """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
 
@@ -388,14 +416,14 @@ def replace_ended(
     sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
     if not kept:
         return roots_B
-    kept_R = torch.tensor(kept, device=roots_B.device)
+    kept_R = upload(kept, roots_B.device)
     cache.select(kept_R)
     drafter.select(kept_R)
     return roots_B[kept_R]
 
 
 def prefill_all(
-    decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None
 ) -> tuple[TreeCache, Tensor]:
     """Read the prompts of all active rows, those of similar lengths together; return the KV cache and the roots [B]."""
     batch = len(sequences.active)
@@ -446,7 +474,7 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
 
 def prefill_slots(
     decoding: Decoding,
-    drafter: Drafter,
+    drafter: BatchDrafter,
     sequences: Sequences,
     rows: list[int],
     slots: Sequence[int],
@@ -454,7 +482,8 @@ def prefill_slots(
     roots_B: Tensor,
 ) -> Tensor:
     """Read the prompts of rows that take these slots of the batch; return the roots [B]."""
-    fresh, into_R = drafter.fresh(), torch.tensor(slots, device=roots_B.device)
+    fresh = drafter.fresh()
+    into_R = upload(slots, roots_B.device)
     fresh_cache, fresh_roots = prefill(decoding, fresh, sequences, rows)
     cache.replace(into_R, fresh_cache)
     drafter.replace(into_R, fresh)
@@ -463,7 +492,7 @@ def prefill_slots(
 
 def prefill(
     decoding: Decoding,
-    drafter: Drafter,
+    drafter: BatchDrafter,
     sequences: Sequences,
     rows: list[int],
     past: Conversation | None = None,
@@ -556,7 +585,7 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
 
 
 def _read_stage(
-    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: Drafter
+    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: BatchDrafter
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
     layers = drafter.feature_layers

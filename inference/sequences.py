@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
-from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from ..heads.layers.constants import upload
+from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from .kv_cache import TreeCache
 from .stats import RoundRecord, Stats
 
@@ -67,7 +68,8 @@ class Sequences:
     def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """A row's prompt and new tokens, and `more` after them, [T]."""
         prompt = self.prompts[row]
-        return torch.cat([prompt, torch.tensor([*self.rows[row], *more], dtype=prompt.dtype, device=prompt.device)])
+        new_T = upload([*self.rows[row], *more], prompt.device, prompt.dtype)
+        return torch.cat([prompt, new_T])
 
     def ends(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> bool:
         """Whether the row ends with the last of `tokens`, which follow its new tokens; the i-th has scores_of(i), [V].
@@ -105,7 +107,7 @@ class Sequences:
         step = replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
         if whole:
             return step
-        lengths_B = torch.tensor([len(tokens) for tokens in emitted], device=step.lengths_B.device)
+        lengths_B = upload([len(tokens) for tokens in emitted], step.lengths_B.device)
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
         return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
 
@@ -197,7 +199,7 @@ class Conversation:
         """Drop the text and its state."""
         self.tokens, self.cache, self.draft_state = [], None, None
 
-    def resume(self, context: DraftContext, drafter: Drafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
+    def resume(self, context: DraftContext, drafter: BatchDrafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
         """Crop the state to the prefix that text and prompt share, and resume the drafter if anything is kept.
 
         Returns:

@@ -30,10 +30,11 @@ from transformers.generation.streamers import BaseStreamer
 from ..heads.base import DraftHead
 from .chat import Chat
 from .drafters.adaptive import AdaptiveDrafter
-from .drafters.base import Drafter, NoDraft
+from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
 from .drafters.draft_model import within
-from .drafters.tree_policies import HeadDrafter
+from .drafters.tree_policies import draft_models
+from .drafters.validated import validated
 from .head_loading import load_fitting_head, merge_adapter_of
 from .inputs import (
     Prompts,
@@ -116,9 +117,11 @@ class SpeculativeLM:
         """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
         self.greedy_rule = Verification(greedy)
-        self._drafter: Drafter | None = drafter or NoDraft()
+        self._drafter: BatchDrafter | None = NoDraft()
+        if drafter is not None:
+            self._drafter = validated(drafter, target.info.vocab_size)
         """None until the cost of rounds is measured, which decides what is drafted."""
-        self._drafter_with: Callable[[TreeSpec], Drafter] | None = None
+        self._drafter_with: Callable[[TreeSpec], BatchDrafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
         self._variants: dict[str, SpeculativeLM] = {}
         """By tree and acceptance rule: this model with those of single calls."""
@@ -130,7 +133,7 @@ class SpeculativeLM:
         return f"SpeculativeLM({self.target!r}, {drafter}, acceptance={self.acceptance!r})"
 
     @property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> BatchDrafter:
         """Proposes draft trees. Made at first use, or by `compile`, if the cost of rounds must be measured for it."""
         if self._drafter is None:
             with self.target.lock, as_loaded(self.target.model):
@@ -140,7 +143,7 @@ class SpeculativeLM:
         return self._drafter
 
     @drafter.setter
-    def drafter(self, drafter: Drafter) -> None:
+    def drafter(self, drafter: BatchDrafter) -> None:
         self._drafter = drafter
 
     @classmethod
@@ -246,7 +249,8 @@ class SpeculativeLM:
         """
         with as_loaded(self.target.model):
             self.target.compile(mode)
-        self.drafter.use(self.target.engine)
+        for rows in draft_models(self.drafter):
+            rows.use(self.target.engine)
         return self
 
     def refresh(self) -> SpeculativeLM:
@@ -259,17 +263,19 @@ class SpeculativeLM:
         with self.target.lock:
             self.target.refresh()
             for lm in (self, *self._variants.values()):
-                if lm._drafter is not None:
-                    lm._drafter.renew(force=True)
+                if lm._drafter is None:
+                    continue
+                for rows in draft_models(lm._drafter):
+                    rows.renew(force=True)
         return self
 
     @cached_property
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
         head = None
-        for drafter in self.drafter.nested():
-            if isinstance(drafter, HeadDrafter) and isinstance(drafter.head, DraftHead):
-                head = drafter.head
+        for rows in draft_models(self.drafter):
+            if isinstance(rows.model, DraftHead):
+                head = rows.model
                 break
         with as_loaded(self.target.model):
             return measured_costs(self.target, head)
@@ -469,8 +475,9 @@ class SpeculativeLM:
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
             target.renew()
-            drafter.use(target.engine)
-            drafter.renew()
+            for rows in draft_models(drafter):
+                rows.use(target.engine)
+                rows.renew()
             self._check_size(prompts, new_tokens, call.max_batch_size)
             sequences = Sequences(
                 prompts,
@@ -505,7 +512,7 @@ class SpeculativeLM:
             return verification_by(top_down_rule(self.acceptance, self.drafter.kind))
         return self.sampling_rule
 
-    def _speculate(self, call: Call, decoding: Decoding, drafter: Drafter, sequences: Sequences) -> Stats:
+    def _speculate(self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
         run = speculate if call.recorder is None else call.recorder.speculate
         past = call.past
@@ -564,7 +571,7 @@ class SpeculativeLM:
                 model.encoded_mask = mask
 
     @contextmanager
-    def _alone(self, past: Conversation | None) -> Iterator[Drafter]:
+    def _alone(self, past: Conversation | None) -> Iterator[BatchDrafter]:
         """Hold the target for one generation, and give the drafter for it.
 
         A callback, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
@@ -607,7 +614,7 @@ class SpeculativeLM:
         """Of its raw logit, its score, its probability and its random number."""
         needed = {
             "the target's cache": target.cache_bytes(rows, tokens),
-            "the drafts'": self.drafter.cache_bytes(rows, tokens),
+            "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(self.drafter)),
             "logits": scores * bytes_of_score,
         }
         total = sum(needed.values())

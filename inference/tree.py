@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads.layers.constants import constants, counting
+from ..heads.layers.constants import constants, counting, upload
 from .tuning.tree_spec import TreeKind, TreeShape
 
 FLOAT_DEPTH = 60
@@ -77,9 +77,9 @@ class DraftTree:
         if self.tokens_BN.device == device:
             return self
         nodes = self.tokens_BN.shape[1]
-        whole = torch.cat([self.tokens_BN, self.parents_BN, self.sizes_B[:, None]], dim=1).to(device)
+        whole = upload(torch.cat([self.tokens_BN, self.parents_BN, self.sizes_B[:, None]], dim=1), device)
         tokens_BN, parents_BN, sizes_B1 = whole.split([nodes, nodes, 1], dim=1)
-        probs_BNV = None if self.draft_probs_BNV is None else self.draft_probs_BNV.to(device)
+        probs_BNV = None if self.draft_probs_BNV is None else upload(self.draft_probs_BNV, device)
         return replace(
             self, tokens_BN=tokens_BN, parents_BN=parents_BN, sizes_B=sizes_B1[:, 0], draft_probs_BNV=probs_BNV
         )

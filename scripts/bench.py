@@ -168,9 +168,9 @@ def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
     """Tokens that the head can draft; None if these are all tokens, or there is no head."""
     import torch
 
-    from headstart.inference.drafters.tree_policies import HeadDrafter
+    from headstart.inference.drafters.tree_policies import draft_models
 
-    heads = [drafter.head for drafter in fast.drafter.nested() if isinstance(drafter, HeadDrafter)]
+    heads = [rows.model for rows in draft_models(fast.drafter)]
     if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
         return None
     return heads[0].target_tokens(torch.arange(heads[0].draft_vocab_size, device=fast.target.device))

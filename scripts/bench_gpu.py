@@ -42,8 +42,8 @@ from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.objective import Objective
-from headstart.inference import Conversation, Drafter, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape
-from headstart.inference.drafters.base import PrefillChunk, StepResult
+from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape
+from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.engines.attention import has_tree_kernel
 from headstart.inference.provenance import provenance
@@ -199,12 +199,15 @@ def reference(target: Target, prompt_BT: Tensor, tokens: int) -> Tensor:
     return written
 
 
-class ForcedDrafter(Drafter):
+class ForcedDrafter(BatchDrafter):
     """A head's trees, with the true continuation on one path, so that a given number of drafts is accepted."""
 
-    def __init__(self, head: Drafter, shape: TreeShape, truth_T: Tensor, accepted: int, vocabulary: int) -> None:
-        super().__init__(head)
-        self.shape, self.max_nodes = shape, shape.size
+    def __init__(self, head: BatchDrafter, shape: TreeShape, truth_T: Tensor, accepted: int, vocabulary: int) -> None:
+        self.head = head
+        self.parts = (head,)
+        self.feature_layers = head.feature_layers
+        self.shape = shape
+        self.max_nodes = shape.size
         nodes = [(), *shape.paths]
         longest = max(shape.paths, key=len)
         path = [nodes.index(longest[:depth]) for depth in range(1, len(longest) + 1)]
@@ -217,12 +220,15 @@ class ForcedDrafter(Drafter):
         self.parents_1N = torch.tensor([shape.parents], device=truth_T.device)
         self.written = 0
 
+    def begin(self, context: DraftContext) -> None:
+        self.head.begin(context)
+
     def prefill(self, chunk: PrefillChunk) -> None:
-        super().prefill(chunk)
+        self.head.prefill(chunk)
         self.written = 1
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        tree = self.parts[0].propose(roots_B)
+        tree = self.head.propose(roots_B)
         tokens_BN = tree.tokens_BN.index_copy(1, self.path_K, self.forced_TK[self.written : self.written + 1])
         if self.shape.is_chain:
             return DraftTree.of_shape(self.shape, tokens_BN)
@@ -230,7 +236,7 @@ class ForcedDrafter(Drafter):
         return DraftTree(tokens_BN, self.parents_1N, sizes_B, self.shape.depth, padding=False)
 
     def observe(self, step: StepResult) -> None:
-        super().observe(step)
+        self.head.observe(step)
         self.written += len(step.tokens[0])
 
 

@@ -153,11 +153,11 @@ def record(
 
 def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
     """The argument `tree` of `generate`: a dynamic tree where a head drafts and none is named."""
-    from headstart.inference.drafters.tree_policies import HeadDrafter
+    from headstart.inference.drafters.tree_policies import draft_models
     from headstart.inference.tuning.tree_search import default_dynamic_tree
 
     if config.tree != "auto" or not config.head or config.fallback:
         return {}
-    head = next(drafter.head for drafter in lm.drafter.nested() if isinstance(drafter, HeadDrafter))
+    head = draft_models(lm.drafter)[0].model
     log.info(f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of trees")
     return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

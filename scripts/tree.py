@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from headstart.heads import DraftHead, TargetModules
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
-    from headstart.inference.drafters.base import Drafter
-    from headstart.inference.drafters.tree_policies import DraftModel
+    from headstart.inference.drafters.base import BatchDrafter
+    from headstart.inference.drafters.model_rows import DraftModel
     from headstart.inference.tuning.acceptance import Answered
     from headstart.inference.tuning.round_costs import RoundCosts
 
@@ -213,7 +213,7 @@ def _decode_with(
 
 
 @lru_cache(maxsize=16)
-def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> Drafter:
+def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> BatchDrafter:
     """Build the drafter of a tree, once for each, so that nothing is recorded twice."""
     from headstart.inference.drafters.by_name import tree_drafter
 

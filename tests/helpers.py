@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
-from headstart.inference.drafters.base import DraftContext, PrefillChunk, StepResult
+from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
 from headstart.inference.loop import Decoding, Verification, speculate
 from headstart.inference.sequences import Sequences
@@ -90,7 +90,7 @@ def head_for(target: Target, kind: str) -> DraftHead:
     return head.eval()
 
 
-class Oracle(Drafter):
+class Oracle(BatchDrafter):
     """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
 
     `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.

@@ -1,4 +1,4 @@
-"""Tensors whose values follow from a few numbers, made once for each device and kept.
+"""Tensors whose values follow from a few numbers, made once for each device and kept; and uploads of those that change.
 
 Launching a kernel for so little takes an accelerator longer than the work itself.
 """
@@ -16,6 +16,8 @@ from torch import Tensor
 
 KEPT = 256
 """Results of one function that are kept."""
+PINNED = {"cuda"}
+"""Types of devices that copy from pinned memory without a wait."""
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 _recording = threading.local()
@@ -73,3 +75,14 @@ def _counting(size: int, device: torch.device, first: int) -> tuple[Tensor, Tens
     """Row and column."""
     numbers = torch.arange(first, first + size, device=device)
     return numbers, numbers[:, None]
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on the host, or numbers in nested lists, on `device`, without waiting for that device's work.
+
+    A copy from pageable memory waits on CUDA, whether or not it is said to be non-blocking.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if tensor.device.type == "cpu" and device.type in PINNED:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

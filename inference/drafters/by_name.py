@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -24,14 +23,16 @@ from ..tuning.tree_spec import (
     tree_policies,
 )
 from .adaptive import AdaptiveDrafter, candidate_trees
-from .base import Drafter, HostDrafter, NoDraft, ValidatedDrafter
+from .base import BatchDrafter, Drafter, NoDraft
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup
 from .lookahead import LookaheadDrafter
+from .model_rows import DraftModel
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
-from .prompt_lookup import NgramDrafter, PromptLookupDrafter
+from .on_host import HostDrafter
+from .prompt_lookup import PromptLookupDrafter
 from .specs import (
     DrafterSpec,
     Lookahead,
@@ -42,7 +43,8 @@ from .specs import (
     SmallerModel,
     drafter_spec,
 )
-from .tree_policies import DraftModel, DynamicTree, HeadDrafter, StaticTree
+from .tree_policies import DynamicTree, HeadDrafter, StaticTree, draft_models
+from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
 """A drafter as a user gives it: a spec or its text (see `SPECS`), one that is made already, or a smaller model."""
@@ -59,36 +61,43 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
-) -> Drafter:
+) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is.
 
     Args:
         target: the model whose tokens are drafted.
-        source: a drafter without a head. With a head, what it looks up is joined with the head's tree.
-        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams, random tokens, a
-            smaller model). "auto" for the head's fastest tree on this machine, or trees to choose from, for which the
-            cost of rounds is measured if it is not known, see `needs_costs`.
+        source: a drafter without a head. With a head, what it looks up is joined with the head's
+            tree.
+        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
+            random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
+            trees to choose from, for which the cost of rounds is measured if it is not known, see
+            `needs_costs`.
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
     if head is None:
-        drafter = NoDraft() if source is None else _from_source(source, target, tree)
+        drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
-        drafter = _head_drafter(target, head, metadata or head.metadata or CheckpointMetadata(), tree, adaptive)
+        metadata = metadata or head.metadata or CheckpointMetadata()
+        drafter = _head_drafter(target, head, metadata, tree, adaptive)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
         return AdaptiveDrafter([drafter])
-    return drafter if drafter.plain else AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+    if drafter.plain:
+        return drafter
+    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
 
 
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
     """Whether `make_drafter` needs the cost of rounds on this machine, to choose between trees."""
-    metadata = CheckpointMetadata() if head is None else head.metadata or CheckpointMetadata()
-    return head is not None and adaptive and tree == "auto" and fastest_tree(metadata, _machine(target)) is None
+    if head is None or not adaptive or tree != "auto":
+        return False
+    metadata = head.metadata or CheckpointMetadata()
+    return fastest_tree(metadata, _machine(target)) is None
 
 
 def tree_drafter(
@@ -129,7 +138,7 @@ def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, cost
 
 def _head_drafter(
     target: Target, head: DraftHead, metadata: CheckpointMetadata, tree: TreeSpec, adaptive: bool
-) -> Drafter:
+) -> BatchDrafter:
     modules = target.draft_modules
     if tree != "auto":
         return tree_drafter(head, tree, modules)
@@ -137,17 +146,20 @@ def _head_drafter(
     policies = auto_trees(head, metadata, _machine(target), costs)
     if not adaptive:
         policies = policies[:1]
-    trees = [_policy_drafter(head, policy, modules, batch_budget(policy, target.device)) for policy in policies]
+    trees = []
+    for policy in policies:
+        budget = batch_budget(policy, target.device)
+        trees.append(_policy_drafter(head, policy, modules, budget))
     return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
-def assistants(drafter: Drafter) -> list[Target]:
+def assistants(drafter: BatchDrafter) -> list[Target]:
     """The smaller models that draft in a drafter."""
-    heads = [part.head for part in drafter.nested() if isinstance(part, HeadDrafter)]
-    return [head.model for head in heads if isinstance(head, AssistantModel)]
+    models = [rows.model for rows in draft_models(drafter)]
+    return [model.model for model in models if isinstance(model, AssistantModel)]
 
 
-def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Drafter:
+def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A drafter without a head, whose tree is `tree` if it has probabilities."""
     spec = drafter_spec(source) if isinstance(source, str) else source
     if isinstance(spec, PreTrainedModel):
@@ -168,31 +180,27 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Draft
         return _lookup_drafter(spec, target)
     if tree != "auto":
         raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
-    return _fenced(spec, target)
+    return validated(spec, target.info.vocab_size)
 
 
-def _fenced(drafter: Any, target: Target) -> Drafter:
-    """A drafter that is made already; one of the user's own is not trusted."""
-    ours = HeadDrafter | NgramDrafter | NoDraft | HostDrafter | ValidatedDrafter | AdaptiveDrafter | HeadAndLookup
-    return drafter if isinstance(drafter, ours) else ValidatedDrafter(drafter, target.info.vocab_size)
-
-
-def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) -> Drafter:
+def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) -> BatchDrafter:
     if isinstance(spec, Lookahead):
         return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
     if isinstance(spec, PromptLookup):
         return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram)
     corpus = _datastore(spec.folder, target)
-    return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest=min(2, spec.ngram), corpus=corpus)
+    shortest = min(2, spec.ngram)
+    return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest, corpus)
 
 
-def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> Drafter:
+def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> BatchDrafter:
     tree = NGRAM_TREE if tree == "auto" else tree
-    drafter = tree_drafter(NgramModel(target.info, order, _deepest(tree), corpus), tree, target.draft_modules)
+    model = NgramModel(target.info, order, _deepest(tree), corpus)
+    drafter = tree_drafter(model, tree, target.draft_modules)
     return drafter if target.device.type == "cpu" else HostDrafter(drafter)
 
 
-def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
+def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A smaller model that drafts for the target; the same ids must mean the same tokens."""
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
@@ -209,7 +217,8 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> Drafter:
             "their probabilities would not be those of the tokens that are verified, and the output not exact"
         )
     tree = MODEL_TREE if tree == "auto" else tree
-    return tree_drafter(AssistantModel(model, target.info, _deepest(tree)), tree, target.draft_modules)
+    assistant = AssistantModel(model, target.info, _deepest(tree))
+    return tree_drafter(assistant, tree, target.draft_modules)
 
 
 def _deepest(tree: TreeSpec) -> int:

@@ -1,8 +1,9 @@
 """A second, smaller model as draft model: the original speculative decoding (arXiv:2211.17192, 2302.01318).
 
-It has the interface of a head, so every tree and every acceptance rule fits it. Its KV cache follows the accepted text:
-after each step it reads what was emitted, whose last token is the next root, and from there drafts level by level;
-drafted entries lie behind the text until the next step overwrites them.
+It has the interface of a head, so every tree and every acceptance rule fits it. Its KV cache
+follows the accepted text: after each step it reads what was emitted, whose last token is the next
+root, and from there drafts level by level; drafted entries lie after the text until the next step
+overwrites them.
 
 Letters in tensor names: B batch, A accepted, W frontier, M drafted nodes, V vocabulary.
 """
@@ -24,7 +25,7 @@ from ..tree import framed
 
 @dataclass(frozen=True)
 class AssistantState:
-    """The KV cache of the small model, and the tree that it has drafted behind the text."""
+    """The KV cache of the small model, and the tree that it has drafted after the text."""
 
     cache: TreeCache
     longest: int
@@ -36,7 +37,7 @@ class AssistantState:
     seen_BWM: Tensor | None = None
     """Attention mask of the newest frontier over the drafted nodes; None before the root was expanded."""
     depths_BM: Tensor | None = None
-    """Positions of the drafted nodes behind the text."""
+    """Positions of the drafted nodes after the text."""
 
     def select(self, rows_R: Tensor) -> AssistantState:
         self.cache.select(rows_R)
@@ -58,8 +59,8 @@ class AssistantState:
 def within(model: Target, tokens: Tensor) -> Tensor:
     """Tokens that a model can read: its last one in place of those that it does not have.
 
-    Models of one tokenizer may pad their embeddings to different sizes. Whatever a draft model reads there changes its
-    drafts alone.
+    Models of one tokenizer may pad their embeddings to different sizes. Whatever a draft model
+    reads there changes its drafts alone.
     """
     return tokens.clamp(max=len(model.model.get_input_embeddings().weight) - 1)
 
@@ -72,7 +73,9 @@ class AssistantModel:
 
     def __init__(self, model: Target, target: TargetInfo, max_depth: int) -> None:
         """Hold a smaller model, to draft up to `max_depth` tokens of a target."""
-        self.model, self.target, self.max_depth = model, target, max_depth
+        self.model = model
+        self.target = target
+        self.max_depth = max_depth
         self.draft_vocab_size = min(model.info.vocab_size, target.vocab_size)
 
     def begin(
@@ -85,9 +88,11 @@ class AssistantModel:
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
     ) -> AssistantState:
         accepted = tokens_BA.shape[1]
-        # What follows a row's tokens is read and not seen, but may be a token for which the model computes NaN.
+        # What follows a row's tokens is read and not seen, but may be a token for which the model
+        # computes NaN.
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
-        tokens_BA = tokens_BA.gather(1, torch.minimum(counting(accepted, tokens_BA.device), last_B1))
+        read_BA = torch.minimum(counting(accepted, tokens_BA.device), last_B1)
+        tokens_BA = tokens_BA.gather(1, read_BA)
         # After a chunk of a prompt there is always more, so its logits are not wanted.
         wanted = accepted <= self.max_depth + 2
         kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
@@ -98,8 +103,10 @@ class AssistantModel:
         cache.advance(lengths_B)
         root_BV = state.root_BV
         if wanted:
-            root_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0, : self.draft_vocab_size]
-        longest = int(cache.lengths_B.max())  # sync: right after the loop's own, for which all has been computed
+            last_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0]
+            root_BV = last_BV[:, : self.draft_vocab_size]
+        # sync: right after the loop's own, for which everything has been computed
+        longest = int(cache.lengths_B.max())
         return AssistantState(cache, longest, root_BV, state.nodes)
 
     def expand(self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, AssistantState]:

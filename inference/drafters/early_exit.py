@@ -1,8 +1,8 @@
 """Chains that end where the draft is no longer confident.
 
-Whether the next token is drafted is decided from the draft's own distribution before that token is chosen or sampled:
-from the chain so far, and never from the target. So every acceptance rule stays exact; a token that was sampled is
-never taken back, which would favour confident ones.
+Whether the next token is drafted is decided from the draft's own distribution before that token is
+chosen or sampled: from the chain so far, and never from the target. So every acceptance rule stays
+exact; a token that was sampled is never taken back, which would favour confident ones.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ..tree import DraftTree
 from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape
 from .base import NoDraft
-from .tree_policies import DraftModel, HeadDrafter
+from .model_rows import DraftModel
+from .tree_policies import HeadDrafter
 
 
 def confidence(logits_BV: Tensor, estimate_B: Tensor | None = None) -> Tensor:
     """Probability that a draft's next token is accepted, [B].
 
-    That is the head's own estimate if it makes one (`estimate_B`, its logits), else the probability
-    of the draft's best token.
+    That is the head's own estimate if it makes one (`estimate_B`, its logits), else the
+    probability of the draft's best token.
     """
     if estimate_B is not None:
         return at_least_fp32(estimate_B).sigmoid()
@@ -35,7 +36,8 @@ class EarlyExitChain(HeadDrafter):
     """A chain that is continued while any row of the batch is confident enough.
 
     On a CPU the decision is made after each token. On an accelerator, where that would be a
-    synchronization, the whole chain is drafted, and the tokens after its end are padding of the tree.
+    synchronization, the whole chain is drafted, and the tokens after its end are padding of the
+    tree.
     """
 
     shape: EarlyExitShape
@@ -55,19 +57,17 @@ class EarlyExitChain(HeadDrafter):
         longest = self.depth
         if self.budget is not None:
             longest = min(longest, self.budget // len(roots_B) - 1)
-        gumbel_BKD = None
-        if self._gumbel is not None and longest > 0:
-            gumbel_BKD = self.gumbel_noise(longest)
+        gumbel_BKD = self.gumbel_noise(longest) if longest > 0 else None
 
-        state = self.catch_up()
+        state = self.rows.catch_up()
         parents_B1 = torch.full_like(roots_B[:, None], -1)
         tokens = [roots_B]
         probs = []
         size = torch.ones_like(roots_B[0])
         goes_on = torch.ones_like(size, dtype=torch.bool)
         for depth in range(longest):
-            logits_B1V, state = self.runner(self.head.expand, (), state, tokens[-1][:, None], parents_B1)
-            self.show(tokens[-1][:, None], parents_B1, logits_B1V)
+            given = (state, tokens[-1][:, None], parents_B1)
+            logits_B1V, state = self.rows.runner(self.rows.expand, (), *given)
             if gumbel_BKD is not None:
                 logits_B1V = logits_B1V + gumbel_BKD[:, depth : depth + 1]
             estimate_BW = getattr(state, "confidence_BW", None)  # not every model's state has one

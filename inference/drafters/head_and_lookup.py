@@ -1,13 +1,15 @@
 """A head's tree joined with looked-up branches, whose common prefixes are shared.
 
-The head's nodes come first, those that only the lookup has after them. Both are top-k drafts, so the rule for these is
-exact for them together.
+The head's nodes come first, those that only the lookup has after them. Both are top-k drafts, so
+the rule for these is exact for them together.
 
-A head's tree is on the device and a lookup's on the host. To avoid a synchronization they are joined on the device,
-where nodes are compared by a hash of their path: the sum of (token + 1) K^depth over its nodes, modulo 2^64. If two
-paths had the same hash, a draft would get a wrong parent: it would be rejected, and the output still be exact.
+A head's tree is on the device and a lookup's on the host. To avoid a synchronization they are
+joined on the device, where nodes are compared by a hash of their path: the sum of (token + 1)
+K^depth over its nodes, modulo 2^64. If two paths had the same hash, a draft would get a wrong
+parent: it would be rejected, and the output still be exact.
 
-Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M of both, A accepted.
+Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M
+of both, A accepted, R selected rows.
 """
 
 from __future__ import annotations
@@ -15,59 +17,95 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_int64
-from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ...heads.layers.constants import counting
+from ...heads.layers.constants import constants, counting, upload
 from ..tree import DraftTree
-from .base import Drafter, StepResult, constant
+from .base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from .prompt_lookup import PromptLookupDrafter, Trie
 
 OWNERS = ("head", "source", "both")
 HEAD, SOURCE, BOTH = range(3)
-FACTOR, WORD = 0x9E3779B97F4A7C15, 1 << 64
-"""K, odd and large; and the number of hashes."""
+FACTOR = 0x9E3779B97F4A7C15
+"""K: odd and large."""
+WORD = 1 << 64
+"""The number of hashes."""
 
 
-class HeadAndLookup(Drafter):
+class HeadAndLookup(BatchDrafter):
     """A head and a lookup that draft one tree."""
 
-    def __init__(self, head: Drafter, lookup: Drafter) -> None:
+    def __init__(self, head: BatchDrafter, lookup: BatchDrafter) -> None:
         """Wrap both.
 
         Raises:
-            ValueError: a drafter beside the head that looks nothing up, or a head whose drafts are sampled, which must
-                not be mixed with others.
+            ValueError: a drafter beside the head that looks nothing up, or a head whose drafts are
+                sampled, which must not be mixed with others.
         """
         if not isinstance(lookup, PromptLookupDrafter):
             raise ValueError("beside a head, a drafter must be one that looks things up: prompt-lookup or retrieval")
         if head.kind != "top_k":
             raise ValueError("sampled drafts cannot be joined with those of a lookup; use a tree of top-k drafts")
-        super().__init__(head, lookup)
-        self.max_nodes, self.needs_host_values = head.max_nodes + lookup.max_nodes - 1, True
+        self.head = head
+        self.lookup = lookup
+        self.parts = (head, lookup)
+        self.feature_layers = head.feature_layers
+        self.max_nodes = head.max_nodes + lookup.max_nodes - 1
         self.accepted: Counter[str] = Counter()
         """Accepted tokens by who drafted them."""
         self._owners_BM: Tensor | None = None
 
+    def begin(self, context: DraftContext) -> None:
+        self._owners_BM = None
+        self.head.begin(context)
+        self.lookup.begin(context)
+
+    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
+        self._owners_BM = None
+        self.head.resume(context, kept, state, whole)
+        self.lookup.begin(context)
+        self.lookup.prefill(kept)
+
+    def saved_state(self) -> Any:
+        """The head's; a lookup reads its text again."""
+        return self.head.saved_state()
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        self.head.prefill(chunk)
+        self.lookup.prefill(chunk)
+
     def propose(self, roots_B: Tensor) -> DraftTree:
-        head, lookup = self.parts
-        assert isinstance(lookup, PromptLookupDrafter)
-        tree = head.propose(roots_B)
-        joint, self._owners_BM = joined(tree, [lookup.candidates(text) for text in lookup.row_states])
+        tree = self.head.propose(roots_B)
+        tries = [self.lookup.candidates(text) for text in self.lookup.texts]
+        joint, self._owners_BM = joined(tree, tries)
         return joint
 
     def host_values(self, step: StepResult) -> Tensor | None:
-        """Who drafted the accepted tokens."""
+        """Who drafted the accepted tokens [B, A]."""
         if self._owners_BM is None or step.tree.max_depth == 0:  # or this step had no drafts
             return None
         return self._owners_BM.gather(1, step.path_BA)
 
     def observe(self, step: StepResult) -> None:
         for owners, tokens in zip(step.host_values, step.tokens, strict=True):
-            self.accepted.update(OWNERS[owner] for owner in owners[1 : len(tokens)])
-        super().observe(step)
+            for owner in owners[1 : len(tokens)]:
+                self.accepted[OWNERS[owner]] += 1
+        self.head.observe(step)
+        self.lookup.observe(step)
+
+    def select(self, rows_R: Tensor) -> None:
+        self.head.select(rows_R)
+        self.lookup.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Self) -> None:
+        self.head.replace(rows_R, other.head)
+        self.lookup.replace(rows_R, other.lookup)
+
+    def fresh(self) -> Self:
+        return type(self)(self.head.fresh(), self.lookup.fresh())
 
 
 def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
@@ -77,45 +115,75 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
         the tree, and who drafted each node, [B, M]: `HEAD`, `SOURCE` or `BOTH`.
     """
     batch, nodes = tree.tokens_BN.shape
-    device, more = tree.tokens_BN.device, max(len(trie.tokens) for trie in tries) - 1
+    device = tree.tokens_BN.device
+    more = max(len(trie.tokens) for trie in tries) - 1
     if more == 0:
         return tree, torch.full_like(tree.tokens_BN, HEAD)
-    found = torch.tensor([_row(trie, more) for trie in tries], device=device)
-    tokens_BS, parents_BS, paths_BS = found.split(more, dim=1)
-    powers = (0, *(c_int64(pow(FACTOR, depth, WORD)).value for depth in range(1, tree.max_depth + 1)))
-    powers_D = constant(powers, torch.int64, device)  # 0 for the root, which is on every path
-    terms_BN = (tree.tokens_BN + 1) * powers_D[tree.structure.depths_BN]
-    ours_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
-    same_BSN = paths_BS[:, :, None] == ours_BN[:, None]
-    if tree.padding:
-        same_BSN = same_BSN & (counting(nodes, device) < tree.sizes_B[:, None])[:, None]
-    there_BS, is_new_BS = same_BSN.any(-1), tokens_BS >= 0
-    is_new_BS = is_new_BS & ~there_BS
-    place_BS = torch.where(there_BS, same_BSN.byte().argmax(-1), tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1))
     size = nodes + more
-    into_BS, shared_BS = torch.where(is_new_BS, place_BS, size), torch.where(there_BS, place_BS, size)
-    room_BM = tree.tokens_BN.new_zeros(batch, more + 1)  # the last column is discarded
-    # What stays empty is read, too: the root is a token of the text, while token 0 might have weights that are NaN.
+    looked_up = upload([_row(trie, more) for trie in tries], device)
+    tokens_BS, parents_BS, paths_BS = looked_up.split(more, dim=1)
+
+    # Which of the head's nodes, if any, has the same path as each looked-up one.
+    terms_BN = (tree.tokens_BN + 1) * _powers(tree.max_depth, device)[tree.structure.depths_BN]
+    head_paths_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
+    same_BSN = paths_BS[:, :, None] == head_paths_BN[:, None]
+    if tree.padding:
+        is_node_BN = counting(nodes, device) < tree.sizes_B[:, None]
+        same_BSN = same_BSN & is_node_BN[:, None]
+    is_shared_BS = same_BSN.any(-1)
+    is_new_BS = (tokens_BS >= 0) & ~is_shared_BS
+
+    # New nodes are appended to each row's tree; what is not wanted goes to a last column, which is
+    # discarded.
+    new_place_BS = tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1)
+    place_BS = torch.where(is_shared_BS, same_BSN.byte().argmax(-1), new_place_BS)
+    into_BS = torch.where(is_new_BS, place_BS, size)
+    shared_BS = torch.where(is_shared_BS, place_BS, size)
+    root_B1 = torch.zeros_like(place_BS[:, :1])
+    place_of_parent_BS = torch.cat([root_B1, place_BS], dim=1).gather(1, parents_BS)
+    # What stays empty is read, too: the root is a token of the text, while token 0 might have
+    # weights that are NaN.
     roots_BM = tree.tokens_BN[:, :1].expand(-1, more + 1)
-    below_BS = torch.cat([torch.zeros_like(place_BS[:, :1]), place_BS], dim=1).gather(1, parents_BS)
-    joint = DraftTree(
-        torch.cat([tree.tokens_BN, roots_BM], dim=1).scatter(1, into_BS, tokens_BS)[:, :size],
-        torch.cat([tree.parents_BN, room_BM], dim=1).scatter(1, into_BS, below_BS)[:, :size],
-        tree.sizes_B + is_new_BS.sum(-1),
-        max_depth=max(tree.max_depth, *(max(trie.depths()) for trie in tries)),
-    )
+    zeros_BM = tree.tokens_BN.new_zeros(batch, more + 1)
+    tokens_BM = torch.cat([tree.tokens_BN, roots_BM], dim=1)
+    tokens_BM = tokens_BM.scatter(1, into_BS, tokens_BS)
+    parents_BM = torch.cat([tree.parents_BN, zeros_BM], dim=1)
+    parents_BM = parents_BM.scatter(1, into_BS, place_of_parent_BS)
+    owners_BM = torch.full_like(tree.tokens_BN[:, :1], HEAD).repeat(1, size + 1)
+    owners_BM = owners_BM.scatter(1, into_BS, SOURCE).scatter(1, shared_BS, BOTH)
+
+    depth = tree.max_depth
+    for trie in tries:
+        depth = max(depth, *trie.depths())
+    sizes_B = tree.sizes_B + is_new_BS.sum(-1)
     if device.type == "cpu":  # no synchronization there: nothing is computed for nodes that stay empty
-        size = int(joint.sizes_B.max())
-        joint = replace(joint, tokens_BN=joint.tokens_BN[:, :size], parents_BN=joint.parents_BN[:, :size])
-    owners_BM = torch.full_like(tree.tokens_BN[:, :1], HEAD).repeat(1, nodes + more + 1)
-    owners_BM = owners_BM.scatter(1, into_BS, SOURCE).scatter(1, shared_BS, BOTH)[:, :size]
-    return joint, owners_BM
+        size = int(sizes_B.max())
+    joint = DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
+    return joint, owners_BM[:, :size]
+
+
+@constants
+def _powers(depth: int, device: torch.device) -> Tensor:
+    """K^d for each depth d; 0 for the root, which is on every path."""
+    powers = [0]
+    for exponent in range(1, depth + 1):
+        powers.append(c_int64(pow(FACTOR, exponent, WORD)).value)
+    return torch.tensor(powers, dtype=torch.int64, device=device)
 
 
 def _row(trie: Trie, size: int) -> list[int]:
     """Tokens, parents and path hashes of all nodes but the root, each padded to a size."""
     paths = [0]
-    for token, parent, depth in zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True):
+    nodes = zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True)
+    for token, parent, depth in nodes:
         paths.append((paths[parent] + (token + 1) * pow(FACTOR, depth, WORD)) % WORD)
-    hashes, padding = [c_int64(path).value for path in paths[1:]], [0] * (size + 1 - len(paths))
-    return [*trie.tokens[1:], *([-1] * len(padding)), *trie.parents[1:], *padding, *hashes, *padding]
+    hashes = [c_int64(path).value for path in paths[1:]]
+    padding = size - len(hashes)
+    return [
+        *trie.tokens[1:],
+        *[-1] * padding,
+        *trie.parents[1:],
+        *[0] * padding,
+        *hashes,
+        *[0] * padding,
+    ]

@@ -1,19 +1,19 @@
 """Lookahead decoding (arXiv:2402.02057): n-grams that the target generates itself, while it verifies others.
 
-A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next tokens, and each row below
-is the target's output for the row above. The window lies in the draft tree, the first row as a path from the root and
-each column as a path below its token: one forward gives the next row, and every column with its new token is an
-n-gram. The n-grams that begin with the root are the candidates of a step (section 3.2).
+A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next
+tokens, and each row below is the target's output for the row above. The window lies in the draft
+tree, the first row as a path from the root and each column as a path below its token: one forward
+gives the next row, and every column with its new token is an n-gram. The n-grams that begin with
+the root are the candidates of a step (section 3.2).
 
-The paper's attention mask, the first row up to a token's column and then that column, is the mask of this tree; hence
-the window may be accepted, too, which costs nothing.
+The paper's attention mask, the first row up to a token's column and then that column, is the mask
+of this tree; hence the window may be accepted, too, at no cost.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import partial
 
 from torch import Tensor
 
@@ -30,7 +30,9 @@ class Window(NgramIndex):
 
     def __init__(self, width: int, gram: int, candidates: int) -> None:
         super().__init__(longest=0)
-        self.width, self.gram, self.candidates = width, gram, candidates
+        self.width = width
+        self.gram = gram
+        self.candidates = candidates
         self.rows: list[list[int]] = []
         """The window, the oldest row first; at most `gram` - 1 of them."""
         self.grams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
@@ -49,11 +51,15 @@ class Window(NgramIndex):
         """The window, and the n-grams that begin with the text's last token, which is the root."""
         root = self.tokens[-1]
         if not self.rows:  # any tokens will do
-            self.rows = [(self.tokens[-self.width :] * self.width)[: self.width]]
+            newest = self.tokens[-self.width :]
+            self.rows = [(newest * self.width)[: self.width]]
         trie = Trie([root])
         column = trie.add(self.rows[0])
         for row in self.rows[1:]:
-            column = [trie.add([token], parent)[0] for token, parent in zip(row, column, strict=True)]
+            above = column
+            column = []
+            for token, parent in zip(row, above, strict=True):
+                column += trie.add([token], parent)
         self.below = column
         for path in reversed(self.grams.get(root, OrderedDict())):
             trie.add(path)
@@ -83,9 +89,6 @@ class Window(NgramIndex):
 class LookaheadDrafter(NgramDrafter):
     """Lookahead decoding."""
 
-    needs_host_values = True
-    candidates = staticmethod(Window.tree)
-
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
         """Set the window's columns (the paper's W), tokens of an n-gram (N), and n-grams verified at most (G)."""
         if width < 1 or gram < 2 or candidates < 1:
@@ -93,8 +96,16 @@ class LookaheadDrafter(NgramDrafter):
                 "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1 candidate, not "
                 f"{width}, {gram} and {candidates}"
             )
-        self.max_nodes = 1 + (width + candidates) * (gram - 1)
-        self.new_text = partial(Window, width, gram, candidates)
+        super().__init__(1 + (width + candidates) * (gram - 1))
+        self.width = width
+        self.gram = gram
+        self.most_candidates = candidates
+
+    def new_text(self) -> Window:
+        return Window(self.width, self.gram, self.most_candidates)
+
+    def candidates(self, text: Window) -> Trie:
+        return text.tree()
 
     def host_values(self, step: StepResult) -> Tensor:
         """The target's best token at every node: drafts need not be sampled."""
@@ -102,6 +113,6 @@ class LookaheadDrafter(NgramDrafter):
 
     def observe(self, step: StepResult) -> None:
         if step.tree.max_depth > 0:  # else this step had no drafts
-            for window, outputs in zip(self.row_states, step.host_values, strict=True):
+            for window, outputs in zip(self.texts, step.host_values, strict=True):
                 window.update(outputs)
         super().observe(step)

@@ -1,8 +1,9 @@
 """Indexes of n-grams: of the text that is being generated, and of a corpus on disk.
 
-Both tell what followed an n-gram. `NgramIndex` indexes every n-gram as the text grows. A `Datastore` is a suffix array:
-all positions of a corpus sorted by the tokens that follow them, so that the occurrences of an n-gram lie side by side
-and two binary searches find them (REST, arXiv:2311.08252); its files are memory-mapped.
+Both tell what followed an n-gram. `NgramIndex` indexes every n-gram as the text grows. A
+`Datastore` is a suffix array: all positions of a corpus sorted by the tokens that follow them, so
+that the occurrences of an n-gram lie side by side and two binary searches find them (REST,
+arXiv:2311.08252); its files are memory-mapped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 
 SORTED_TOKENS = 16
 """Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched for."""
-MANIFEST_FILE, TOKENS_FILE, ORDER_FILE = "datastore.json", "tokens.npy", "order.npy"
+MANIFEST_FILE = "datastore.json"
+TOKENS_FILE = "tokens.npy"
+ORDER_FILE = "order.npy"
 SEPARATOR = -1
 """Token id between the texts of a datastore."""
 
@@ -47,8 +50,8 @@ class NgramIndex:
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
-        found = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
-        return np.unique(np.array(found, dtype=np.int64), return_counts=True)
+        following = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
+        return np.unique(np.array(following, dtype=np.int64), return_counts=True)
 
 
 @dataclass(eq=False)
@@ -73,12 +76,13 @@ class Datastore:
         if not parts:
             raise ValueError("the corpus is empty: there is nothing to look up")
         tokens = np.concatenate(parts)
-        behind = np.concatenate([tokens, np.full(SORTED_TOKENS, SEPARATOR, dtype=np.int32)])
-        keys = [behind[i : i + len(tokens)] for i in reversed(range(SORTED_TOKENS))]
-        return cls(tokens, np.lexsort(keys).astype(np.int64), tokenizer)
+        padded = np.concatenate([tokens, np.full(SORTED_TOKENS, SEPARATOR, dtype=np.int32)])
+        keys = [padded[i : i + len(tokens)] for i in reversed(range(SORTED_TOKENS))]
+        order = np.lexsort(keys).astype(np.int64)
+        return cls(tokens, order, tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Write the files, the manifest last: a folder without it is no datastore."""
+        """Write the files, the manifest last: a folder without it is not a datastore."""
         folder.mkdir(parents=True, exist_ok=True)
         np.save(folder / TOKENS_FILE, self.tokens)
         np.save(folder / ORDER_FILE, self.order)
@@ -90,15 +94,17 @@ class Datastore:
         """Memory-map the files of a datastore.
 
         Raises:
-            ValueError: no datastore.
+            ValueError: a folder without a datastore.
         """
         manifest = Path(folder) / MANIFEST_FILE
         if not manifest.is_file():
             raise ValueError(
                 f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore` makes one"
             )
-        tokens, order = (np.load(Path(folder) / name, mmap_mode="r") for name in (TOKENS_FILE, ORDER_FILE))
-        return cls(tokens, order, json.loads(manifest.read_text(encoding="utf-8"))["tokenizer"])
+        tokens = np.load(Path(folder) / TOKENS_FILE, mmap_mode="r")
+        order = np.load(Path(folder) / ORDER_FILE, mmap_mode="r")
+        about = json.loads(manifest.read_text(encoding="utf-8"))
+        return cls(tokens, order, about["tokenizer"])
 
     def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
         """Up to `length` tokens after `most` occurrences of the n-gram, to the end of their texts.
@@ -108,30 +114,42 @@ class Datastore:
         first, last = self._range(gram)
         chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
         starts = np.asarray(self.order[chosen]) + len(gram)
-        found = [[*self.tokens[start : start + length].tolist(), SEPARATOR] for start in starts.tolist()]
-        return [tokens[: tokens.index(SEPARATOR)] for tokens in found]
+        continuations = []
+        for start in starts.tolist():
+            tokens = [*self.tokens[start : start + length].tolist(), SEPARATOR]
+            continuations.append(tokens[: tokens.index(SEPARATOR)])
+        return continuations
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        if not gram and self.unigrams is not None:
-            return self.unigrams
-        found = np.asarray(self.tokens)
+        """The tokens that follow the n-gram, and how often each does."""
+        tokens = np.asarray(self.tokens)
         if gram:
             first, last = self._range(gram)
-            found = found[np.asarray(self.order[first:last]) + len(gram)]
-        counted = np.unique(found[found != SEPARATOR].astype(np.int64), return_counts=True)
-        if not gram:
-            self.unigrams = counted
-        return counted
+            return _counted(tokens[np.asarray(self.order[first:last]) + len(gram)])
+        if self.unigrams is None:
+            self.unigrams = _counted(tokens)
+        return self.unigrams
 
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
         """The range of `order` whose positions begin with the n-gram."""
         assert 0 < len(gram) <= SORTED_TOKENS
-        wanted, tokens, order = list(gram), np.asarray(self.tokens), np.asarray(self.order)  # memmaps are slow to index
-        first, last = (
-            bisect(order, wanted, key=lambda place: tokens[place : place + len(wanted)].tolist())
-            for bisect in (bisect_left, bisect_right)
-        )
+        wanted = list(gram)
+        tokens = np.asarray(self.tokens)  # memmaps are slow to index
+        order = np.asarray(self.order)
+
+        def gram_at(place: int) -> list[int]:
+            found: list[int] = tokens[place : place + len(wanted)].tolist()
+            return found
+
+        first = bisect_left(order, wanted, key=gram_at)
+        last = bisect_right(order, wanted, key=gram_at)
         return first, last
+
+
+def _counted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different tokens, and how often each occurs; separators of texts do not count."""
+    of_texts = tokens[tokens != SEPARATOR].astype(np.int64)
+    return np.unique(of_texts, return_counts=True)
 
 
 Corpus = NgramIndex | Datastore

@@ -2,10 +2,11 @@
 
 P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 
-with h' the context h without its first token and types(h) the number of different tokens that followed h: Witten-Bell
-smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is the uniform distribution.
+with h' the context h without its first token and types(h) the number of different tokens that
+followed h: Witten-Bell smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is
+the uniform distribution.
 
-Counting runs on the host; for a target on another device a `HostDrafter` of `base` grows the trees there.
+Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
 
 Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...heads.base import TargetInfo, TargetModules
+from .base import replaced_rows, selected_rows
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 
@@ -34,12 +36,10 @@ class NgramState:
     """Context of the children of each node of the frontier; None before the root was expanded."""
 
     def select(self, rows_R: Tensor) -> NgramState:
-        return dataclasses.replace(self, texts=[self.texts[row] for row in rows_R.tolist()])
+        return dataclasses.replace(self, texts=selected_rows(self.texts, rows_R))
 
     def replace(self, rows_R: Tensor, other: NgramState) -> NgramState:
-        for row, text in zip(rows_R.tolist(), other.texts, strict=True):
-            self.texts[row] = text
-        return self
+        return dataclasses.replace(self, texts=replaced_rows(self.texts, rows_R, other.texts))
 
 
 class NgramModel:
@@ -52,7 +52,10 @@ class NgramModel:
         """Count n-grams of up to `order` tokens, in `corpus` too, to draft up to `max_depth` tokens of a target."""
         if not 0 <= order <= SORTED_TOKENS:
             raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
-        self.target, self.order, self.max_depth, self.corpus = target, order, max_depth, corpus
+        self.target = target
+        self.order = order
+        self.max_depth = max_depth
+        self.corpus = corpus
         self.draft_vocab_size = target.vocab_size
 
     def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> NgramState:
@@ -66,21 +69,27 @@ class NgramModel:
         return dataclasses.replace(state, contexts=None)
 
     def expand(self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, NgramState]:
-        kept = max(self.order, 1)  # tokens of a context
-        if state.contexts is None:
-            contexts = [[tuple(text.tokens[-kept:])] for text in state.texts]
-        else:
-            rows = zip(state.contexts, tokens_BW.tolist(), parents_BW.tolist(), strict=True)
-            contexts = [
-                [(*before[parent], token)[-kept:] for token, parent in zip(tokens, parents, strict=True)]
-                for before, tokens, parents in rows
-            ]
-        probs = [
-            [self.probabilities(text, context) for context in row]
-            for text, row in zip(state.texts, contexts, strict=True)
-        ]
+        contexts = self._contexts(state, tokens_BW.tolist(), parents_BW.tolist())
+        probs = []
+        for text, contexts_of_row in zip(state.texts, contexts, strict=True):
+            probs.append([self.probabilities(text, context) for context in contexts_of_row])
         logits_BWV = torch.from_numpy(np.log(np.array(probs))).to(tokens_BW.device, state.dtype)
         return logits_BWV, dataclasses.replace(state, contexts=contexts)
+
+    def _contexts(
+        self, state: NgramState, tokens: list[list[int]], parents: list[list[int]]
+    ) -> list[list[tuple[int, ...]]]:
+        """The newest tokens before the children of each node of a frontier, row by row."""
+        kept = max(self.order, 1)
+        if state.contexts is None:
+            return [[tuple(text.tokens[-kept:])] for text in state.texts]
+        contexts = []
+        for row, before in enumerate(state.contexts):
+            of_row = []
+            for token, parent in zip(tokens[row], parents[row], strict=True):
+                of_row.append((*before[parent], token)[-kept:])
+            contexts.append(of_row)
+        return contexts
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
         """Probabilities [V] of the next token after a context, counted in the text and the corpus."""
@@ -88,12 +97,14 @@ class NgramModel:
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]
             for counted in (self.corpus, text):
-                if counted is not None:
-                    tokens, counts = counted.following(gram)
-                    types, total = len(tokens), counts.sum()
-                    if types > 0:
-                        probs *= types / (total + types)
-                        probs[tokens] += counts / (total + types)
+                if counted is None:
+                    continue
+                tokens, counts = counted.following(gram)
+                types = len(tokens)
+                if types > 0:
+                    whole = counts.sum() + types
+                    probs *= types / whole
+                    probs[tokens] += counts / whole
         return probs
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:

@@ -1,25 +1,27 @@
 """Prompt lookup: drafts are continuations of the newest tokens where these occurred before.
 
-Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a datastore. Of the n-grams at
-the text's end the longest that occurs anywhere is taken; its continuations are merged into a tree, of which those nodes
-are kept that most continuations share, newer ones first among equals.
+Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a
+datastore. Of the n-grams at the text's end the longest that occurs anywhere is taken; its
+continuations are merged into a tree, of which those nodes are kept that most continuations share,
+newer ones first among equals.
 
 All this runs on the host, which knows the tokens anyway; a step's tree is uploaded at once.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ...heads.layers.constants import upload
 from ..tree import DraftTree
-from .base import DraftContext, Drafter, PrefillChunk, StepResult
+from .base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 CONTINUATIONS = 16
@@ -42,7 +44,8 @@ class Trie:
         for token in path:
             node = self.children.get((parent, token))
             if node is None:
-                node = self.children[parent, token] = len(self.tokens)
+                node = len(self.tokens)
+                self.children[parent, token] = node
                 self.tokens.append(token)
                 self.parents.append(parent)
             nodes.append(node)
@@ -60,58 +63,88 @@ class Trie:
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
     """A batch of tries, padded to the largest with their roots: other tokens might have weights that are NaN."""
     nodes = max(len(trie.tokens) for trie in tries)
-    columns = []
+    depth = 0
+    columns = []  # uploaded as one
     for trie in tries:
         size = len(trie.tokens)
         tokens = [*trie.tokens, *[trie.tokens[0]] * (nodes - size)]
         parents = [*trie.parents, *[0] * (nodes - size)]
         columns.append([*tokens, *parents, size])
-    tokens_BN, parents_BN, sizes_B1 = torch.tensor(columns, device=device).split([nodes, nodes, 1], dim=1)
-    return DraftTree(tokens_BN, parents_BN, sizes_B1[:, 0], max_depth=max(max(trie.depths()) for trie in tries))
+        depth = max(depth, *trie.depths())
+    tokens_BN, parents_BN, sizes_B1 = upload(columns, device).split([nodes, nodes, 1], dim=1)
+    return DraftTree(tokens_BN, parents_BN, sizes_B1[:, 0], max_depth=depth)
 
 
 def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie:
     """The `size` - 1 nodes below a root that most continuations share."""
     whole = Trie([root])
-    shared = Counter(node for path in continuations for node in whole.add(path))
-    # A child is shared by no more continuations than its parent, and comes later: what is kept is a tree.
-    kept = sorted(sorted(shared, key=lambda node: (-shared[node], node))[: size - 1])
-    place = {node: number for number, node in enumerate([0, *kept])}
+    shared: Counter[int] = Counter()
+    for path in continuations:
+        shared.update(whole.add(path))
+    # A child is shared by no more continuations than its parent, and comes later: what is kept is
+    # a tree.
+    best_first = sorted(shared, key=lambda node: (-shared[node], node))
     part = Trie([root])
-    for node in kept:
-        part.add([whole.tokens[node]], place[whole.parents[node]])
+    kept = {0: 0}
+    for node in sorted(best_first[: size - 1]):
+        kept[node] = len(part.tokens)
+        part.add([whole.tokens[node]], kept[whole.parents[node]])
     return part
 
 
-class NgramDrafter(Drafter):
-    """Drafts from an index of each row's text; these indexes are its `row_states`."""
+class NgramDrafter(BatchDrafter):
+    """Drafts from an index of each row's text."""
 
-    candidates: Callable[[Any], Trie]
-    """Continuations of a text, below its last token."""
-    new_text: Callable[[], NgramIndex]
-    """Makes the index of an empty text."""
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self.texts: list[Any] = []
+        """The index of each row's text."""
+
+    @abstractmethod
+    def new_text(self) -> NgramIndex:
+        """The index of an empty text."""
+
+    @abstractmethod
+    def candidates(self, text: Any) -> Trie:
+        """Continuations of a text, below its last token."""
 
     def begin(self, context: DraftContext) -> None:
-        self.row_states = [self.new_text() for _ in range(context.batch_size)]
+        self.texts = [self.new_text() for _ in range(context.batch_size)]
 
     def prefill(self, chunk: PrefillChunk) -> None:
-        rows = zip(self.row_states, chunk.tokens_BT.tolist(), chunk.next_tokens_BT.tolist(), strict=True)
-        for (text, tokens, following), length in zip(rows, chunk.lengths_B.tolist(), strict=True):
-            text.append([*([] if text.tokens else tokens[:1]), *following[:length]])
+        tokens_of_rows = chunk.tokens_BT.tolist()
+        following_of_rows = chunk.next_tokens_BT.tolist()
+        lengths = chunk.lengths_B.tolist()
+        for row, text in enumerate(self.texts):
+            if not text.tokens:
+                text.append(tokens_of_rows[row][:1])
+            text.append(following_of_rows[row][: lengths[row]])
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        return draft_tree([self.candidates(text) for text in self.row_states], roots_B.device)
+        tries = [self.candidates(text) for text in self.texts]
+        return draft_tree(tries, roots_B.device)
 
     def observe(self, step: StepResult) -> None:
-        for text, tokens in zip(self.row_states, step.tokens, strict=True):
+        for text, tokens in zip(self.texts, step.tokens, strict=True):
             text.append(tokens)
+
+    def select(self, rows_R: Tensor) -> None:
+        self.texts = selected_rows(self.texts, rows_R)
+
+    def replace(self, rows_R: Tensor, other: Self) -> None:
+        self.texts = replaced_rows(self.texts, rows_R, other.texts)
 
 
 class PromptLookupDrafter(NgramDrafter):
     """Prompt lookup, or retrieval where a corpus is given."""
 
     def __init__(
-        self, size: int = 12, length: int = 10, longest: int = 3, shortest: int = 1, corpus: Corpus | None = None
+        self,
+        size: int = 12,
+        length: int = 10,
+        longest: int = 3,
+        shortest: int = 1,
+        corpus: Corpus | None = None,
     ) -> None:
         """Look up n-grams of `shortest` to `longest` tokens in a corpus, or with None in the text itself.
 
@@ -122,13 +155,21 @@ class PromptLookupDrafter(NgramDrafter):
                 f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to {SORTED_TOKENS}; not "
                 f"{size}, {length}, and {shortest} to {longest}"
             )
-        self.max_nodes, self.new_text = size, partial(NgramIndex, longest if corpus is None else 0)
-        self.length, self.longest, self.shortest, self.corpus = length, longest, shortest, corpus
+        super().__init__(size)
+        self.length = length
+        self.longest = longest
+        self.shortest = shortest
+        self.corpus = corpus
+
+    def new_text(self) -> NgramIndex:
+        return NgramIndex(self.longest if self.corpus is None else 0)
 
     def candidates(self, text: NgramIndex) -> Trie:
-        tokens, corpus = text.tokens, self.corpus or text
+        tokens = text.tokens
+        corpus = self.corpus or text
         for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
-            found = corpus.continuations(tokens[len(tokens) - size :], CONTINUATIONS, self.length)
-            if any(found):
-                return merged(tokens[-1], found, self.max_nodes)
+            gram = tokens[len(tokens) - size :]
+            continuations = corpus.continuations(gram, CONTINUATIONS, self.length)
+            if any(continuations):
+                return merged(tokens[-1], continuations, self.max_nodes)
         return Trie(tokens[-1:])

@@ -33,7 +33,7 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Continuations of the newest tokens in a datastore, and in the text."""
+    """Continuations of the newest tokens in a datastore."""
 
     folder: str | Path
     """What `headstart datastore` made."""

@@ -1,7 +1,7 @@
 """Recording of one row's rounds, as they are decoded.
 
 Nothing is computed a second time: the target's probabilities are those that the acceptance rule saw, its random numbers
-pass through a `RecordingSampler`, and drafters show the logits of their expansions, see `HeadDrafter.watch`.
+pass through a `RecordingSampler`, and the draft's logits are shown by `ModelRows.watched`.
 What is recorded of a round is copied to the host once, after the round and outside of its time.
 
 Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of the frontier.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from ...heads.base import DraftHead
 from ...heads.layers.decoder_layer import at_least_fp32
-from ..drafters.adaptive import AdaptiveDrafter
-from ..drafters.base import Drafter, StepResult
-from ..drafters.tree_policies import HeadDrafter
+from ..drafters.base import BatchDrafter, StepResult
+from ..drafters.model_rows import DraftModel
+from ..drafters.tree_policies import draft_models
 from ..engines.base import Runner, TargetOutput
 from ..kv_cache import TreeCache
 from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
@@ -138,33 +139,31 @@ class Recorder:
         self.about: dict[str, Any] = {}
         """Fields of `Trace.data` that say how the text was decoded."""
         self._seconds: dict[str, float] = {}
-        self._drafter: HeadDrafter | None = None
+        self._model: DraftModel | None = None
         self._expansions: list[Expansion] = []
         self._own_D = self._index_V = torch.empty(0)
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens in it or -1."""
         self._verification: RecordedVerification
 
     def speculate(
-        self, decoding: Decoding, drafter: Drafter, sequences: Sequences, past: Conversation | None = None
+        self, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None = None
     ) -> Stats:
         """Decode as `loop.speculate` does, and record."""
         assert len(sequences.rows) == 1
         self._verification = RecordedVerification(decoding.verification.rule)
         recorded = replace(decoding, verification=self._verification, after_round=self.record)
         self.about = decoding_data(decoding, drafter)
-        drafters = head_drafters(drafter)
-        self._drafter = drafters[0] if drafters else None
-        try:
-            for each in drafters:
-                each.watch(self._keep_expansion)
+        with ExitStack() as watching:
+            for rows in draft_models(drafter):
+                if self._model is None:
+                    self._model = rows.model
+                watching.enter_context(rows.watched(self._watch))
             stats = speculate(recorded, drafter, sequences, past)
-        finally:
-            for each in drafters:
-                each.watch(None)
         self.tokens = sequences.rows[0]
         return stats
 
-    def _keep_expansion(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
+    def _watch(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
+        """Keep what a draft model was asked, and its answer."""
         self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
 
     def record(self, step: StepResult, stats: Stats) -> None:
@@ -226,7 +225,7 @@ class Recorder:
         }
         if tree.draft_probs_BNV is not None:
             columns |= {"q": tree.draft_probs_BNV[0, above_N, tokens_N], **best_of("draft", tree.draft_probs_BNV[0])}
-        elif tree.max_depth > 0 and self._drafter is not None:
+        elif tree.max_depth > 0 and self._model is not None:
             for level, each in enumerate(self._expansions):
                 columns |= self._expansion_columns(level, each, tokens_N)
         if is_rule(rule, typical):
@@ -249,8 +248,9 @@ class Recorder:
 
     def _expansion_columns(self, level: int, expansion: Expansion, tokens_N: Tensor) -> dict[str, Tensor]:
         """The ten best after each node of a frontier, and the probability of each node's token there."""
-        assert self._drafter is not None
-        head, device = self._drafter.head, expansion.logits_WD.device
+        assert self._model is not None
+        head = self._model
+        device = expansion.logits_WD.device
         if len(self._own_D) == 0 or self._own_D.device != device:
             self._own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
             self._index_V = self._own_D.new_full((head.target.vocab_size,), -1)
@@ -283,9 +283,9 @@ class Recorder:
         return shown
 
 
-def decoding_data(decoding: Decoding, drafter: Drafter) -> dict[str, Any]:
+def decoding_data(decoding: Decoding, drafter: BatchDrafter) -> dict[str, Any]:
     """Target, drafter and rule of a generation."""
-    heads = [each.head for each in head_drafters(drafter)]
+    heads = [rows.model for rows in draft_models(drafter)]
     rule = decoding.verification.rule
     return {
         "target": decoding.target.name,
@@ -306,14 +306,6 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
         return "token" if is_rule(rule, without_replacement) else "block"
     rules = (greedy, point_mass, without_replacement, traversal, typical)
     return next(each.__name__ for each in rules if is_rule(rule, each))
-
-
-def head_drafters(drafter: Drafter) -> list[HeadDrafter]:
-    """The drafters, in a drafter, that draft with a model: all of the same one."""
-    nested = list(drafter.nested())
-    trees = [tree for each in nested if isinstance(each, AdaptiveDrafter) for tree in each.trees]
-    every = [*nested, *(each for tree in trees for each in tree.nested())]
-    return list({id(each): each for each in every if isinstance(each, HeadDrafter)}.values())
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def dynamic_lengths(
         accepted: dict[Size, list[int]] = {key: [] for key in rounds}
         for place in range(answer.prompt_length, length - 1):
             truth = tokens[place + 1 : place + 1 + head.max_depth]
-            candidates = drafter.candidates(drafter.catch_up(), text_1T[:, place], head.max_depth)
+            candidates = drafter.candidates(drafter.rows.catch_up(), text_1T[:, place], head.max_depth)
             tokens_1C, parents_1C, values_1C = candidates
             path = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:

@@ -78,7 +78,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
         drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
-        drafter.use(target.engine)
+        drafter.rows.use(target.engine)
         drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
         features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))

@@ -2,7 +2,8 @@
 
 An operation that mixes devices raises, as CUDA's would, and so does a draw by a generator of another device. What makes
 the host wait for the device (`.item()`, `.tolist()`, `.cpu()`, `nonzero`, an index by a boolean mask) and what the host
-uploads is counted, by line of the project; so are all operations, but for those in `uncounted()`.
+uploads is counted, by line of the project; so are all operations, but for those in `uncounted()`. An upload is a wait,
+too, unless it is `non_blocking` and comes from pinned memory.
 
     with simulated.counted() as counts:
         lm.generate(prompts.to("sim"), ...)
@@ -184,7 +185,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten._to_copy.default:
         return _copied(args[0], asked, {name: value for name, value in kwargs.items() if name != "device"})
     if func is aten.copy_.default:
-        _transferred(args[1], args[0].device)
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        _transferred(args[1], args[0].device, non_blocking)
         if _recorder is None:
             _raw(args[0]).copy_(_raw(args[1]))
         else:
@@ -231,7 +233,7 @@ def _is_view(func: Any) -> bool:
 def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]) -> torch.Tensor:
     """`to`: a copy on the asked device, or on the tensor's own."""
     device = tensor.device if asked is None else asked
-    _transferred(tensor, device)
+    _transferred(tensor, device, bool(options.get("non_blocking")))
     if _recorder is None:
         copied = aten._to_copy.default(_raw(tensor), **options)
     else:
@@ -239,11 +241,20 @@ def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str,
     return SimTensor(copied, device.index or 0) if device.type == "sim" else copied
 
 
-def _transferred(source: torch.Tensor, to: torch.device) -> None:
+def _transferred(source: torch.Tensor, to: torch.device, non_blocking: bool) -> None:
     if source.device.type == "sim" and to.type != "sim":
         _note("waits")
     if source.device.type != "sim" and to.type == "sim" and source.dim() > 0:
         _note("uploads")
+        if not (non_blocking and getattr(source, "pinned", False)):
+            _note("waits")
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """`Tensor.pin_memory()`: a copy from which uploads do not wait."""
+    copied = tensor.clone()
+    copied.pinned = True  # type: ignore[attr-defined]
+    return copied
 
 
 class SimPool:
@@ -393,5 +404,6 @@ def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
+torch.Tensor.pin_memory = _pinned  # type: ignore[method-assign, assignment]
 torch.arange = _counted_up(torch.arange)  # type: ignore[assignment]
 torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
-from headstart.inference.drafters import tree_policies
+from headstart.inference.drafters import model_rows
 from headstart.inference.tuning.machine import machine_key
 
 VOCAB = 31
@@ -272,7 +272,7 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatc
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False)
     input_ids, mask = padded(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (tree_policies, "CHUNK_TOKENS")), size)
+    monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size)
     chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     assert torch.equal(chunked.sequences, whole.sequences)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same

@@ -13,7 +13,7 @@ from helpers import Useless
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
-from headstart.inference.drafters import tree_policies
+from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.adaptive import (
     MARGIN,
     PRIOR_STEPS,
@@ -25,6 +25,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
+from headstart.inference.drafters.validated import validated
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
 from headstart.inference.tuning.tree_spec import EarlyExitShape
@@ -226,9 +227,13 @@ def a_head(target, kind="medusa", **options):
     return head
 
 
+def useless():
+    return validated(Useless(), VOCAB)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_useless_drafter_costs_no_more_than_three_percent(target, clock):
-    lm = SpeculativeLM(target, AdaptiveDrafter([Useless()], clock=clock))
+    lm = SpeculativeLM(target, AdaptiveDrafter([useless()], clock=clock))
     for start in range(5):
         before = clock.now
         output = written(lm, start=start)
@@ -241,7 +246,7 @@ def test_a_useless_drafter_costs_no_more_than_three_percent(target, clock):
 
 
 def test_many_short_streams_lose_no_more_than_a_long_one(target, clock):
-    lm = SpeculativeLM(target, AdaptiveDrafter([Useless()], clock=clock))
+    lm = SpeculativeLM(target, AdaptiveDrafter([useless()], clock=clock))
     for number in range(40):
         written(lm, tokens=9, start=number % 5)
     assert clock.now <= 1.03 * 40 * 8 * STEP
@@ -280,7 +285,7 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
         return self.running
 
     monkeypatch.setattr(Speeds, "choose", choose)
-    monkeypatch.setattr(tree_policies, "PENDING_TOKENS", held)
+    monkeypatch.setattr(model_rows, "PENDING_TOKENS", held)
     rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
     settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "max_batch_size": slots}
     text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()
@@ -342,7 +347,7 @@ def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
         assert written(off, 20).stats.plain_rounds == 0
     several = SpeculativeLM.from_pretrained(target, head, tree="chain:1|chain:3", fallback=False)
     assert written(several, 40).stats.plain_rounds == 0
-    own = AdaptiveDrafter([Useless()])
+    own = AdaptiveDrafter([useless()])
     assert SpeculativeLM.from_pretrained(target, drafter=own).drafter is own
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import Useless
 
-from headstart.inference import DraftTree, SpeculativeLM
+from headstart.inference import Drafter, DraftTree, SpeculativeLM
 
 VOCAB = Useless.vocab_size
 
@@ -51,6 +53,75 @@ def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, wher
         assert len(told) == 1 and Broken.calls == 1
 
 
+class Alone:
+    """A chain of the newest token, by a class that inherits nothing."""
+
+    max_nodes = 3
+
+    def __init__(self):
+        self.emitted = []
+
+    def propose(self, roots_B):
+        tokens = roots_B[:, None].repeat(1, 3)
+        parents = torch.tensor([-1, 0, 1]).expand(len(roots_B), -1)
+        return DraftTree(tokens, parents, torch.full_like(roots_B, 3), max_depth=2)
+
+    def observe(self, step):
+        self.emitted += step.tokens
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "make", [SpeculativeLM, lambda target, own: SpeculativeLM.from_pretrained(target, drafter=own)]
+)
+def test_two_methods_are_enough(target, make):
+    own = Alone()
+    assert torch.equal(written(make(target, own), 20).sequences, plainly(target, 20))
+    assert sum(map(len, own.emitted)) >= 19
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
+    """Its rows are the texts of the batch, whichever of them have ended and begun."""
+
+    class Rows(Alone):
+        def begin(self, context):
+            self.rows = [[] for _ in range(context.batch_size)]
+
+        def prefill(self, chunk):
+            for row, tokens, length in zip(self.rows, chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist()):
+                row += tokens[:length]
+
+        def propose(self, roots_B):
+            assert [row[-1] for row in self.rows] == roots_B.tolist()
+            return super().propose(roots_B)
+
+        def observe(self, step):
+            for row, tokens in zip(self.rows, step.tokens, strict=True):
+                row += tokens
+
+        def select(self, rows_R):
+            self.rows = [list(self.rows[row]) for row in rows_R.tolist()]
+
+        def replace(self, rows_R, other):
+            for row, text in zip(rows_R.tolist(), other.rows, strict=True):
+                self.rows[row] = text
+
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]])
+    settings = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [3, 7], "pad_token_id": 0}
+    lm = SpeculativeLM.from_pretrained(target, drafter=Rows(), fallback=False)
+    output = lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_batch_size=2, **settings)
+    assert len({len(row) for row in output.stats.rows}) > 1, "all rows end together"
+
+
+@pytest.mark.parametrize(
+    "own", [3, type("Half", (), {"max_nodes": 2, "propose": None})(), type("Mine", (Drafter,), {})()]
+)
+def test_what_is_not_a_drafter_is_refused(target, own):
+    with pytest.raises(ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(step\); .* lacks some"):
+        SpeculativeLM(target, own)
+
+
 def tree(tokens, parents, depth, size=None):
     sizes_B = torch.tensor([len(tokens) if size is None else size])
     return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), sizes_B, max_depth=depth)
@@ -69,6 +140,7 @@ def tree(tokens, parents, depth, size=None):
         (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and max_depth is 3"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
+        (lambda root: replace(tree([root, 1], [-1, 0], 1), kind="sampled_chain"), "only top-k drafts are allowed"),
     ],
 )
 def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):

@@ -231,7 +231,7 @@ def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tok
     drafter.propose = lambda roots: trees.append(original(roots)) or trees[-1]
     lm = SpeculativeLM(target, drafter)
     output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=new_tokens, do_sample=False)
-    window = drafter.row_states[0]
+    window = drafter.texts[0]
     assert len(window.rows) == 2 and all(len(row) == 3 for row in window.rows)
     assert max(tree.tokens_BN.shape[1] for tree in trees) <= drafter.max_nodes
     assert all(len(known) <= 2 for known in window.grams.values())
@@ -259,7 +259,7 @@ def test_a_head_and_a_lookup_share_prefixes_and_count_whose_drafts_were_accepted
     stats = SpeculativeLM(target, company).generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False).stats
     assert {record.returned for record in stats.rows[0][:-1]} == {4}
     with pytest.raises(ValueError, match="must be one that looks things up"):
-        HeadAndLookup(drafter.parts[0], LookaheadDrafter())
+        HeadAndLookup(drafter.head, LookaheadDrafter())
     with pytest.raises(ValueError, match="cannot be joined"):
         HeadAndLookup(make_drafter(target, "random", "drawn:chain:2"), PromptLookupDrafter())
 
@@ -321,7 +321,7 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     lm = SpeculativeLM(target, source(word, target, tiny_target))
     for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
         written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
-        texts = lm.drafter.catch_up().texts if word == "ngram:2" else lm.drafter.row_states
+        texts = lm.drafter.rows.catch_up().texts if word == "ngram:2" else lm.drafter.texts
         assert texts[0].tokens[: len(written)] == written
 
 
@@ -331,9 +331,22 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
-        before = [list(text.tokens) for text in drafter.row_states]
+        if word == "model":
+            cache = drafter.rows.progress.state.cache
+            before = [block.clone() for block in cache.blocks]
+            lengths = cache.lengths_B.clone()
+        else:
+            if word == "ngram:2":
+                texts = drafter.rows.progress.state.texts
+            else:
+                texts = drafter.lookup.texts if isinstance(drafter, HeadAndLookup) else drafter.texts
+            before = [list(text.tokens) for text in texts]
         SpeculativeLM(target, drafter.fresh()).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
-        assert before == [list(text.tokens) for text in drafter.row_states]
+        if word == "model":
+            assert torch.equal(cache.lengths_B, lengths)
+            assert all(map(torch.equal, cache.blocks, before))
+        else:
+            assert before == [list(text.tokens) for text in texts]
 
 
 @pytest.mark.parametrize(

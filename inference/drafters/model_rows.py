@@ -1,0 +1,288 @@
+"""A draft model that follows the text of a batch: its state of each row, and what it has not read yet.
+
+This is the one object that calls a head's `begin` and `observe`. Several trees of one head share
+it, each of which expands the state that `catch_up` returns.
+
+Letters in tensor names: B batch, T time, A accepted, W frontier, R selected rows, D tokens of the
+draft vocabulary, V of the target's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ...heads.base import DraftHead, DraftState, TargetModules
+from ...heads.layers.draft_cache import STEP, DraftCache
+from ..engines.base import Engine, Runner
+from ..target import Target
+from .base import DraftContext, PrefillChunk, StepResult
+from .draft_model import AssistantModel
+from .ngram_model import NgramModel
+
+CHUNK_TOKENS = 512
+"""Tokens that a head reads at once: its attention mask has as many rows."""
+PENDING_TOKENS = 8192
+"""Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
+
+ModelState = Any
+"""State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and `replace`."""
+DraftModel = DraftHead | AssistantModel | NgramModel
+"""Next-token logits, depth by depth: a head, or a model with the part of its interface that drafting needs."""
+Watcher = Callable[[Tensor, Tensor, Tensor], None]
+"""Shown each expansion: tokens [B, W], parents [B, W] and logits [B, W, D]."""
+
+
+@dataclass
+class Progress:
+    """A model's state, and the part of the text that it has not read yet."""
+
+    state: ModelState = None
+    empty: bool = True
+    """Whether the model has read nothing yet."""
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    """Prompts to read."""
+    steps: list[PrefillChunk] = field(default_factory=list)
+    """Tokens of steps without drafts, one of each row, to read at once."""
+    pending: int = 0
+    """Tokens of a row in both."""
+    longest: int = 0
+    """Tokens that the model has read of any row, at most."""
+
+
+class ModelRows:
+    """A draft model and its state of each row."""
+
+    def __init__(self, model: DraftModel, modules: TargetModules, depth: int, expanded: int) -> None:
+        """Hold a model whose trees need up to `depth` expansions a step, of `expanded` nodes in all."""
+        self.model = model
+        self.modules = modules
+        self.depth = depth
+        self.expanded = expanded
+        self.lazy = False
+        """Whether prompts are read only when drafts are needed, which may be never, or when other rows join the batch.
+        """
+        self.progress = Progress()
+        self.runner = Runner()
+        self._engine: Engine | None = None
+        """The target's, which says how a head drafts there; None for a draft that runs as it is."""
+        self._caches: dict[Any, DraftCache] = {}
+        """By shape, caches of earlier generations, to be used again where they lie."""
+        self._draft_vocab_D: Tensor | None = None
+        self._watcher: Watcher | None = None
+
+    def make_room(self, depth: int, expanded: int) -> None:
+        """Serve another tree, too, from the next generation on."""
+        self.depth = max(self.depth, depth)
+        self.expanded = max(self.expanded, expanded)
+
+    def read_when_needed(self) -> None:
+        """Be lazy from now on."""
+        self.lazy = True
+
+    def fresh(self) -> Self:
+        """The same model for other rows."""
+        other = copy.copy(self)
+        other.progress = Progress()
+        other._caches = {}
+        other._watcher = None
+        return other
+
+    def use(self, engine: Engine) -> None:
+        """Draft as the target's engine runs functions and heads, from the next generation on."""
+        self._engine = engine
+        if isinstance(self.model, DraftHead):
+            self.model = engine.draft_head(self.model)
+            self.runner = engine.runner if self._watcher is None else Runner()
+        elif isinstance(self.model, AssistantModel):
+            self.model.model.compile(engine.mode)
+
+    def renew(self, force: bool = False) -> None:
+        """Before a generation: copy weights again that have changed, where copies draft; with `force` in any case."""
+        if isinstance(self.model, AssistantModel):
+            if force:
+                self.model.model.refresh()
+        elif isinstance(self.model, DraftHead) and self._engine is not None:
+            self._engine.renew_head(self.model, force)
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes of device memory for the state of `rows` × `tokens`."""
+        holder = self.model.model if isinstance(self.model, AssistantModel) else self.model
+        if isinstance(holder, DraftHead | Target):
+            return holder.cache_bytes(rows, tokens)
+        return 0
+
+    def begin(self, context: DraftContext) -> None:
+        """Forget the last generation and begin another."""
+        capacity = self.runner.rounded_capacity(context.capacity)
+        state = self.model.begin(self.modules, context.batch_size, capacity, self.depth, self.expanded)
+        self.progress = Progress(self._in_a_known_cache(state))
+
+    def _in_a_known_cache(self, state: ModelState) -> ModelState:
+        """The state with the cache of an earlier generation, if one fits: recorded functions read it where it lies."""
+        if not self.runner.replays or not isinstance(state, DraftState) or state.cache is None:
+            return state
+        shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
+        cache = self._caches.setdefault(shape, state.cache)
+        cache.attended = None
+        return dataclasses.replace(state, cache=cache)
+
+    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
+        """Begin a generation whose text starts like an earlier one's; see `BatchDrafter.resume`."""
+        self.begin(context)
+        if state is None:
+            self.prefill(kept)
+            return
+        assert isinstance(state, Progress)
+        self.progress = state
+        if not whole:
+            self.catch_up()
+        tokens = kept.tokens_BT.shape[1] + self.model.reads_from_start
+        if self.progress.pending:  # that follows everything that was read, of which nothing is cropped
+            self.progress.state = self.progress.state.resume(None, context.capacity)
+        else:
+            self.progress.state = self.progress.state.resume(tokens, context.capacity)
+            self.progress.longest = tokens
+
+    def saved_state(self) -> Progress | None:
+        """State from which a later generation can `resume`; None if there is none."""
+        self._caches = {}  # the next generation must not write to this state's
+        return self.progress if hasattr(self.progress.state, "resume") else None
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        """Read a chunk of the prompts, or keep it to be read later."""
+        self.progress.chunks.append(chunk)
+        self.progress.pending += chunk.tokens_BT.shape[1]
+        if not self.lazy or self.progress.pending > PENDING_TOKENS:
+            self.catch_up()
+
+    def observe(self, step: StepResult) -> None:
+        """Read what a step emitted; tokens of steps without drafts are kept to be read at once."""
+        if step.tree.max_depth == 0:
+            kept = PrefillChunk(
+                self.runner.keep(step.tree.tokens_BN),
+                self.runner.keep(step.emitted_BA),
+                self.runner.keep(step.features_BAF),
+                self.runner.keep(step.lengths_B),
+            )
+            self.progress.steps.append(kept)
+            self.progress.pending += 1
+            if self.progress.pending > PENDING_TOKENS:
+                self.catch_up()
+            return
+        state = self.catch_up()
+        accepted = step.emitted_BA.shape[1]
+        self._extend(accepted)
+        given = (state, step.features_BAF, step.emitted_BA, step.lengths_B)
+        self.progress.state = self.runner(self.model.observe, (), *given)
+        self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
+
+    def catch_up(self) -> ModelState:
+        """The model's state after it has read everything that is pending."""
+        chunks = self.progress.chunks
+        steps = self.progress.steps
+        self.progress.chunks = []
+        self.progress.steps = []
+        self.progress.pending = 0
+        for chunk in chunks:
+            self._read(chunk)
+        if len(steps) > 1:  # all but the newest at once, and that one as after any step
+            self._read(joined_chunks(steps[:-1]))
+        if steps:
+            self._read(steps[-1])
+        return self.progress.state
+
+    def _read(self, chunk: PrefillChunk) -> None:
+        tokens_BT = chunk.next_tokens_BT
+        lengths_B = chunk.lengths_B
+        if self.progress.empty and self.model.reads_from_start:
+            tokens_BT = torch.cat([chunk.tokens_BT[:, :1], tokens_BT], dim=1)
+            lengths_B = lengths_B + 1
+        for start in range(0, tokens_BT.shape[1], CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
+            count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
+            part_BA = tokens_BT[:, part]
+            self._extend(part_BA.shape[1])
+            given = (self.progress.state, chunk.features_BTF[:, part], part_BA, count_B)
+            self.progress.state = self.runner.run_unrecorded(self.model.observe, *given)
+        self.progress.empty = False
+
+    def _extend(self, tokens: int) -> None:
+        """Let the head attend to `tokens` more slots of its cache."""
+        self.progress.longest += tokens
+        cache = getattr(self.progress.state, "cache", None)
+        if not isinstance(cache, DraftCache):
+            return
+        attended = -(-self.progress.longest // STEP) * STEP
+        if self.runner.replays:
+            attended = self.runner.rounded_capacity(attended) + 1
+        cache.attended = cache.nodes + attended
+
+    def select(self, rows_R: Tensor) -> None:
+        """Keep these rows only, in this order."""
+        progress = self.progress
+        if progress.chunks and len(rows_R) > len(progress.chunks[0].lengths_B):
+            # Otherwise the head would read the prompts of copies that others are about to replace.
+            self.catch_up()
+        progress.state = progress.state.select(rows_R)
+        progress.chunks = [selected_chunk(chunk, rows_R) for chunk in progress.chunks]
+        progress.steps = [selected_chunk(step, rows_R) for step in progress.steps]
+
+    def replace(self, rows_R: Tensor, other: ModelRows) -> None:
+        """Put the rows of `other` in the places of these."""
+        theirs = other.catch_up()
+        self.progress.state = self.catch_up().replace(rows_R, theirs)
+        self.progress.longest = max(self.progress.longest, other.progress.longest)
+        self._extend(0)
+
+    def expand(self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, ModelState]:
+        """The model's logits [B, W, D] after each node of a frontier, and the state with that frontier."""
+        logits_BWD, state = self.model.expand(state, tokens_BW, parents_BW)
+        if self._watcher is not None:
+            self._watcher(tokens_BW, parents_BW, logits_BWD)
+        return logits_BWD, state
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Show every expansion; meanwhile no drafts are replayed, of which nothing inside can be shown."""
+        self.runner = Runner()
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+            if self._engine is not None and isinstance(self.model, DraftHead):
+                self.runner = self._engine.runner
+
+    def draft_vocab(self, device: torch.device) -> Tensor:
+        """The draft vocabulary as the target's tokens [D]."""
+        if self._draft_vocab_D is None or self._draft_vocab_D.device != device:
+            drafted_D = torch.arange(self.model.draft_vocab_size, device=device)
+            self._draft_vocab_D = self.model.target_tokens(drafted_D)
+        return self._draft_vocab_D
+
+
+def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
+    """Chunks of one token a row as one."""
+    tokens_BT = torch.cat([chunk.tokens_BT for chunk in chunks], dim=1)
+    next_BT = torch.cat([chunk.next_tokens_BT for chunk in chunks], dim=1)
+    features_BTF = torch.cat([chunk.features_BTF for chunk in chunks], dim=1)
+    count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+    return PrefillChunk(tokens_BT, next_BT, features_BTF, count_B)
+
+
+def selected_chunk(chunk: PrefillChunk, rows_R: Tensor) -> PrefillChunk:
+    """These rows of a chunk, in this order."""
+    return PrefillChunk(
+        chunk.tokens_BT[rows_R],
+        chunk.next_tokens_BT[rows_R],
+        chunk.features_BTF[rows_R],
+        chunk.lengths_B[rows_R],
+    )

@@ -1,0 +1,175 @@
+"""The fence round a user's own drafter: nothing that it does can change the output.
+
+After an error, or an invalid tree, the rest of the text is decoded without drafts, with one
+warning.
+
+Letters in tensor names: B batch, N nodes, R selected rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from torch import Tensor
+
+from ..tree import DraftTree
+from .base import (
+    BatchDrafter,
+    Begins,
+    DraftContext,
+    Drafter,
+    KeepsRows,
+    NewestTokens,
+    NoDraft,
+    PrefillChunk,
+    ReadsPrompts,
+    StepResult,
+)
+
+
+def validated(drafter: Drafter, vocab_size: int) -> BatchDrafter:
+    """The drafter as the decoding loop calls it: a user's own inside a fence, one of ours as it is.
+
+    Raises:
+        ValueError: not a drafter, or one whose drafts are sampled.
+    """
+    if isinstance(drafter, BatchDrafter):
+        return drafter
+    return ValidatedDrafter(drafter, vocab_size)
+
+
+class ValidatedDrafter(BatchDrafter):
+    """A user's own drafter."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        """Wrap a drafter for a target with `vocab_size` tokens.
+
+        Raises:
+            ValueError: not a drafter, or one whose drafts are sampled: with wrong draft
+                probabilities sampling would not be exact.
+        """
+        name = type(drafter).__name__
+        if not isinstance(drafter, Drafter) or not hasattr(drafter, "max_nodes"):
+            raise ValueError(
+                f"a drafter of your own needs max_nodes, propose(roots_B) and observe(step); {name} lacks some of them"
+            )
+        kind = getattr(drafter, "kind", "top_k")
+        if kind != "top_k":
+            raise ValueError(
+                f"a drafter of your own must make top-k drafts, and {name} says that they are {kind!r}: with wrong "
+                "draft probabilities the output would not be the target's"
+            )
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self.max_nodes = drafter.max_nodes
+        self.feature_layers = getattr(drafter, "feature_layers", ())
+        self.failed = False
+        """Whether it has failed in this generation."""
+        self._newest = NewestTokens()
+
+    def __repr__(self) -> str:
+        return f"ValidatedDrafter({type(self.drafter).__name__}, {self.max_nodes} nodes)"
+
+    def begin(self, context: DraftContext) -> None:
+        self.failed = False
+        self._newest.begin(context)
+        if isinstance(self.drafter, Begins):
+            with self._fence():
+                self.drafter.begin(context)
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        self._newest.prefill(chunk)
+        if isinstance(self.drafter, ReadsPrompts) and not self.failed:
+            with self._fence():
+                self.drafter.prefill(chunk)
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        if not self.failed:
+            with self._fence():
+                tree = self.drafter.propose(roots_B)
+                check_tree(tree, self._newest.tokens, self.max_nodes, self.vocab_size)
+                return tree.to(roots_B.device)
+        return NoDraft("drafter_failed").propose(roots_B)
+
+    def observe(self, step: StepResult) -> None:
+        self._newest.observe(step)
+        if not self.failed:
+            with self._fence():
+                self.drafter.observe(step)
+
+    def select(self, rows_R: Tensor) -> None:
+        self._newest.select(rows_R)
+        if isinstance(self.drafter, KeepsRows) and not self.failed:
+            with self._fence():
+                self.drafter.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Self) -> None:
+        self._newest.replace(rows_R, other._newest)
+        self.failed = self.failed or other.failed
+        if isinstance(self.drafter, KeepsRows) and not self.failed:
+            with self._fence():
+                self.drafter.replace(rows_R, other.drafter)
+
+    def fresh(self) -> Self:
+        return type(self)(copy.copy(self.drafter), self.vocab_size)
+
+    @contextmanager
+    def _fence(self) -> Iterator[None]:
+        """Report the first error of a generation; the drafter is not called again in it."""
+        try:
+            yield
+        except Exception as error:  # of code that is not ours
+            self.failed = True
+            name = type(self.drafter).__name__
+            warnings.warn(
+                f"the drafter {name} failed; the rest is decoded without drafts: {error!r}",
+                stacklevel=4,
+            )
+
+
+def check_tree(tree: DraftTree, roots: list[int], max_nodes: int, vocab_size: int) -> None:
+    """Check a tree from outside, whose rows must begin with these roots.
+
+    Raises:
+        ValueError: an invalid tree, and what is wrong with it.
+    """
+    nodes = tree.tokens_BN.shape[1]
+    if nodes > max_nodes:
+        raise ValueError(f"a tree of {nodes} nodes, and at most {max_nodes} were announced")
+    if tree.kind != "top_k":
+        raise ValueError(f"a tree of {tree.kind} drafts; only top-k drafts are allowed")
+    # sync: for a tree that was not made on the host
+    tokens = tree.tokens_BN.tolist()
+    parents = tree.parents_BN.tolist()
+    sizes = tree.sizes_B.tolist()
+    for row in zip(tokens, parents, sizes, roots, strict=True):
+        check_row(*row, tree.max_depth, vocab_size)
+
+
+def check_row(tokens: list[int], parents: list[int], size: int, root: int, max_depth: int, vocab_size: int) -> None:
+    """Check the nodes of one row, of which the first `size` are not padding.
+
+    Raises:
+        ValueError: an invalid tree, and what is wrong with it.
+    """
+    nodes = len(tokens)
+    if not 1 <= size <= nodes:
+        raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")
+    if tokens[0] != root or parents[0] != -1:
+        raise ValueError(f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1")
+    depths = [0]
+    for node in range(1, nodes):
+        if not 0 <= tokens[node] < vocab_size:
+            raise ValueError(f"node {node} is token {tokens[node]}; the target has {vocab_size}")
+        if not 0 <= parents[node] < node:
+            raise ValueError(f"node {node} lies below node {parents[node]}, which does not stand before it")
+        depths.append(depths[parents[node]] + 1)
+    different = set(zip(parents[:size], tokens[:size], strict=True))
+    if len(different) < size:
+        raise ValueError("two siblings are the same token: both would be sampled for")
+    if not max(depths) <= max_depth < nodes:
+        raise ValueError(f"the tree is {max(depths)} deep and has {nodes} nodes, and max_depth is {max_depth}")
