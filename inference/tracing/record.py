@@ -27,7 +27,7 @@ from ..drafters.tree_policies import draft_models
 from ..engines.base import Runner, TargetOutput
 from ..kv_cache import TreeCache
 from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
-from ..loop import Decoding, Verification, speculate
+from ..loop import AS_IT_IS, Decoding, Verification, speculate
 from ..sequences import Conversation, Sequences
 from ..stats import PARTS, RoundRecord, Stats
 from ..tree import DraftTree
@@ -98,10 +98,10 @@ class RecordedVerification(Verification):
         sampler: Sampler,
         cache: TreeCache,
         stats: Stats,
-        runner: Runner,
+        runner: Runner = AS_IT_IS,
     ) -> StepResult:
         self.scores_BNV, self.sampler = scores_BNV, None
-        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, Runner())
+        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """The numbers of a round that is not recorded."""
