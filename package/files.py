@@ -17,7 +17,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
-        os.replace(partial, path)
+        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -88,13 +88,11 @@ def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_config_takes_overrides_and_no_unknown_option(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_config_takes_overrides_and_no_unknown_option(path: Path) -> None:
     arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
     assert options(TrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(ValueError, match=r"unknown option --optim\.learning_rate"):
         options(TrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
-    assert caught.value.code == 2
-    assert "optim.learning_rate" in capsys.readouterr().err
 
 
 SERVING = ROOT / "examples" / "serving"

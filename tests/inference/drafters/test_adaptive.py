@@ -183,20 +183,19 @@ class Clock:
 
     def __init__(self, target, monkeypatch):
         self.now = 0.0
-        forwards = {
-            "forward_tree": lambda tree: tree.tokens_BN,
-            "forward_chain": lambda tokens_BN: tokens_BN,
-            "forward_nodes": lambda tokens_BN: tokens_BN,
-        }
-        for name, tokens_of in forwards.items():
-            monkeypatch.setattr(target, name, self.timed(getattr(target, name), tokens_of))
+        engine = target.engine
+        forward_tree, forward_nodes = engine.forward_tree, engine.forward_nodes
 
-    def timed(self, original, tokens_of):
-        def forward(first, *rest):
-            self.now += STEP + NODE * (tokens_of(first).shape[1] - 1)
-            return original(first, *rest)
+        def over_a_tree(tree, *rest):
+            self.now += STEP + NODE * (tree.tokens_BN.shape[1] - 1)
+            return forward_tree(tree, *rest)
 
-        return forward
+        def over_nodes(tokens_BN, *rest):
+            self.now += STEP + NODE * (tokens_BN.shape[1] - 1)
+            return forward_nodes(tokens_BN, *rest)
+
+        monkeypatch.setattr(engine, "forward_tree", over_a_tree)
+        monkeypatch.setattr(engine, "forward_nodes", over_nodes)
 
     def __call__(self):
         return self.now
