@@ -22,7 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads import TargetFeatures, build_head
+from headstart.heads.objective import Objective
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, loop
+from headstart.inference.engines.eager import in_window
 
 VOCAB = 37
 WINDOW = 3
@@ -122,11 +124,11 @@ def test_the_ends_give_the_models_own_logits(family):
         features_BTF, last_BTD, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), target.modules
     )
     # A new head of Medusa says again what the target says, whose distribution at the next place it is taught.
-    head = build_head("medusa", {"num_heads": 1, "lm_head": "shared", "loss": {"soft_ce": 1.0}}, target.info).double()
+    head = build_head("medusa", {"num_heads": 1, "lm_head": "shared"}, target.info).double()
     found = head.observe(head.begin(target.modules, 2, 7, 1, 1), features_BTF, tokens_BT, torch.tensor([7, 7]))
     torch.testing.assert_close(found.logits_BKV[:, 0], expected_BTV[:, -1], rtol=1e-6, atol=1e-6)
     p_BTV, log_q_BTV = expected_BTV[:, 1:-1].softmax(-1), expected_BTV[:, :-2].log_softmax(-1)
-    loss = head.eval()(batch).losses_K[0]
+    loss = head.eval()(batch, Objective({"soft_ce": 1.0})).losses_K[0]
     torch.testing.assert_close(loss, -(p_BTV * log_q_BTV).sum(), rtol=1e-5, atol=1e-5)
 
 
@@ -189,9 +191,9 @@ def test_flex_attention_gets_the_same_mask():
     seen_BNS = torch.rand(2, 5, 16, generator=torch.Generator().manual_seed(0)) < 0.5
     positions_BN, slots_BS = torch.arange(5).expand(2, -1), torch.arange(16).expand(2, -1)
     seen = dict.fromkeys(target.attention_kinds, seen_BNS)
-    seen["sliding_attention"] = target._in_window(positions_BN, slots_BS, seen_BNS)
+    seen["sliding_attention"] = in_window(target, positions_BN, slots_BS, seen_BNS)
     additive = target.engine._masks(seen)
-    target.flex = True
+    target.engine.flex = True
     for kind, blocks in target.engine._masks(seen).items():
         row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
         assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)

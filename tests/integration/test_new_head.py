@@ -41,6 +41,8 @@ from headstart.train.loop import train
 VOCAB = 60
 OBJECTIVE = Objective({"ce": 1.0})
 """Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall."""
+CONFIDENT = Objective({"ce": 1.0, "confidence": 1.0})
+"""That of a head that estimates its acceptance rate."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "cut": {},
     "dflash": {"block_size": 4, "feature_layers": [0]},
@@ -128,7 +130,7 @@ def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tenso
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
     losses = []
     for _ in range(steps):
-        output = head(features, OBJECTIVE)
+        output = head(features, CONFIDENT if name == "dspark" else OBJECTIVE)
         optimizer.zero_grad()
         (output.loss / tokens_BT.numel()).backward()
         missed = [name for name, parameter in head.named_parameters() if parameter.grad is None]
@@ -338,6 +340,6 @@ def test_a_new_heads_drafts_are_what_it_was_trained_on(taught: Path, conversatio
             logits_B1V, _ = head.expand(state, token_B[:, None], torch.full((len(token_B), 1), -1))
             losses[depth] += F.cross_entropy(logits_B1V[inside_B, 0], label_B[inside_B], reduction="sum").item()
             counts[depth] += int(inside_B.sum())
-    output = head(features)
+    output = head(features, OBJECTIVE)
     assert output.counts_K.tolist() == counts
     assert output.losses_K.tolist() == pytest.approx(losses, rel=1e-5)
