@@ -17,11 +17,9 @@ from headstart.inference import Target
 if DEVICE == "sim":
     import simulated  # registers the device
 
-    from headstart.heads.layers import constants
     from headstart.inference.engines import cuda_graph
 
     cuda_graph.GRAPHS["sim"] = simulated.SimGraph
-    constants.PINNED.add("sim")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -30,6 +30,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
+from headstart.heads.layers import constants
+
 PROJECT = Path(__file__).parents[2]
 aten = torch.ops.aten
 WAITING = {
@@ -404,6 +406,7 @@ def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
+constants.PINNED.add("sim")
 torch.Tensor.pin_memory = _pinned  # type: ignore[method-assign, assignment]
 torch.arange = _counted_up(torch.arange)  # type: ignore[assignment]
 torch.tensor, torch.as_tensor = _made_on_host(torch.tensor), _made_on_host(torch.as_tensor)  # type: ignore[assignment]

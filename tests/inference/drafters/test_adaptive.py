@@ -351,6 +351,17 @@ def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
     assert SpeculativeLM.from_pretrained(target, drafter=own).drafter is own
 
 
+def test_trees_of_one_head_share_its_state_and_have_room_in_it(target):
+    drafter = make_drafter(target, tree="chain:1|branch:2x2x1", head=a_head(target))
+    first, second = drafter.trees
+    assert first.rows is second.rows and not first.rows.lazy
+    assert (first.rows.depth, first.rows.expanded) == (3, 7)
+    fresh_first, fresh_second = drafter.fresh().trees
+    assert fresh_first.rows is fresh_second.rows and fresh_first.rows is not first.rows
+    assert (fresh_first.shape, fresh_second.shape) == (first.shape, second.shape)
+    assert AdaptiveDrafter(drafter.trees).trees[1].rows.lazy
+
+
 def test_a_drafter_by_object_takes_no_tree(target):
     with pytest.raises(ValueError, match="a drafter that is made already"):
         SpeculativeLM.from_pretrained(target, drafter=Useless(), tree="chain:3")

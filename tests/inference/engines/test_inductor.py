@@ -36,7 +36,7 @@ SHORT = ("plain", "eagle3, dynamic")
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
     """Graphs on this CPU, too, of operations as they are."""
-    monkeypatch.setattr(by_device, "cpu_engine", InductorEngine)
+    monkeypatch.setattr(by_device, "cpu_engine", lambda target, *_: InductorEngine(target))
     inductor = torch._TorchCompileInductorWrapper
     monkeypatch.setattr(inductor, "__call__", lambda self, model, inputs: aot_eager(model, inputs))
 
