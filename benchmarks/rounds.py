@@ -16,9 +16,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from common import arguments, save
 from helpers import VOCAB, build_model
-from test_rounds import CASES, counts_of, lm_of
+from simulated import SimGraph
+from test_rounds import CASES, RECORDED, counts_of, lm_of, recorded_rounds
 
 from headstart.inference import Target
+from headstart.inference.engines import cuda_graph
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
         "| drafts | waits | uploads | operations | sampled: waits | uploads | operations |",
         "|---|---|---|---|---|---|---|",
     ]
+    cuda_graph.GRAPHS["sim"] = SimGraph
     on_cpu = Target(build_model(vocab_size=VOCAB, layers=8).requires_grad_(False))
     there = Target(copy.deepcopy(on_cpu.model).to("sim:0"))
     for name, (options, _) in CASES.items():
@@ -38,6 +41,15 @@ def main() -> None:
             waits, uploads, operations = zip(*rounds, strict=True)
             cells += [str(max(waits)), str(max(uploads)), f"{statistics.median(operations):.0f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| recorded | launches | waits | uploads |", "|---|---|---|---|"]
+    for name, options in RECORDED.items():
+        there.compile("auto")
+        lm = lm_of(there, on_cpu, **options)
+        lm.compile("auto")
+        rounds, _ = recorded_rounds(lm)
+        there.compile(False)
+        launches, waits, uploads = zip(*rounds, strict=True)
+        lines.append(f"| {name} | {statistics.median(launches):.0f} | {max(waits)} | {max(uploads)} |")
     save(args.output, lines)
 
 
