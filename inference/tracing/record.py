@@ -101,7 +101,7 @@ class RecordedVerification(Verification):
         runner: Runner = AS_IT_IS,
     ) -> StepResult:
         self.scores_BNV, self.sampler = scores_BNV, None
-        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats)
+        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, AS_IT_IS)
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """The numbers of a round that is not recorded."""
