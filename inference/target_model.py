@@ -1,4 +1,4 @@
-"""What is known of a target's model: its parts, its dimensions, and what its forward takes and returns.
+"""The model of a target, and all that is known of it: parts, dimensions, what its forward takes and returns.
 
 Engines run a model by what stands here.
 

@@ -111,14 +111,13 @@ class EagerEngine(Engine):
             return False
         layers: list[nn.Module] = []
         with torch.inference_mode():
-            cache = super().new_cache(1)
+            cache = TreeCache(self.state_shapes, 1, target.device)
             cache.reserve(1, 0)
             visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 1:] = False
             masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=layers))
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
-            cache.release()
         return len(layers) == target.info.num_layers
 
     @cached_property

@@ -148,7 +148,7 @@ def test_what_cannot_be_gone_on_with_is_refused(target):
     rows = torch.ones(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, past_key_values=Conversation())
-    with pytest.raises(ValueError, match=r"must be a headstart\.inference\.Conversation, not a dict"):
+    with pytest.raises(ValueError, match=r"past_key_values is a dict, which drafts cannot continue"):
         lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
 
 
@@ -234,6 +234,9 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
 
 
 def test_a_cache_of_transformers_is_refused_by_either_name(target):
-    for name, words in (("cache", "takes no 'cache' of transformers"), ("past_key_values", "not a DynamicCache")):
+    for name, words in (
+        ("cache", "generate option 'cache' is not supported"),
+        ("past_key_values", "is a DynamicCache, which drafts cannot continue"),
+    ):
         with pytest.raises(ValueError, match=words):
             decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})

@@ -327,7 +327,7 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
         head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm, lengths, read = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False), (3, 9, 5, 7), []
-    assert target.computes_logits == known and target.engine.state_shapes and target.first_block_index == 1
+    assert target.computes_logits == known and target.engine.own_attention and target.first_block_index == 1
     padded = torch.zeros(4, 9, dtype=torch.int64)
     for row, length in enumerate(lengths):
         padded[row, -length:] = prompt(length, row)[0]

@@ -136,7 +136,7 @@ def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options)
     plain = Target(build_model(VOCAB, layers=LAYERS, dtype=torch.float32))
     named = Target(wrapped(counting))
     assert (plain.cache_interface.name, named.cache_interface.name) == (NAME, "kv_states")
-    assert named.state_shapes == plain.state_shapes
+    assert named.engine.state_shapes == plain.engine.state_shapes
     outputs = []
     for target in (plain, named):
         torch.manual_seed(0)
