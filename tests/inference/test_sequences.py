@@ -236,7 +236,7 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
 def test_a_cache_of_transformers_is_refused_by_either_name(target):
     for name, words in (
         ("cache", "generate option 'cache' is not supported"),
-        ("past_key_values", "is a DynamicCache, which drafts cannot continue"),
+        ("past_key_values", "is a DynamicCache of transformers, which drafts cannot continue"),
     ):
         with pytest.raises(ValueError, match=words):
             decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})
