@@ -261,22 +261,9 @@ class Target(TargetModel):
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """`forward_nodes` over a chain of tokens."""
+        """One forward over a chain of tokens; see `Engine.forward_nodes`."""
         framed_BNX, depths_BN = chain_structure(tokens_BN)
         return self.engine.forward_nodes(tokens_BN, framed_BNX, depths_BN, longest, cache, layers, kept_K)
-
-    def forward_nodes(
-        self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
-        longest: int,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        kept_K: Tensor | None = None,
-    ) -> TargetOutput:
-        """One forward over new nodes; see `Engine.forward_nodes`."""
-        return self.engine.forward_nodes(tokens_BN, framed_BNX, depths_BM, longest, cache, layers, kept_K)
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None

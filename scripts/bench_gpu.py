@@ -76,6 +76,8 @@ DEPTH, WIDTH = 7, 10
 """Depth and width of the trees, as in EAGLE-2 (arXiv:2406.16858)."""
 TREES = {1: 0, 4: 2, 8: 3, 60: 4}
 """Nodes of a round, of which so many drafts are accepted; up to eight nodes form a chain."""
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+"""Settings of every answer: greedy, and without an end."""
 TOKENS = 150
 """New tokens that are timed."""
 TRAINING_STEPS = 5
@@ -187,15 +189,14 @@ class Bench:
 
 def answer(lm: SpeculativeLM, prompt_BT: Tensor, tokens: int, **more: Any) -> Any:
     """The output of so many tokens, greedy and without an end."""
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, **more}
-    return lm.generate(prompt_BT, attention_mask=torch.ones_like(prompt_BT), max_new_tokens=tokens, **settings)
+    mask_BT = torch.ones_like(prompt_BT)
+    return lm.generate(prompt_BT, attention_mask=mask_BT, max_new_tokens=tokens, **GREEDY, **more)
 
 
 def reference(target: Target, prompt_BT: Tensor, tokens: int) -> Tensor:
     """The same of transformers."""
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     mask_BT = torch.ones_like(prompt_BT)
-    written: Tensor = target.model.generate(prompt_BT, attention_mask=mask_BT, max_new_tokens=tokens, **settings)
+    written: Tensor = target.model.generate(prompt_BT, attention_mask=mask_BT, max_new_tokens=tokens, **GREEDY)
     return written
 
 
@@ -286,8 +287,7 @@ def identity(bench: Bench) -> None:
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     mask_BT = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
     lm = SpeculativeLM(target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules))
-    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-    written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **settings).sequences[:, 77:]
+    written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **GREEDY).sequences[:, 77:]
     alone = [reference(target, row[None], 24)[0, len(row) :] for row in rows]
     bench.add("identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone)))
     many = target.info.num_attention_heads

@@ -72,7 +72,7 @@ def counting(size: int, device: torch.device, first: int = 0, column: bool = Fal
 
 @constants
 def _counting(size: int, device: torch.device, first: int) -> tuple[Tensor, Tensor]:
-    """Row and column."""
+    """The numbers as a row [size] and as a column [size, 1]."""
     numbers = torch.arange(first, first + size, device=device)
     return numbers, numbers[:, None]
 

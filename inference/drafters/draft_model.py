@@ -120,7 +120,7 @@ class AssistantModel:
         seen_BWM = torch.cat([before_BWM, myself], dim=-1)
         depth_BW = before_BWM.sum(-1)  # its ancestors among the drafted nodes
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
-        output = self.model.forward_nodes(
+        output = self.model.engine.forward_nodes(
             within(self.model, tokens_BW), framed(seen_BWM), depths_BM, state.longest, state.cache, ()
         )
         grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)

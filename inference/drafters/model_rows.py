@@ -97,6 +97,8 @@ class ModelRows:
 
     def use(self, engine: Engine) -> None:
         """Draft as the target's engine runs functions and heads, from the next generation on."""
+        if engine is self._engine:
+            return
         self._engine = engine
         if isinstance(self.model, DraftHead):
             self.model = engine.draft_head(self.model)
@@ -109,6 +111,7 @@ class ModelRows:
         if isinstance(self.model, AssistantModel):
             if force:
                 self.model.model.refresh()
+            self.model.model.renew()
         elif isinstance(self.model, DraftHead) and self._engine is not None:
             self._engine.renew_head(self.model, force)
 

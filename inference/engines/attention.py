@@ -147,25 +147,12 @@ def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, s
     """Causal attention of the last N of S tokens, [B, H, N, E]."""
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     grouped = query_BHNE.shape[1] != key_BGSE.shape[1]
-    if query_BHNE.is_cuda:
-        return _causal_on_cuda(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
     if queries == slots:
         return F.scaled_dot_product_attention(
             query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    return _causal_in_blocks(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
-
-
-def _causal_on_cuda(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None, grouped: bool
-) -> Tensor:
-    """By flash attention, which needs no mask; it takes 16-bit numbers only."""
-    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
-    if queries == slots:
-        return F.scaled_dot_product_attention(
-            query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-    if query_BHNE.dtype in (torch.float16, torch.bfloat16):
+    # Flash attention needs no mask; on CUDA it takes 16-bit numbers only.
+    if query_BHNE.is_cuda and query_BHNE.dtype in (torch.float16, torch.bfloat16):
         return F.scaled_dot_product_attention(
             query_BHNE, key_BGSE, value_BGSE, causal_lower_right(queries, slots), scale=scale, enable_gqa=grouped
         )

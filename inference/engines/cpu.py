@@ -38,10 +38,20 @@ def kernels_name() -> str:
     return "kernels " + Path(cpu_kernels.kernels()._name).stem.removeprefix("cpu_kernels-")
 
 
-class PackedLinearEngine(EagerEngine):
-    """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
+class KernelEngine(Engine):
+    """An engine whose weights, and those of heads, are copied for the kernels."""
 
     copies_weights = True
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        return packed_head(head)
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        renew_packed(head, force)
+
+
+class PackedLinearEngine(KernelEngine, EagerEngine):
+    """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
@@ -57,18 +67,11 @@ class PackedLinearEngine(EagerEngine):
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
-    def draft_head(self, head: DraftHead) -> DraftHead:
-        return packed_head(head)
 
-    def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        renew_packed(head, force)
-
-
-class CpuEngine(Engine):
+class CpuEngine(KernelEngine):
     """A decoder that runs as a whole in the kernels: they hold a copy of its weights in their shortest exact format."""
 
     least_padding = PADDING_ON_CPU
-    copies_weights = True
 
     def __init__(self, target: TargetModel, decoder: PackedDecoder) -> None:
         super().__init__(target)
@@ -131,9 +134,3 @@ class CpuEngine(Engine):
             self.target, framed_BNX, depths_BM, cache.lengths_B, cache.bucketed_length
         )
         return TargetOutput(*self.decoder(tokens_BN, positions_BN, visible, cache, layers, kept_K))
-
-    def draft_head(self, head: DraftHead) -> DraftHead:
-        return packed_head(head)
-
-    def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        renew_packed(head, force)

@@ -268,7 +268,6 @@ class Leaves:
     def __init__(self, value: Any) -> None:
         self.value = value
         self.tensors: list[Tensor] = []
-        self.caches: list[Any] = []
         others: list[Hashable] = []
         self._collect(value, others)
         self.values = tuple(others)
@@ -279,7 +278,6 @@ class Leaves:
             self.tensors.append(value)
             others.append("tensor")
         elif isinstance(value, CACHES):
-            self.caches.append(value)
             others += cache_places(value)
         elif isinstance(value, tuple | list):
             others.append((type(value), len(value)))

@@ -259,7 +259,7 @@ class EagerEngine(Engine):
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
         if self.flex:
             masks: dict[str, Any] = {kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()}
-            return masks if len(masks) > 1 else next(iter(masks.values()))
+            return as_the_model_takes(masks)
         return self._additive_masks(visible, Mark() if self.own_attention else None)
 
     def _tree_masks(self, ancestors_BNM: Tensor, depths_BM: Tensor, lengths_B: Tensor) -> Masks:
@@ -268,7 +268,7 @@ class EagerEngine(Engine):
         for kind in self.target.attention_kinds:
             window = self.target.config.sliding_window if kind == "sliding_attention" else None
             masks[kind] = tree_mask(TreeSlots(ancestors_BNM, depths_BM, lengths_B, window))
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return as_the_model_takes(masks)
 
     def _additive_masks(self, visible: dict[str, Tensor], mark: Mark | None) -> Masks:
         """4-D masks with a mark, for our attention, or without one."""
@@ -280,7 +280,12 @@ class EagerEngine(Engine):
             if mark is not None and heads * visible_BNS.shape[1] <= FEW:  # once for all layers: see `masked_attention`
                 mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
             masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return as_the_model_takes(masks)
+
+
+def as_the_model_takes(masks: dict[str, Any]) -> Masks:
+    """Masks by kind of attention, or the mask itself where all layers are of one kind."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def visible_slots(
