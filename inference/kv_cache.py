@@ -228,7 +228,9 @@ class TreeCache(Cache):
             self._resize(rows, self._room)
         for block in self.blocks:
             shown = block[:, :, :, : self.capacity]
-            shown[:, :rows] = shown[:, rows_R.to(block.device)]
+            chosen_R = rows_R.to(block.device)
+            for layer_BGSE in shown:  # one by one: the copy that indexing makes would be as large as the cache
+                layer_BGSE[:rows] = layer_BGSE[chosen_R]
         self.lengths_B = self.lengths_B[rows_R]
         self._view()
 

@@ -45,8 +45,8 @@ class EagerEngine(Engine):
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        """Whether the layers lie on several devices."""
+        self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())
+        """Whether accelerate moves the inputs of layers, which lie on several devices as a rule."""
         self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
         """Heads that draft here, and the state of their weights."""
         if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
