@@ -295,6 +295,9 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     head = head_of(config, target.info)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
+    target.check_features()
+    if not is_sharded(target):  # it may be tried already on one of the processes, whose forwards are common to all
+        target.check_decoding()
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
     provenance = {**target.provenance, **origin}
     eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none

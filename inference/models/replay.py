@@ -46,12 +46,16 @@ class ReplayTarget(Target):
     def __init__(self, target: Target) -> None:
         super().__init__(target.model, target.name, target.commit)
         self.original = target
+        self.computes_logits = target.computes_logits  # tried now: later there is no forward
         self.lock = target.lock
         self.engine = ReplayEngine(self)
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """By layers, texts_RT with padding, and their features_RTF."""
+
+    def check_decoding(self) -> None:
+        self.original.check_decoding()
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
         """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""
@@ -101,7 +105,6 @@ class ReplayEngine(Engine):
 
     def __init__(self, target: ReplayTarget) -> None:
         super().__init__(target)
-        self._computes_logits = target.original.computes_logits  # tried now: later there is no forward
 
     @property
     def state_shapes(self) -> list[StateShape]:
@@ -110,10 +113,6 @@ class ReplayEngine(Engine):
     @property
     def lm_head(self) -> nn.Module:
         return self.target.original.engine.lm_head
-
-    @property
-    def computes_logits(self) -> bool:
-        return self._computes_logits
 
     @property
     def features_are_free(self) -> bool:

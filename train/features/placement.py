@@ -15,10 +15,10 @@ from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ...inference.models.dtypes import dtype_named
-from ...inference.models.loading import locate
+from ...inference.models.loading import locate, model_loader
 from ...inference.target import Target
 from ..config import TrainConfig
 
@@ -116,8 +116,9 @@ def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     folder, gguf = locate(config.target)
     options = {"gguf_file": gguf} if gguf else {}
     shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
+    loader = model_loader(shape)
     with init_empty_weights(include_buffers=False):
         given = {} if config.target_attention is None else {"attn_implementation": config.target_attention}
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype, **given))
+        model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **given))
     model.tie_weights()  # shared parameters were made twice
     return model
