@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
+from .states import keeps_states, kinds_beside_states
 
 
 def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
     """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
-    heads = config.num_attention_heads
+    # A model without attention has no such number: heads of 64 for a draft that attends.
+    heads = getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # some models have one for each kind of attention
     full = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
@@ -59,7 +61,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def target_modules(model: PreTrainedModel) -> TargetModules:
     """A model's modules by the names that transformers gives them, with the scale and soft cap of its logits."""
     body = getattr(model.base_model, "language_model", model.base_model)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
     return TargetModules(
         embed=model.get_input_embeddings(),
@@ -84,8 +86,8 @@ def active_adapters(model: PreTrainedModel) -> Hashable:
 def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """Attention masks that the model's layers need: full_attention, sliding_attention or both.
 
-    A tree of tokens needs layers of attention alone, whose mask and positions are inputs: each node then attends to
-    what it would attend to if its path were the text.
+    A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then attends to what it
+    would attend to if its path were the text. For layers with a state see `states`.
 
     Raises:
         ValueError: an architecture that cannot process trees, with the reason.
@@ -94,17 +96,13 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
-            "must all be attention"
-        )
+    stateful = keeps_states(model)
     if getattr(config, "alibi", False):
         raise ValueError(
             f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
             "would not see what single tokens see"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not stateful and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
@@ -125,6 +123,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
             "forward, so a tree of tokens would not see what single tokens see"
         )
+    if stateful:
+        return kinds_beside_states(model)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         sliding = getattr(config, "sliding_window", None) is not None
