@@ -26,6 +26,7 @@ from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
+from .engines.stateful import PackedStatefulEngine, StatefulEngine
 from .kv_cache import TreeCache
 from .models.as_loaded import as_loaded
 from .models.changes import WeightWatch
@@ -94,6 +95,9 @@ class Target(TargetModel):
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
+        if self.stateful is not None:
+            self.eager_engine = StatefulEngine
+            self.packed_engine = PackedStatefulEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 

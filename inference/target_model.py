@@ -21,6 +21,7 @@ from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
+from .models.states import check_states, keeps_states
 
 
 class TargetModel:
@@ -42,6 +43,8 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
+        self.stateful = check_states(model) if keeps_states(model) else None
+        """What a model keeps beside keys and values; None where all layers are attention."""
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)
@@ -84,13 +87,18 @@ class TargetModel:
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of KV cache for `rows` × `tokens`."""
+        """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
+        if self.stateful is not None:
+            of_token = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes)
+            return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property
     def cache_interface(self) -> CacheInterface:
         """How the model takes and returns its KV cache, found by a forward over one token."""
+        if self.stateful is not None:
+            return self.stateful.cache
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return cache_interface(self.model, input_ids=token_11)
 

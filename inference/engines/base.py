@@ -74,6 +74,8 @@ class Engine(ABC):
     name: str
     """What the speed of its forwards depends on besides model and device."""
     least_padding = LEAST_PADDING
+    pads_prompts = True
+    """Whether prompts of different lengths may be read together, the shorter ones padded."""
     copies_weights = False
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
     chains_only = False

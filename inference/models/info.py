@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
+from .states import keeps_states, kinds_beside_states
 
 HEAD_SIZE = 128
 """Width of a head of attention in a head that drafts for a model without attention."""
-STATEFUL = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"})
-"""Kinds of layers, by transformers' names, that keep a recurrent or convolution state, with or without attention."""
 WITHOUT_MIXING = frozenset({"mlp", "moe"})
 """Kinds of layers in which no token sees another."""
 
@@ -101,7 +100,7 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
     body = getattr(model.base_model, "language_model", model.base_model)
     if not any(hasattr(body, name) for name in BLOCKS):  # a causal LM in a multimodal one
         body = model.get_decoder()
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
     return TargetModules(
         embed=model.get_input_embeddings(),
@@ -150,8 +149,8 @@ def active_adapters(model: PreTrainedModel) -> Hashable:
 def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """Attention masks that the model's layers need: full_attention, sliding_attention or both.
 
-    A tree of tokens needs layers of attention alone, whose mask and positions are inputs: each node then attends to
-    what it would attend to if its path were the text.
+    A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then attends to what it
+    would attend to if its path were the text. For layers with a state see `states`.
 
     Raises:
         ValueError: an architecture that cannot process trees, with the reason.
@@ -160,12 +159,7 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
-    stateful = state_layers(model)
-    if stateful:
-        raise ValueError(
-            f"{name} keeps a recurrent state in {len(stateful)} of its {config.num_hidden_layers} layers, which "
-            "follows one text and not the paths of a tree; a target's layers must all be attention"
-        )
+    stateful = keeps_states(model)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
             f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens that are read later "
@@ -182,7 +176,7 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} holds a causal mask of its own, which takes a token's place in the KV cache for its position, so "
             "a tree of tokens would not see what single tokens see"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not stateful and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
@@ -205,6 +199,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
             "forward, so a tree of tokens would not see what single tokens see"
         )
+    if stateful:
+        return kinds_beside_states(model)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         # A window over all positions is none: some models with such a one have no mask for it.
@@ -224,12 +220,3 @@ def is_causal_buffer(buffer: Tensor, config: Any) -> bool:
     """Whether a buffer is a mask [..., P, P] by the positions of a text, with or without a local window."""
     positions = getattr(config, "max_position_embeddings", None)
     return buffer.dtype == torch.bool and buffer.ndim >= 2 and buffer.shape[-2:] == (positions, positions)
-
-
-def state_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """The layers that keep a recurrent or convolution state, counted from 0; all of a model that names no kinds."""
-    config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return tuple(range(config.num_hidden_layers)) if getattr(model, "_is_stateful", False) else ()
-    return tuple(layer for layer, kind in enumerate(layer_types) if kind in STATEFUL)

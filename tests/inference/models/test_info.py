@@ -10,7 +10,8 @@ import torch
 import transformers as tf
 
 from headstart.inference import Target
-from headstart.inference.models.info import layer_fact, rope_of, state_layers
+from headstart.inference.models.info import layer_fact, rope_of
+from headstart.inference.models.states import keeps_states
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -70,10 +71,10 @@ def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
 def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class() -> None:
     attention = granite_hybrid(["full_attention"] * 4)
     assert attention._is_stateful
-    assert state_layers(attention) == ()
+    assert not keeps_states(attention)
     assert Target(attention).attention_kinds == ("full_attention",)
     mixed = granite_hybrid(["linear_attention", "full_attention"] * 2)
-    assert state_layers(mixed) == (0, 2)
+    assert keeps_states(mixed)
 
 
 def test_a_window_over_all_positions_is_none() -> None:
