@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .kv_cache import Pool
+from .kv_cache import Pool, StateShape, TreeCache
 from .models.info import attention_kinds, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index
 from .models.loading import end_tokens_of
+from .models.segments import segments_of
 
 
 class TargetModel:
@@ -40,6 +41,8 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
+        self.segments = segments_of(self.config)
+        """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)
@@ -81,6 +84,28 @@ class TargetModel:
         """Bytes of KV cache for `rows` × `tokens`."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
+
+    @cached_property
+    def rereads_at_border(self) -> bool:
+        """Whether `model.generate` reads the whole text again when it crosses the border of two segments.
+
+        Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding: tried on a cache that is
+        as long as the first segment.
+        """
+        if self.segments is None or not self.segments.by_last:
+            return False
+        border = self.segments.first
+        cache = TreeCache([StateShape(1, 1, self.dtype, self.device)] * 2, 1, self.device)
+        cache.start = border
+        text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=self.device)
+        prepared = self.model.prepare_inputs_for_generation(
+            text_1T,
+            next_sequence_length=1,
+            past_key_values=cache,
+            attention_mask=torch.ones_like(text_1T),
+            use_cache=True,
+        )
+        return prepared.get("past_key_values") is None
 
     @cached_property
     def cache_interface(self) -> CacheInterface:
