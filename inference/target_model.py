@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .kv_cache import Pool
+from .kv_cache import Pool, StateShape, TreeCache
 from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
+from .models.segments import segments_of
 from .models.states import check_states, keeps_states
 
 
@@ -45,6 +46,8 @@ class TargetModel:
         self.attention_kinds = self.kinds(model)
         self.stateful = check_states(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
+        self.segments = segments_of(self.config)
+        """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)
@@ -93,6 +96,28 @@ class TargetModel:
             of_token = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes)
             return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
+
+    @cached_property
+    def rereads_at_border(self) -> bool:
+        """Whether `model.generate` reads the whole text again when it crosses the border of two segments.
+
+        Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding: tried on a cache that is
+        as long as the first segment.
+        """
+        if self.segments is None or not self.segments.by_last:
+            return False
+        border = self.segments.first
+        cache = TreeCache([StateShape(1, 1, self.dtype, self.device)] * 2, 1, self.device)
+        cache.start = border
+        text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=self.device)
+        prepared = self.model.prepare_inputs_for_generation(
+            text_1T,
+            next_sequence_length=1,
+            past_key_values=cache,
+            attention_mask=torch.ones_like(text_1T),
+            use_cache=True,
+        )
+        return prepared.get("past_key_values") is None
 
     @cached_property
     def cache_interface(self) -> CacheInterface:

@@ -6,7 +6,7 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,7 +52,8 @@ class EagerEngine(Engine):
         but not for a list of them."""
         self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
         """Heads that draft here, and the state of their weights."""
-        if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
+        # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment.
+        if self.flex or self.spread or target.segments is not None:
             self.runner = PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
@@ -119,6 +120,8 @@ class EagerEngine(Engine):
         target = self.target
         if not self.runner.replays or not has_tree_kernel(target.device, target.dtype, target.info.head_dim):
             return False
+        if "chunked_attention" in target.attention_kinds:  # the kernel knows windows alone
+            return False
         return len(set(self.state_shapes)) == 1 and self.own_attention
 
     def read_chunk(
@@ -126,6 +129,7 @@ class EagerEngine(Engine):
     ) -> TargetOutput:
         target, size = self.target, tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
+        self._count_from(cache, cache.prefilled)
         masks: Masks
         if self.own_attention and target.attention_kinds == ("full_attention",):
             cache.attended = cache.prefilled + size
@@ -134,9 +138,10 @@ class EagerEngine(Engine):
             slots_S = torch.arange(cache.capacity, device=target.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
             visible = dict.fromkeys(target.attention_kinds, visible_BTS)
-            if "sliding_attention" in visible:
-                slots_BS = slots_S.expand(len(tokens_BT), -1)
-                visible["sliding_attention"] = in_window(target, cache.slots_BN, slots_BS, visible_BTS)
+            slots_BS = slots_S.expand(len(tokens_BT), -1)
+            for kind, near in NEAR.items():
+                if kind in visible:
+                    visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
         # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
         last = size - kept[0] if kept else 1
@@ -152,6 +157,7 @@ class EagerEngine(Engine):
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
+        self._count_from(cache, longest)
         output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
@@ -174,9 +180,15 @@ class EagerEngine(Engine):
     ) -> TargetOutput:
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
+        self._count_from(cache, longest + nodes - new)
         given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
         output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
         return output
+
+    def _count_from(self, cache: TreeCache, tokens: int) -> None:
+        """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
+        if self.target.segments is not None:
+            cache.start = tokens
 
     def _nodes_forward(
         self,
@@ -309,12 +321,14 @@ def visible_slots(
         visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
     positions_BN = node_positions(target, depths_BM, lengths_B, new)
     visible = dict.fromkeys(target.attention_kinds, visible_BNS)
-    if "sliding_attention" in visible:
+    local = [kind for kind in visible if kind in NEAR]
+    if local:
         slots_S = counting(slots, device)
         after_BS = slots_S - lengths_B1
         node_positions_BS = lengths_B1 + depths_BM.gather(1, after_BS.clamp(0, nodes - 1))
         slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < nodes), node_positions_BS, slots_S)
-        visible["sliding_attention"] = in_window(target, positions_BN, slot_positions_BS, visible_BNS)
+        for kind in local:
+            visible[kind] = NEAR[kind](target, positions_BN, slot_positions_BS, visible_BNS)
     return positions_BN, visible
 
 
@@ -330,6 +344,19 @@ def node_positions(target: TargetModel, depths_BM: Tensor, lengths_B: Tensor, ne
 def in_window(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
     """Visible slots [B, N, S] that lie within the sliding window of each node."""
     return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
+
+
+def in_chunk(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+    """Visible slots [B, N, S] that lie in the same chunk of the text as each node."""
+    size = target.config.attention_chunk_size
+    return visible_BNS & ((slot_positions_BS // size)[:, None] == (positions_BN // size)[..., None])
+
+
+NEAR: dict[str, Callable[[TargetModel, Tensor, Tensor, Tensor], Tensor]] = {
+    "sliding_attention": in_window,
+    "chunked_attention": in_chunk,
+}
+"""Kinds of attention that see a part of the text: what of the visible slots each node sees."""
 
 
 def chain_structure(tokens_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ WITHOUT_MIXING = frozenset({"mlp", "moe"})
 def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
     """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
     heads = layer_fact(config, "num_attention_heads") or max(1, config.hidden_size // HEAD_SIZE)
-    full = {key: value for key, value in rope_of(config).items() if key != "partial_rotary_factor"}
     eps = next((getattr(config, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, key)), 1e-5)
     act = next((getattr(config, key) for key in ("hidden_act", "hidden_activation") if hasattr(config, key)), "silu")
     return TargetInfo(
@@ -41,7 +40,7 @@ def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> Tar
         hidden_act=act,
         rms_norm_eps=eps,
         max_positions=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **full},
+        rope_parameters=_rope_of_heads(rope_of(config)),
     )
 
 
@@ -71,6 +70,18 @@ def rope_of(config: Any) -> dict[str, Any]:
     if "full_attention" in rope:
         return dict(rope["full_attention"] or {})
     return dict(next(iter(by_kind.values()), rope))
+
+
+def _rope_of_heads(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters for heads, which rotate all of a head's dimensions, by those of the target.
+
+    The factors of longrope are one for each rotated pair: those for a part of the dimensions fit no head.
+    """
+    default = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    partial = rope.get("partial_rotary_factor") or 1.0
+    if rope.get("rope_type") == "longrope" and partial != 1.0:
+        return default
+    return {**default, **{key: value for key, value in rope.items() if key != "partial_rotary_factor"}}
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -146,8 +157,12 @@ def active_adapters(model: PreTrainedModel) -> Hashable:
     return tuple((tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters)) for each in layers)
 
 
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers whose masks are known."""
+
+
 def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
-    """Attention masks that the model's layers need: full_attention, sliding_attention or both.
+    """Attention masks that the model's layers need, some of `KINDS`.
 
     A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then attends to what it
     would attend to if its path were the text. For layers with a state see `states`.
@@ -189,16 +204,6 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for "
             "masks that change; load it with attn_implementation sdpa or eager"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    by_layer = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    changing = [part["rope_type"] for part in by_layer if part.get("rope_type") in ("dynamic", "longrope")]
-    if rope.get("alpha"):  # HunYuan's "dynamic" with a fixed stretch
-        changing = []
-    if changing:
-        raise ValueError(
-            f"{name} uses {changing[0]!r} rotary embeddings, whose angles depend on the longest position of a "
-            "forward, so a tree of tokens would not see what single tokens see"
-        )
     if stateful:
         return kinds_beside_states(model)
     layer_types = getattr(config, "layer_types", None)
@@ -208,11 +213,9 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
         sliding = window is not None and window < (getattr(config, "max_position_embeddings", None) or math.inf)
         return ("sliding_attention",) if sliding else ("full_attention",)
     kinds = set(layer_types) - WITHOUT_MIXING
-    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
+    unknown = sorted(kinds - set(KINDS))
     if unknown:
-        raise ValueError(
-            f"{name} has layers of kind {unknown[0]!r}; a target's layers must be full_attention or sliding_attention"
-        )
+        raise ValueError(f"{name} has layers of kind {unknown[0]!r}; a target's layers must be {' or '.join(KINDS)}")
     return tuple(sorted(kinds))
 
 
