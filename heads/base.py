@@ -367,6 +367,11 @@ class DraftHead(nn.Module, ABC):
         """
 
     @classmethod
+    def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
+        """Return a new head's options, completed by what a target's text config says that `TargetInfo` does not."""
+        return options
+
+    @classmethod
     def default_objective(cls, config: Any) -> Objective:
         """Return the objective of a head with this config unless the training options name another."""
         return Objective()

@@ -292,7 +292,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     target = known if isinstance(known, Target) else load_target(config, accelerator)
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-    head = head_of(config, target.info)
+    head = head_of(config, target.info, target.config)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
@@ -460,7 +460,7 @@ def evaluate_and_save(
     """
     run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
     accelerator, target = run.accelerator, inputs.target
-    copy = head_of(config, target.info)
+    copy = head_of(config, target.info, target.config)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
