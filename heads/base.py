@@ -286,6 +286,8 @@ class DraftHead(nn.Module, ABC):
     """Decoder layers with a KV cache while decoding."""
     whole_layers: bool = True
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
+    computes: ClassVar[tuple[str, ...]] = ()
+    """Options with which the same weights compute something else: a head that starts from another needs its own."""
     estimates_acceptance: bool = False
     """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
 

@@ -126,6 +126,7 @@ class MtpHead(DraftHead):
 
     config_class = MtpConfig
     config: MtpConfig
+    computes = ("hidden_first", "zero_first", "norm_output")
 
     def __init__(self, config: MtpConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
@@ -225,8 +226,8 @@ class MtpHead(DraftHead):
         for name, tensor in tensors.items():
             if tensor.shape != own[name].shape:
                 raise ValueError(
-                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is {tuple(tensor.shape)} there and "
-                    f"{tuple(own[name].shape)} here; choose start: random"
+                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is {tuple(tensor.shape)} "
+                    f"there and {tuple(own[name].shape)} here; choose start: random"
                 )
         layer.load_state_dict(layer.state_dict() | tensors)
 
@@ -292,7 +293,7 @@ class MtpHead(DraftHead):
         return self.draft_layers.run(layer, z_BTD, positions_BT, partial(kv.attend, k))
 
     def _normed(self, k: int, out_BTD: Tensor) -> Tensor:
-        """y of layer k: its output as the LM head reads it."""
+        """Y of layer k: its output as the LM head reads it."""
         layer: Any = self.mtp_layers[k]
         normed_BTD: Tensor = layer.final_layernorm(out_BTD)
         return normed_BTD

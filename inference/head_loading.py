@@ -38,6 +38,8 @@ def load_fitting_head(
                 )
         loaded = head
     elif head == NATIVE:
+        if revision is not None:
+            raise ValueError(f"the target's own MTP head has no revision of its own, {revision!r}; give the target's")
         return native_head(target)
     else:
         loaded, _ = load_head(head, target.info, target.dtype, revision)

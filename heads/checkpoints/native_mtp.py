@@ -39,6 +39,8 @@ MTP_FILE = "model-mtp.safetensors"
 """The file that a written MTP head gets in its model's checkpoint."""
 MODELS = ("model.", "model.language_model.", "language_model.model.")
 """How the names of a decoder's tensors begin, of multimodal models too."""
+REST_FILE = "model-rest.safetensors"
+"""The file of all other tensors of a checkpoint that had one: beside an index, its own name would be read alone."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 """One expert's matrix, which transformers keeps in one tensor for all."""
 
@@ -199,7 +201,7 @@ def head_of_tensors(
     found: Found,
     tensors: dict[str, Tensor],
     target: TargetInfo,
-    layer: dict[str, Any],
+    layer: dict[str, Any] | None,
     where: str,
     options: dict[str, Any] | None = None,
 ) -> MtpHead:
@@ -375,7 +377,7 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
         old |= _read(folder / file, [name for name in found.names if files[name] == file])
     if any(name.endswith("_scale_inv") for name in old):
         raise ValueError(f"{where} holds its MTP head in fp8, which is not written: export it as a folder of its own")
-    before = head_of_tensors(found, old, head.target, head.config.layer or {}, where)
+    before = head_of_tensors(found, old, head.target, head.config.layer, where)
     for option in ("num_layers", "hidden_first", "zero_first"):
         if getattr(before.config, option) != getattr(head.config, option):
             raise ValueError(
@@ -389,16 +391,16 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
     for name, ours in found.names.items():
         new[name] = state[ours].detach().to("cpu", old[name].dtype).contiguous()
     with new_folder(output, Contents("a model with an MTP head", ("*",), _written_here)) as partial:
-        _copy_rest(folder, partial, files, set(new))
+        rest = _copy_rest(folder, partial, files, set(new))
         save_file(new, partial / MTP_FILE, metadata={"format": "pt"})
-        weight_map = dict(sorted((files | dict.fromkeys(new, MTP_FILE)).items()))
-        index = {"metadata": {}, "weight_map": weight_map}
+        index = {"metadata": {}, "weight_map": dict(sorted((rest | dict.fromkeys(new, MTP_FILE)).items()))}
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[str]) -> None:
-    """Copy a model's files, those with replaced tensors without these."""
+def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[str]) -> dict[str, str]:
+    """Copy a model's files, those with replaced tensors without these; returns the files of the other tensors."""
     touched = {files[name] for name in replaced}
+    rest = {name: file for name, file in files.items() if name not in replaced}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if not path.is_file() or name == INDEX_FILE or name.startswith("."):
@@ -407,15 +409,13 @@ def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[
         if name not in touched:
             shutil.copyfile(path, output / name)
             continue
-        kept = [tensor for tensor, file in files.items() if file == name and tensor not in replaced]
+        kept = [tensor for tensor, file in rest.items() if file == name]
         if not kept:
             continue
-        place = name
-        if name == WEIGHTS_FILE:  # with an index beside it, a file of this name would be read alone
-            place = "model-rest.safetensors"
-            for tensor in kept:
-                files[tensor] = place
+        place = REST_FILE if name == WEIGHTS_FILE else name
+        rest |= dict.fromkeys(kept, place)
         save_file(_read(path, kept), output / place, metadata={"format": "pt"})
+    return rest
 
 
 def _written_here(folder: Path) -> bool:
