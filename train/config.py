@@ -442,7 +442,8 @@ class TrainConfig(CommandOptions):
     """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
     {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves them as they are."""
     init_from: str | None = None
-    """A head's checkpoint whose weights training starts from, at step 0; null for a new head. Its draft vocabulary
+    """A head's checkpoint whose weights training starts from, at step 0, or mtp for the MTP head in the target's own
+    checkpoint; null for a new head. Its draft vocabulary
     gives way to the most frequent tokens of the new data, and may be given another size."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """LoRA on the target, trained jointly with the head (Medusa-2)."""

@@ -33,11 +33,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
-from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
+from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
+from ..heads.checkpoints.native_mtp import NATIVE
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
 from ..inference.chat_template import data_origin, warn_of_unread_variables
+from ..inference.head_loading import native_head
 from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import load_tokenizer, target_facts
 from ..inference.models.replay import ReplayTarget
@@ -292,7 +294,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     target = known if isinstance(known, Target) else load_target(config, accelerator)
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-    head = head_of(config, target.info)
+    head = head_of(config, target.info, target.config)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     target.check_features()
@@ -305,7 +307,7 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
-        warm_start(head, config.init_from, target.modules, counts_V, provenance)
+        warm_start(head, config.init_from, target, counts_V, provenance)
     mask_token = getattr(head, "mask_token", None)
     if mask_token is not None and counts_V[mask_token]:
         log.info(
@@ -331,15 +333,19 @@ def load_data(
     return cache, training, held_out
 
 
-def warm_start(
-    head: DraftHead, source: str, modules: TargetModules, counts_V: Tensor, provenance: dict[str, Any]
-) -> None:
-    """Start from the weights of another head; a ValueError if it does not fit.
+def warm_start(head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]) -> None:
+    """Start from the weights of another head, or of the MTP head that the target brings, "mtp".
+
+    A ValueError if it does not fit.
 
     The draft vocabulary follows the data: it is the most frequent tokens of these answers, then those of the other
     head. A token that the other head cannot draft begins with the row that a new head gives it.
     """
-    other, metadata = load_head(source, head.target)
+    if source == NATIVE:
+        other: DraftHead = native_head(target)
+        metadata = CheckpointMetadata()
+    else:
+        other, metadata = load_head(source, head.target)
     if type(other) is not type(head):
         raise ValueError(f"{source!r} holds a {type(other).__name__}, not a {type(head).__name__}")
     trained = metadata.provenance.get("tokenizer")
@@ -349,7 +355,11 @@ def warm_start(
             "vocabulary means other tokens; choose a head of the same tokenizer, or null"
         )
     if head.draft_vocab_size < head.target.vocab_size or other.draft_vocab_size < other.target.vocab_size:
-        head.initialize(modules, favouring(counts_V, other.vocabulary()))
+        head.initialize(target.modules, favouring(counts_V, other.vocabulary()))
+    for name in head.computes:
+        own, theirs = (getattr(each.config, name) for each in (head, other))
+        if own != theirs:
+            raise ValueError(f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has {own!r}")
     try:
         copy_weights(head, other)
     except ValueError as error:
@@ -463,7 +473,7 @@ def evaluate_and_save(
     """
     run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
     accelerator, target = run.accelerator, inputs.target
-    copy = head_of(config, target.info)
+    copy = head_of(config, target.info, target.config)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
