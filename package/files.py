@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to, which takes its place as the block ends.
 
-    If the block raises, what was written is removed and `path` is as it was.
+    If the block raises, what was written is removed and `path` is as it was. Every call yields another path: processes
+    of several machines, which may have one number, write to one folder.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         partial.replace(path)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from ..inference.chat_template import data_origin, warn_of_unread_variables
 from ..inference.head_loading import native_head
 from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import load_tokenizer, target_facts
+from ..inference.models.outer_modules import OuterTarget
 from ..inference.models.replay import ReplayTarget
 from ..inference.probe import probe_drafts
 from ..inference.provenance import provenance
@@ -63,9 +65,12 @@ from .data.token_cache import (
     lengths_of,
 )
 from .engines import actual_engine, autocast, end_together, from_main, prepare, resolved, shard, start
-from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
-from .features.online import OnlineFeatures, feature_source
+from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
+from .features.by_mode import check_source, feature_source, needs_no_target, open_source
+from .features.online import OnlineFeatures
 from .features.placement import is_sharded, load_target
+from .features.sources import StateSource
+from .features.stored import StoredFeatures, StoredReplay
 from .head import head_of, objective_of
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
@@ -184,8 +189,6 @@ def run_steps(
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
-    cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
-    flops = count_flops(target, head, inputs.objective, training[:SAMPLE], cached, adapted)
     state = build_state(run, share, inputs, config, steps)
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
     progress = run.resume(actual_engine(state.module))
@@ -198,12 +201,16 @@ def run_steps(
         f"step {progress.step} of {steps}"
     )
     epochs = steps / inputs.order.steps_in(0)
-    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs)
+    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source)
+    cached, adapted = config.features.mode in ("cached", "stored", "served"), config.adapter.rank > 0
+    flops = count_flops(features, inputs.objective, training[:SAMPLE], cached, adapted)
     metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
-    workers = (2 if accelerator.device.type != "cpu" else 0) if config.data.workers is None else config.data.workers
+    workers = config.data.workers
+    if workers is None:
+        workers = 2 if accelerator.device.type != "cpu" or config.features.mode == "served" else 0
 
     def save() -> None:
         features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
@@ -243,6 +250,8 @@ def run_steps(
                 progress.answer_tokens += data.answer_tokens
                 callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
                 bar.update(progress.step, metrics.note)
+        if inputs.source is not None and metrics.stepped > 0:
+            log.info(f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states")
         save()
         if progress.step < steps:
             return f"stopped at step {progress.step} of {steps}; the same command resumes from there"
@@ -274,12 +283,17 @@ class Inputs:
     """Share of the answers' tokens that are in the draft vocabulary."""
     replay: ReplayTarget | None = None
     """The target for evaluations; None where training changes it, or several processes hold parts of it."""
+    source: StateSource | None = None
+    """Where all states come from, if the target's blocks are not loaded."""
 
 
-def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | None = None) -> Inputs:
+def load_inputs(
+    config: TrainConfig, accelerator: Accelerator, folder: Path | None = None, outer: bool | None = None
+) -> Inputs:
     """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
 
-    Rows that cannot be used are written to a file in `folder`, if one is given.
+    Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no more of the target
+    than its outer modules, and opens no source of states; None does as `features.mode` says, with its source.
     """
     objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
@@ -288,10 +302,12 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     if accelerator.is_main_process:
         warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
     # The data before the target, whose loading takes minutes, unless only loading it tells how they are read.
-    known = target_facts(config.target, config.target_revision) or load_target(config, accelerator)
+    without_blocks = needs_no_target(config) if outer is None else outer
+    load = partial(load_target, config, accelerator, without_blocks)
+    known = target_facts(config.target, config.target_revision) or load()
     how = rendering(config, known, tokenizer)
     cache, training, held_out = load_data(config, accelerator, sources, how, folder)
-    target = known if isinstance(known, Target) else load_target(config, accelerator)
+    target = known if isinstance(known, Target) else load()
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
     head = head_of(config, target.info, target.config)
@@ -302,7 +318,16 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
         target.check_decoding()
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
     provenance = {**target.provenance, **origin}
-    eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
+    replay: ReplayTarget | None = None
+    source: StateSource | None = None
+    if not isinstance(target, OuterTarget):
+        replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
+    elif outer is None:
+        source = open_source(config, accelerator, target, head, provenance)
+        held_out = judged(held_out, config.eval)
+        check_source(source, accelerator, target, training, held_out)
+        replay = StoredReplay(target, source, held_out)
+    eval_prompts(replay or target, held_out, config.eval)  # fails now and not at the first evaluation
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
@@ -318,8 +343,9 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
-    replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
-    return Inputs(target, head, objective, tokenizer, provenance, training, held_out, order, float(covered), replay)
+    return Inputs(
+        target, head, objective, tokenizer, provenance, training, held_out, order, float(covered), replay, source
+    )
 
 
 def load_data(
@@ -477,19 +503,27 @@ def evaluate_and_save(
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
-    found = evaluate(inputs.replay or target, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop)
+    replay = inputs.replay or target
+    read = None
+    if isinstance(target, OuterTarget) and inputs.source is not None:
+        read = StoredFeatures(target, copy, inputs.source)
+    found = evaluate(replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read)
     if found is None:
         return None
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
     if config.loop.tracker != "none" and config.tracking.samples > 0:
-        prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
+        prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
         tree = found.policies[found.best]
-        samples = sample_answers(inputs.replay or target, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
+        samples = sample_answers(replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
+    measured = {"coverage": inputs.coverage, **found.measured(config.eval)}
+    probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
+    if probe is not None:
+        measured["probe"] = probe
     metadata = CheckpointMetadata(
         tree=found.tree,
         training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": inputs.coverage, "probe": probe_drafts(target, copy), **found.measured(config.eval)},
+        measured=measured,
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )

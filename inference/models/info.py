@@ -22,6 +22,9 @@ HEAD_SIZE = 128
 WITHOUT_MIXING = frozenset({"mlp", "moe"})
 """Kinds of layers in which no token sees another."""
 
+FINGERPRINTED = 64
+"""Values of each weight that its fingerprint is made of."""
+
 
 def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
     """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
@@ -95,7 +98,7 @@ def fingerprint(model: PreTrainedModel) -> str:
             except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
                 parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
         for part in parts:
-            first = part.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+            first = part.detach().flatten()[:FINGERPRINTED].to(torch.bfloat16).float().cpu()
             digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
 

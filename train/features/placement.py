@@ -19,14 +19,20 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ...inference.models.dtypes import dtype_named
 from ...inference.models.loading import locate, model_loader
+from ...inference.models.outer_modules import OuterTarget
 from ...inference.target import Target
 from ..config import TrainConfig
 
 
-def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it."""
+def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = False) -> Target:
+    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it.
+
+    With `outer` only its embedding, final norm and LM head are loaded, whole on every process.
+    """
     dtype, placement = dtype_named(config.target_dtype), config.target_placement
     options = loading_options(config)
+    if outer:
+        return OuterTarget.load(config.target, dtype, accelerator.device, config.target_revision, options)
     if placement == "whole":
         return Target.load(config.target, dtype, accelerator.device, config.target_revision, options)
     if (placement == "shard") != (accelerator.num_processes > 1):
