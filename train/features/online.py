@@ -84,9 +84,12 @@ class CachedFeatures(OnlineFeatures):
         self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        missing = batch.states_BTLD is None
+        # A sharded target runs on all processes or on none: one that lacks nothing still takes part in the decision.
+        if missing or self._together is not None:
+            keys = self.fill(batch)
+            batch = self._stored(batch, keys) if missing else batch
         # Decoded on the device, so that fewer bytes are copied.
-        if batch.states_BTLD is None:
-            batch = self._stored(batch, self.fill(batch))
         states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
@@ -177,7 +180,8 @@ def feature_source(
     options = config.features
     tokens = sum(lengths_of(examples))
     gib = cache_bytes(head, options.format) * tokens / 2**30
-    begun = options.folder is not None and (Path(options.folder) / MANIFEST).exists()
+    # The main process's answer: a folder that another job begins now would divide the processes.
+    begun = from_main(accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists())
     if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
         return OnlineFeatures(target, head)
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
