@@ -60,11 +60,21 @@ from .data.token_cache import (
     digest_of,
     lengths_of,
 )
-from .engines import actual_engine, autocast, end_together, from_main, prepare, resolved, shard, start
+from .engines import (
+    actual_engine,
+    autocast,
+    end_together,
+    from_main,
+    prepare,
+    resolved,
+    shard,
+    start,
+)
 from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
 from .features.online import OnlineFeatures, feature_source
 from .features.placement import is_sharded, load_target
 from .head import head_of, objective_of
+from .lost_processes import lost_processes_explained
 from .optim import build_optimizer
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
@@ -136,9 +146,16 @@ def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
     """
     config = as_begun(config)
     accelerator, share = start(config)
+    run = RunFolder(Path(config.output), accelerator)
+    with lost_processes_explained(accelerator, run.newest):
+        return train_in(run, share, config, callbacks)
+
+
+def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Sequence[Callback]) -> Path:
+    """`train`, with the processes that have been joined."""
+    accelerator = run.accelerator
     config = resolved(config, accelerator)
     set_seed(config.loop.seed)
-    run = RunFolder(Path(config.output), accelerator)
     run.claim(config)
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")

@@ -28,6 +28,7 @@ from ..console import log
 from ..files import write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
 from .config import TrainConfig
+from .lost_processes import of_other_processes
 
 FREE_TO_CHANGE = (
     "loop.log_every",
@@ -236,6 +237,8 @@ class RunFolder:
         try:
             self.accelerator.save_state(str(partial))
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
+            if isinstance(error, RuntimeError) and of_other_processes(error):
+                raise
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()  # every process writes a part
