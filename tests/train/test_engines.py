@@ -256,11 +256,16 @@ def stopped(options, tmp_path, wait_for, steps_logged):
     return run
 
 
-def test_stopped_on_two_processes_a_run_goes_on_alone_at_the_same_place_in_the_data(alone, stopped, capsys):
+def test_stopped_on_two_processes_a_run_goes_on_alone_with_other_forwards_and_data_in_another_folder(
+    alone, stopped, capsys, tmp_path
+):
     config, checkpoint = stopped("ddp")
-    train(config)
+    moved = shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved") / Path(config.data.sources[0]).name
+    data = dataclasses.replace(config.data, sources=[str(moved)])
+    train(dataclasses.replace(config, data=data, loop=dataclasses.replace(config.loop, micro_batch=4)))
     said = capsys.readouterr().out
     assert f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place" in said
+    assert "with loop.micro_batch 4; before it was None" in said
     assert_same_curve(config.output, alone)
 
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ...console import ProgressBar, log
+from ...files import file_sizes, require_free
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
@@ -184,6 +185,10 @@ def feature_source(
     begun = from_main(accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists())
     if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
         return OnlineFeatures(target, head)
+    folder = Path(options.folder or Path(config.output) / "features")
+    lacking = gib * 2**30 - file_sizes(folder)
+    if accelerator.is_main_process:  # it ends the run for all
+        require_free(folder, int(lacking), f"what features.mode {options.mode} keeps of the target's states")
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     cached = CachedFeatures(target, head, cache, accelerator)
     gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
