@@ -82,7 +82,9 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
     target.provenance = broadcast_object_list(provenance)[0]
-    target.first_block_index  # noqa: B018  # by forwards, for which all processes must be here
+    # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a head starts from the
+    # target's weights, must not come first. All processes are here, as a forward of a sharded target needs them.
+    target.read(torch.zeros(1, 1, dtype=torch.int64, device=accelerator.device), ())
     return target
 
 
