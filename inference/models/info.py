@@ -138,18 +138,6 @@ def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
     return None
 
 
-def logit_scales(config: Any) -> list[float]:
-    """Factors on the LM head's output that a config may mean; whether the model applies them, trying tells."""
-    scales = [1.0]
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        value = getattr(config, name, None)
-        if value:
-            scales.append(float(value))
-    if getattr(config, "logits_scaling", None):
-        scales.append(1 / config.logits_scaling)
-    return scales
-
-
 def active_adapters(model: PreTrainedModel) -> Hashable:
     """For each layer, the peft adapters that are active and those that are merged into its weights."""
     if sys.modules.get("peft") is None:  # importing it takes a second, and a model with adapters has done so

@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from ...heads.base import TargetModules
 from ..kv_cache import StateShape
-from .info import logit_scales
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the KV cache that transformers is known to use, for error messages alone."""
@@ -55,6 +54,18 @@ def _shape(state: Tensor | None, model: PreTrainedModel) -> StateShape:
     if state is None:
         return StateShape(0, 0, model.dtype, model.device)
     return StateShape(state.shape[1], state.shape[3], state.dtype, state.device)
+
+
+def logit_scales(config: Any) -> list[float]:
+    """Factors on the LM head's output that a config may mean; whether the model applies them, trying tells."""
+    scales = [1.0]
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if value:
+            scales.append(float(value))
+    if getattr(config, "logits_scaling", None):
+        scales.append(1 / config.logits_scaling)
+    return scales
 
 
 def fitting_logits(
