@@ -347,6 +347,8 @@ class LoopConfig:
     """Steps between two evaluations of real acceptance; 0 for only the last."""
     save_every: int = 200
     """Steps between two checkpoints to resume from; 0 for only the last."""
+    save_minutes: float | None = None
+    """Minutes of training between two checkpoints, besides those of `save_every`; null for none."""
     keep: int = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     patience: int = 0
@@ -481,12 +483,16 @@ class TrainConfig(CommandOptions):
     """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
     {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves them as they are."""
     init_from: str | None = None
-    """A head's checkpoint whose weights training starts from, at step 0; null for a new head. Its draft vocabulary
+    """A head's checkpoint whose weights training starts from, at step 0, or mtp for the MTP head in the target's own
+    checkpoint; null for a new head. Its draft vocabulary
     gives way to the most frequent tokens of the new data, and may be given another size."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
+    resume_with: str | list[str] | None = None
+    """Options with which a run resumes although it began with others, as NAME=VALUE, such as optim.lr=5e-4. Options
+    that change no weights need not be named here."""
     plan: str | None = None
     """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
     of processes)."""
@@ -531,9 +537,9 @@ class TrainConfig(CommandOptions):
             raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:
             raise ValueError(f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}")
-        for name in ("loop.epochs", "loop.timeout", "optim.lr", "optim.clip"):
+        for name in ("loop.epochs", "loop.timeout", "loop.save_minutes", "optim.lr", "optim.clip"):
             value = attrgetter(name)(self)
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
         if not 0 <= optim.ema < 1:
             raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {optim.ema}")

@@ -75,6 +75,20 @@ class Evaluation:
         self.acceptance_length = lengths[self.best]
         self.tree = spec_of(self.policies[self.best])
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Tokens and rounds of each prompt with the best tree."""
+        return [[sum(record.returned for record in row), len(row)] for row in self.trees[self.best].rows]
+
+    def shorter_than(self, others: list[list[int]]) -> bool:
+        """Whether acceptance is shorter than in an earlier evaluation, beyond chance; `others` are its `prompts`.
+
+        The 95 % confidence interval of the difference decides, over the prompts that both answered; with fewer than
+        two, the difference itself.
+        """
+        low, high = difference_interval(self.prompts, others)
+        return high < 0 if low <= high else False
+
     def measured(self, config: EvalConfig) -> dict[str, Any]:
         """Figures for a checkpoint and its model card."""
         return {
@@ -127,6 +141,28 @@ def evaluate(
         answer = partial(_stats_of, target, served, policy, config.new_tokens)
         trees[name] = Stats.merged(distributed(accelerator, prompts, answer, together))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
+
+
+def difference_interval(prompts: list[list[int]], others: list[list[int]]) -> tuple[float, float]:
+    """95 % confidence interval of the difference of two acceptance lengths on the same prompts, paired.
+
+    Tokens and rounds of each prompt are clusters of two ratio estimates, as in `Stats.acceptance_length_interval`. With
+    one prompt both ends are the difference; NaN without a round.
+    """
+    pairs = [(own, other) for own, other in zip(prompts, others, strict=False) if own[1] and other[1]]
+    if not pairs:
+        return float("nan"), float("nan")
+    means = []
+    apart_N = torch.zeros(len(pairs), dtype=torch.float64)
+    for side, sign in ((0, 1), (1, -1)):
+        tokens_N, rounds_N = torch.tensor([pair[side] for pair in pairs], dtype=torch.float64).T
+        mean = tokens_N.sum() / rounds_N.sum()
+        apart_N += sign * (tokens_N - mean * rounds_N) / rounds_N.sum()
+        means.append(float(mean))
+    count = len(pairs)
+    half = 0.0 if count == 1 else 1.96 * float((apart_N.square().sum() * count / (count - 1)).sqrt())
+    difference = means[0] - means[1]
+    return difference - half, difference + half
 
 
 def _stats_of(

@@ -82,7 +82,7 @@ def plan_run(config: TrainConfig) -> Plan:
     model = empty_model(config, dtype)
     target = Target(model, config.target)
     with init_empty_weights():
-        head = head_of(config, target.info)
+        head = head_of(config, target.info, target.config)
     whole = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.modules.blocks]
     size = sum(parameter.numel() for parameter in head.parameters())

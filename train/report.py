@@ -199,7 +199,7 @@ class MetricsLogger:
         log.info(
             f"step {step}  acceptance length: "
             + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
-            + f" on {len(found.trees['chain'].rows)} held-out prompts; best so far {self.progress.best_length:.3f}"
+            + f" on {len(found.trees['chain'].rows)} held-out prompts; best/ is that of step {self.progress.best_step}"
         )
         return row
 

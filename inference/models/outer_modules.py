@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -27,9 +28,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...extras import require_extra
 from ...heads.base import dtype_name
 from ..target import Target
-from .info import FINGERPRINTED
-from .loading import downloaded_commit, locate
+from .info import FINGERPRINTED, before_lm_head, target_modules
+from .interface import fitting_logits
+from .loading import downloaded_commit, locate, model_loader
 
+SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
+"""Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
 LOAD_ALL = "or load the whole target (features.mode online, cached or auto)"
 """The way out of every error: what a checkpoint lacks here, loading the model finds or makes."""
 
@@ -230,7 +234,7 @@ class OuterTarget(Target):
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
         with init_empty_weights(include_buffers=False):
-            model = cast(PreTrainedModel, cls.loader.from_config(config, dtype=dtype, **options))
+            model = cast(PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options))
         model.tie_weights()  # parameters that are shared were made twice
         model.eval().requires_grad_(False)
         with suppress(OSError):  # most models without a generation config have none
@@ -257,9 +261,36 @@ class OuterTarget(Target):
 
     read = states
 
-    @property
+    def check_decoding(self) -> None:
+        """Nothing to try: it runs no forward."""
+
+    @cached_property
     def computes_logits(self) -> bool:
-        return False  # there is no forward to compare with
+        """As a whole target's, tried on a small model of the same class, which has one block and random weights."""
+        small = self._small_model()
+        tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
+        fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)
+        if fitting is None or self.before_lm_head is not None:  # whose layers would have to be read as well
+            return False
+        self.modules = replace(self.modules, logit_scale=fitting.logit_scale, logit_cap=fitting.logit_cap)
+        return True
+
+    def _small_model(self) -> PreTrainedModel:
+        config = copy.deepcopy(self.model.config)
+        text_config = config.get_text_config()
+        layers = text_config.num_hidden_layers
+        for name, value in vars(text_config).items():
+            if isinstance(value, list) and len(value) == layers:
+                setattr(text_config, name, value[:1])
+        text_config.num_hidden_layers = 1
+        text_config.vocab_size = SMALL_VOCABULARY
+        for name in ("intermediate_size", "moe_intermediate_size"):  # the one block of a large model takes gigabytes
+            if isinstance(getattr(text_config, name, None), int):
+                setattr(text_config, name, SMALL_WIDTH)
+        for part in (config, text_config):
+            part.pad_token_id = None
+        model = model_loader(config).from_config(config, dtype=torch.float32)
+        return cast(PreTrainedModel, model.eval().requires_grad_(False))
 
     def current_provenance(self) -> dict[str, Any]:
         """As a whole target's; without `weights` where the files do not tell what a model's would be."""

@@ -46,12 +46,16 @@ class ReplayTarget(Target):
     def __init__(self, target: Target) -> None:
         super().__init__(target.model, target.name, target.commit)
         self.original = target
+        self.computes_logits = target.computes_logits  # tried now: later there is no forward
         self.lock = target.lock
         self.engine = ReplayEngine(self)
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """By layers, texts_RT with padding, and their features_RTF."""
+
+    def check_decoding(self) -> None:
+        self.original.check_decoding()
 
     def current_provenance(self) -> dict[str, Any]:
         return self.original.current_provenance()
@@ -111,7 +115,6 @@ class ReplayEngine(Engine):
 
     def __init__(self, target: ReplayTarget) -> None:
         super().__init__(target)
-        self._computes_logits = target.original.computes_logits  # tried now: later there is no forward
 
     @property
     def state_shapes(self) -> list[StateShape]:
@@ -120,10 +123,6 @@ class ReplayEngine(Engine):
     @property
     def lm_head(self) -> nn.Module:
         return self.target.original.engine.lm_head
-
-    @property
-    def computes_logits(self) -> bool:
-        return self._computes_logits
 
     @property
     def features_are_free(self) -> bool:

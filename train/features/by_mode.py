@@ -114,7 +114,8 @@ def feature_source(
     options = config.features
     tokens = sum(lengths_of(examples))
     gib = cache_bytes(head, options.format) * tokens / 2**30
-    begun = options.folder is not None and (Path(options.folder) / MANIFEST).exists()
+    # The main process's answer: a folder that another job begins now would divide the processes.
+    begun = from_main(accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists())
     if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
         return OnlineFeatures(target, head)
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))

@@ -86,9 +86,12 @@ class CachedFeatures(OnlineFeatures):
         self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        missing = batch.states_BTLD is None
+        # A sharded target runs on all processes or on none: one that lacks nothing still takes part in the decision.
+        if missing or self._together is not None:
+            keys = self.fill(batch)
+            batch = self._stored(batch, keys) if missing else batch
         # Decoded on the device, so that fewer bytes are copied.
-        if batch.states_BTLD is None:
-            batch = self._stored(batch, self.fill(batch))
         target = self.target
         states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
