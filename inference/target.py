@@ -295,7 +295,16 @@ class Target(TargetModel):
 
         Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
+
+        Raises:
+            ValueError: packed rows for a model whose layers keep states, which would run from one sequence into the
+                next.
         """
+        if self.stateful is not None and positions_BT is not None:
+            raise ValueError(
+                f"{self.name!r} has layers with a convolution or recurrent state, which would run from one packed "
+                "conversation into the next; train with data.pack: null, one conversation a row"
+            )
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         with kernels_without_plans(self.device):  # the lengths of training rows keep changing

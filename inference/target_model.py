@@ -93,10 +93,9 @@ class TargetModel:
         """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         if self.stateful is not None:
-            of_token = sum(
-                shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes
-            )
-            return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
+            shapes = self.stateful.cache.state_shapes
+            token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)
+            return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property

@@ -25,6 +25,8 @@ from .eager import EagerEngine, Masks, in_window
 MOST_PENDING = 8
 """Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
 benchmarks/hybrids.md."""
+CHUNK_STEP = 8
+"""Tokens by which the chunks of Mamba-2 grow."""
 CAUSAL = 32
 """Tokens from which on a lane is read by causal attention without a mask."""
 
@@ -190,7 +192,28 @@ class StatefulEngine(EagerEngine):
 
 
 class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
-    """The same with linear layers in our CPU kernels."""
+    """The same with linear layers in our CPU kernels, and Mamba-2 in chunks as short as its lanes.
+
+    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does not depend on their
+    size, which is an attribute of its modules: those of our copy, the model's own stay as they are.
+    """
+
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target, runner)
+        self._chunks = {
+            module: module.chunk_size
+            for module in self.packed_model.modules()
+            if isinstance(getattr(module, "chunk_size", None), int)
+        }
+        """Modules of the copy that read by chunks, and their size in the model."""
+
+    def _lane_forward(
+        self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        assert cache.lanes is not None
+        for module, size in self._chunks.items():
+            module.chunk_size = min(size, -(-cache.lanes.width // CHUNK_STEP) * CHUNK_STEP)
+        return super()._lane_forward(cache, masks, layers, kept)
 
 
 def _output(logits: Tensor, features: Tensor) -> TargetOutput:
