@@ -170,6 +170,14 @@ class TreeCache(Cache):
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
         self.attended = None
 
+    def follow(self, start: int, tokens: int) -> None:
+        """Show the model a cache of `start` tokens, after which its next forward reads `tokens` in order.
+
+        For a forward whose masks and positions the model makes itself: all rows are equally long.
+        """
+        self.start = start
+        self.attended = start + tokens
+
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
         if not in_order:
@@ -298,7 +306,8 @@ class _TreeLayer(CacheLayerMixin):
         raise AssertionError("a TreeCache allocates all layers at once")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.capacity, 0
+        cache = self.cache
+        return cache.capacity if cache.attended is None else cache.attended, 0
 
     def get_seq_length(self) -> int:
         return self.cache.start

@@ -39,6 +39,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
+from .tuning.tree_spec import TreeShape
 from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 SHARED_TOKENS = 32
@@ -148,6 +149,44 @@ def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
     )
 
 
+def verifiable(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
+    """What one forward of the target can verify of a tree for rows of these lengths, their roots included."""
+    if target.engine.chains_only:
+        tree = chain_of(target, tree, lengths[0])
+    return within_segment(target, tree, lengths)
+
+
+def chain_of(target: Target, tree: DraftTree, length: int) -> DraftTree:
+    """The longest path of a tree of one row, the first of several, for a target that checks chains alone.
+
+    It ends at the target's last position, beyond which a table of positions has no entry. Sampled drafts may only be
+    cut to the root: a part of them would have another distribution.
+    """
+    room = target.max_positions - length
+    if tree.in_order and tree.max_depth <= room:
+        return tree
+    parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()  # sync: these engines wait for their tokens anyway
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    node = depths.index(max(depths))
+    path = [node]
+    while path[0] > 0:
+        path.insert(0, parents[path[0]])
+    if path == list(range(tree.tokens_BN.shape[1])) and len(path) - 1 <= room:
+        return tree
+    if tree.draft_probs_BNV is not None:
+        if len(path) < len(parents):
+            raise ValueError(
+                f"{target.name!r} checks chains alone, not drafts that are {tree.kind}; choose chain:LENGTH"
+            )
+        path = path[:1]
+    path = path[: room + 1]
+    if len(path) == 1:
+        return NoDraft(tree.fallback).propose(tree.tokens_BN[:, 0])
+    return DraftTree.of_shape(TreeShape.chain(len(path) - 1), tree.tokens_BN[:, path])
+
+
 def within_segment(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
     """A tree for rows of these lengths, their roots included; the root alone where it would leave their `Segments`.
 
@@ -177,7 +216,7 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = first_nodes(drafter.propose(roots_B), node_limit)
-        tree = within_segment(decoding.target, tree, text_lengths(sequences))
+        tree = verifiable(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):

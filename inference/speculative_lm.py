@@ -470,6 +470,8 @@ class SpeculativeLM:
         together = call.max_batch_size
         if target.segments and not target.segments.together([len(prompt) for prompt in prompts], new_tokens):
             together = 1
+        if target.engine.one_row:
+            together = 1
         keep = bool(config.return_dict_in_generate)
         with self._alone(call.past) as drafter:
             if isinstance(target, Seq2SeqTarget):

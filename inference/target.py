@@ -24,6 +24,7 @@ from ..heads.base import TargetModules, dtype_name
 from .engines.attention import kernels_without_plans
 from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
+from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
 from .kv_cache import TreeCache
@@ -93,6 +94,9 @@ class Target(TargetModel):
         self._refreshed = 0
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
+        if self.counted and self.eager_engine is EagerEngine:
+            self.eager_engine = CountingEngine
+            self.packed_engine = PackedCountingEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 

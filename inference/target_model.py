@@ -19,6 +19,7 @@ from .kv_cache import Pool, StateShape, TreeCache
 from .models.info import attention_kinds, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index
 from .models.loading import end_tokens_of
+from .models.positions import counts_positions
 from .models.segments import segments_of
 
 
@@ -41,6 +42,8 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
         self.attention_kinds = self.kinds(model)
+        self.counted = counts_positions(model)
+        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()

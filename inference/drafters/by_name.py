@@ -17,7 +17,9 @@ from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import (
     DynamicShape,
     EarlyExitShape,
+    SampledShape,
     TreePolicy,
+    TreeShape,
     TreeSpec,
     stored_tree,
     tree_policies,
@@ -76,6 +78,7 @@ def make_drafter(
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
+    check_chains(target, tree)
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
@@ -90,6 +93,24 @@ def make_drafter(
     if drafter.plain:
         return drafter
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+
+
+def check_chains(target: Target, tree: TreeSpec) -> None:
+    """Refuse a tree that is named for a target that checks chains alone.
+
+    Raises:
+        ValueError: says why, and what is valid.
+    """
+    if not target.engine.chains_only or tree == "auto":
+        return
+    for policy in tree_policies(tree):
+        shape = policy.shape if isinstance(policy, SampledShape) else policy
+        chain = isinstance(shape, EarlyExitShape) or (isinstance(shape, TreeShape) and shape.is_chain)
+        if not chain:
+            raise ValueError(
+                f"tree {tree!r} was given for {target.name!r}, which {target.counted or 'checks chains alone'}, so the "
+                "nodes of a tree cannot be placed; choose chain:LENGTH or drawn:chain:LENGTH, or name no tree"
+            )
 
 
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
@@ -136,6 +157,11 @@ def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, cost
     return candidate_trees(head, hint, costs)
 
 
+def chain_lengths(head: DraftHead) -> list[int]:
+    """Lengths of the chains to choose from where the target checks no trees, the most promising first."""
+    return sorted({min(length, head.max_depth) for length in (1, 2, 4)}, reverse=True)
+
+
 def _head_drafter(
     target: Target, head: DraftHead, metadata: CheckpointMetadata, tree: TreeSpec, adaptive: bool
 ) -> BatchDrafter:
@@ -143,7 +169,10 @@ def _head_drafter(
     if tree != "auto":
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    policies = auto_trees(head, metadata, _machine(target), costs)
+    if target.engine.chains_only:
+        policies: list[TreePolicy] = [TreeShape.chain(length) for length in chain_lengths(head)]
+    else:
+        policies = auto_trees(head, metadata, _machine(target), costs)
     if not adaptive:
         policies = policies[:1]
     trees = []

@@ -76,6 +76,10 @@ class Engine(ABC):
     least_padding = LEAST_PADDING
     copies_weights = False
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
+    chains_only = False
+    """Whether it checks chains of tokens and no trees that branch."""
+    one_row = False
+    """Whether it decodes one row at a time."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import sys
 from collections.abc import Hashable
 from typing import Any, cast
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
+from .positions import counts_positions
 
 
 def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
@@ -114,13 +114,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
             "must all be attention"
         )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
-            "would not see what single tokens see"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
+    if counts_positions(model):
+        return ("full_attention",)  # whatever they are: its masks are its own
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
         raise ValueError(
