@@ -139,6 +139,9 @@ class TreeCache(Cache):
         """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
         """Position of the next forward's first token, for models without position ids."""
+        self.position_offsets: Tensor | None = None
+        """What to add to the place of each token for its position, in each dimension that positions have; None where
+        positions are places. Of one row, whose prompt had images."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class Decoding:
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
+    prompt_inputs: dict[str, Any] | None = None
+    """What `model.generate` prepared for a prompt with images; None for text alone."""
     after_round: Callable[[StepResult, Stats], None] | None = None
     """Called after each round, outside of the time that is measured for it."""
 
@@ -150,7 +153,7 @@ def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
 
 
 def verifiable(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
-    """What one forward of the target can verify of a tree for rows of these lengths, their roots included."""
+    """The part of a tree that one forward of the target can verify, for rows of these lengths, their roots included."""
     if target.engine.chains_only:
         tree = chain_of(target, tree, lengths[0])
     return within_segment(target, tree, lengths)
@@ -601,7 +604,7 @@ def prefill(
     for number, stage in enumerate(stages):
         if number:
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter)
+        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter, decoding.prompt_inputs)
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
@@ -664,7 +667,13 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
 
 
 def _read_stage(
-    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: BatchDrafter
+    stage: Stage,
+    tokens_BT: Tensor,
+    lengths: list[int],
+    target: Target,
+    cache: TreeCache,
+    drafter: BatchDrafter,
+    inputs: dict[str, Any] | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
     layers = drafter.feature_layers
@@ -673,7 +682,7 @@ def _read_stage(
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
     last: dict[int, tuple[Tensor, Tensor]] = {}
-    whole = target.segments is not None and target.segments.reads_whole(stage.end)
+    whole = inputs is not None or (target.segments is not None and target.segments.reads_whole(stage.end))
     size = stage.end if whole else PREFILL_TOKENS
     for start in range(stage.begin, stage.end, size):
         stop = min(start + size, stage.end)
@@ -685,7 +694,10 @@ def _read_stage(
         apart = len(set(prompt_ends.values())) > 1 and reads_states and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
-        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        if inputs is None:
+            output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        else:
+            output = target.engine.read_prompt(read_RT, cache, wanted, kept, inputs)
         features_BTF = output.features_BNF
         if apart:
             width = target.info.hidden_size

@@ -126,6 +126,15 @@ class Engine(ABC):
         room for the `longest` prompt at once.
         """
 
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `models.prompt_inputs`.
+
+        `inputs` are those that `model.generate` prepared.
+        """
+        raise AssertionError(f"the engine {self.name!r} reads no images")
+
     @abstractmethod
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         """One forward over all nodes; each attends to the committed tokens and its own path.
