@@ -24,6 +24,7 @@ from ..heads.base import TargetModules, dtype_name
 from .engines.attention import kernels_without_plans
 from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
+from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
 from .engines.stateful import PackedStatefulEngine, StatefulEngine
@@ -95,9 +96,12 @@ class Target(TargetModel):
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        if self.stateful is not None:
+        if self.stateful is not None and self.eager_engine is EagerEngine:
             self.eager_engine = StatefulEngine
             self.packed_engine = PackedStatefulEngine
+        elif self.counted and self.eager_engine is EagerEngine:
+            self.eager_engine = CountingEngine
+            self.packed_engine = PackedCountingEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 

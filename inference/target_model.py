@@ -21,6 +21,7 @@ from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
+from .models.positions import counts_positions
 from .models.segments import segments_of
 from .models.states import check_states, keeps_states
 
@@ -46,6 +47,8 @@ class TargetModel:
         self.attention_kinds = self.kinds(model)
         self.stateful = check_states(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
+        self.counted = "" if self.stateful else counts_positions(model)
+        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
