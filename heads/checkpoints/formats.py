@@ -145,7 +145,7 @@ LLAMA = {
     "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
     "layer_types": Key(
-        "attention of each layer: full_attention, in block drafts sliding_attention too", None, kind="texts"
+        "attention of each layer: full_attention or sliding_attention", None, kind="texts"
     ),
 }
 EAGLE3 = {
