@@ -115,8 +115,8 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target: Target, mo
     lm = SpeculativeLM.from_pretrained(target, head_for(target), tree="chain:3", fallback=False, compile=False)
     for length in (40, 400):
         text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
-        lm.generate(text, **SETTINGS)
-    nodes = 2
+        lm.generate(text, attention_mask=torch.ones_like(text), **SETTINGS)
+    nodes = 3
     assert max(widest) <= nodes + WINDOW + 4 - 1
 
 
