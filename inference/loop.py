@@ -109,11 +109,13 @@ def speculate(
         if sequences.leaving:
             with timed(stats, "prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
-    stats.cache_bytes = sum(block.nbytes for block in cache.blocks)
+    stats.cache_bytes = cache.nbytes
     if past is None:
         cache.release()
     else:
         past.tokens = sequences.text(0).tolist()
+        if target.rereads_at_border and target.segments.of(len(past.tokens) - 2) > 0:
+            past.segment = 1
         past.cache = cache
         past.draft_state = None if ran_out else drafter.saved_state()
     return stats
@@ -146,6 +148,21 @@ def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
     )
 
 
+def within_segment(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
+    """A tree for rows of these lengths, their roots included; the root alone where it would leave their `Segments`.
+
+    That depends on the lengths alone, not on what was drafted, so sampled drafts may be dropped.
+    """
+    segments = target.segments
+    if segments is None or tree.max_depth == 0:
+        return tree
+    reach = tree.max_depth if segments.by_last else tree.tokens_BN.shape[1] - 1
+    inside = segments.of(min(lengths) - 1) == segments.of(max(lengths) - 1 + reach)
+    if inside and not at_border(target, lengths):
+        return tree
+    return NoDraft("segment_border").propose(tree.tokens_BN[:, 0])
+
+
 def speculation_step(
     decoding: Decoding,
     drafter: BatchDrafter,
@@ -160,6 +177,7 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = first_nodes(drafter.propose(roots_B), node_limit)
+        tree = within_segment(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):
@@ -195,7 +213,9 @@ def forward_and_verify(
     with timed(stats, "target"):
         lengths, target = text_lengths(sequences), decoding.target
         given = (tree, max(lengths) - 1, cache, drafter.feature_layers)
-        if repeated and tree.max_depth > 0:
+        if at_border(target, lengths):
+            output = reread(target, sequences.text(sequences.active[0]), cache, drafter.feature_layers)
+        elif repeated and tree.max_depth > 0:
             output = forward_without_spoiled(target, min(lengths) - 1, *given)
         else:
             output = target.forward_tree(*given)
@@ -222,6 +242,23 @@ def forward_and_verify(
                 return None
             cache.lengths_B = before_B + step.lengths_B
     return step, scores_BNV
+
+
+def at_border(target: Target, lengths: list[int]) -> bool:
+    """Whether the target reads the whole text of its one row again, whose root is the first token of a segment."""
+    return target.rereads_at_border and target.segments is not None and target.segments.first == lengths[0] - 1
+
+
+def reread(target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    """Read all of a row's text again and return the output at its root, its newest token, which stays uncommitted."""
+    committed_B = cache.lengths_B
+    cache.lengths_B = torch.zeros_like(committed_B)
+    cache.prefilled = 0
+    last = len(text_T) - 1
+    output = target.read_chunk(text_T[None].to(target.device), len(text_T), cache, layers, [last])
+    cache.lengths_B = committed_B
+    cache.slots_BN = committed_B[:, None]
+    return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
 
 
 def forward_without_spoiled(
@@ -451,6 +488,11 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
     is worth another forward.
     """
     prompts = sequences.prompts
+    if not target.engine.pads_prompts:
+        by_length: dict[int, list[int]] = {}
+        for row in rows:
+            by_length.setdefault(len(prompts[row]), []).append(row)
+        return list(by_length.values())
     needed = target.engine.least_padding
     longest = max(len(prompts[row]) for row in rows)
     if sum(longest - len(prompts[row]) for row in rows) < needed:
@@ -510,11 +552,14 @@ def prefill(
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
     context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
+    if past is not None and target.segments is not None and target.segments.by_last:
+        past.stay_in(target.segments.of(lengths[0] - 1))
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
         drafter.begin(context)
     tokens_BT = padded_prompts(prompts, target.device)
-    stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
+    whole = target.segments is not None and target.segments.reads_whole(max(lengths))
+    stages = _stages(tokens_BT, lengths, kept, target.shares_prompts and not whole)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
         cache = target.new_cache(len(stages[0].rows), *room)
@@ -527,6 +572,8 @@ def prefill(
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
     cache.lengths_B = lengths_B
+    if past is not None:
+        cache.keep_snapshot()
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))
@@ -594,8 +641,10 @@ def _read_stage(
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
     last: dict[int, tuple[Tensor, Tensor]] = {}
-    for start in range(stage.begin, stage.end, PREFILL_TOKENS):
-        stop = min(start + PREFILL_TOKENS, stage.end)
+    whole = target.segments is not None and target.segments.reads_whole(stage.end)
+    size = stage.end if whole else PREFILL_TOKENS
+    for start in range(stage.begin, stage.end, size):
+        stop = min(start + size, stage.end)
         prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
         # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.

@@ -206,6 +206,7 @@ class SpeculativeLM:
         else:
             target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
             target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
+        target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
         if compile != "auto" and not isinstance(compile, bool):
@@ -467,6 +468,9 @@ class SpeculativeLM:
         )
         stopping = Stopping.of(stopping_criteria, config.max_length)
         new_tokens = stopping.max_length - input_ids.shape[1]
+        together = call.max_batch_size
+        if target.segments and not target.segments.together([len(prompt) for prompt in prompts], new_tokens):
+            together = 1
         keep = bool(config.return_dict_in_generate)
         with self._alone(call.past) as drafter:
             if isinstance(target, Seq2SeqTarget):
@@ -474,11 +478,12 @@ class SpeculativeLM:
                 for draft_model in assistants(drafter):
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
+            target.check_decoding()
             target.renew()
             for rows in draft_models(drafter):
                 rows.use(target.engine)
                 rows.renew()
-            self._check_size(prompts, new_tokens, call.max_batch_size)
+            self._check_size(prompts, new_tokens, together)
             sequences = Sequences(
                 prompts,
                 new_tokens,
@@ -487,7 +492,7 @@ class SpeculativeLM:
                 call.streamer,
                 keep_scores=keep and bool(config.output_scores),
                 keep_logits=keep and bool(config.output_logits),
-                max_batch_size=call.max_batch_size,
+                max_batch_size=together,
                 callbacks=self.round_callbacks,
             )
             rule = self._rule(bool(config.do_sample), process_logits)

@@ -87,10 +87,6 @@ class CpuEngine(KernelEngine):
         return self.decoder.lm_head
 
     @property
-    def computes_logits(self) -> bool:
-        return True
-
-    @property
     def features_are_free(self) -> bool:
         return True
 
@@ -101,9 +97,11 @@ class CpuEngine(KernelEngine):
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
         size = tokens_BT.shape[1]
+        segments = self.target.segments
+        piece = size if segments is not None and segments.reads_whole(longest) else PIECE
         cache.reserve(size, max(longest - size, 0))
         logits, features = [], []
-        for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
+        for start, piece_BN in zip(range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True):
             nodes = piece_BN.shape[1]
             here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
             framed_BNX, depths_BN = chain_structure(piece_BN)
