@@ -124,7 +124,7 @@ class StatefulEngine(EagerEngine):
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
-        if not self.computes_logits:
+        if not self.target.computes_logits:
             logits_RTV, features_RTF = self._lane_forward(cache, masks, layers, list(range(lanes.width)))
             return _output(_of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes))
         # The LM head reads each node once, not each lane's every token.
