@@ -97,7 +97,7 @@ def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatc
 
 
 def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "in_window", lambda target, positions, slots, visible: visible)
+    monkeypatch.setitem(eager.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
     lm = SpeculativeLM(Target(mistral(300)))
     with pytest.raises(ValueError, match="cannot be decoded with drafts"):
         lm.generate(PROMPT, **SETTINGS)
