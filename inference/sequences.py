@@ -185,6 +185,8 @@ class Conversation:
         """The text: the last call's prompt and its new tokens."""
         self.cache: TreeCache | None = None
         self.draft_state: Any = None
+        self.segment = 0
+        """The segment of positions by which the cache's entries were computed, see `Segments`."""
         self.owner: Hashable = None
         """The decoder that filled the cache, and the version of its weights; no other can continue it."""
 
@@ -194,6 +196,12 @@ class Conversation:
     def get_seq_length(self) -> int:
         """Tokens of the text in the KV cache: all but the newest one."""
         return max(len(self.tokens) - 1, 0) if self.cache is not None else 0
+
+    def stay_in(self, segment: int) -> None:
+        """Drop the text if a prompt that is read in this segment would get other entries."""
+        if segment != self.segment:
+            self.forget()
+        self.segment = segment
 
     def forget(self) -> None:
         """Drop the text and its state."""

@@ -144,9 +144,7 @@ LLAMA = {
     "sliding_window": Key("tokens that a query of a sliding layer sees", None, kind="size"),
     "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
-    "layer_types": Key(
-        "attention of each layer: full_attention, in block drafts sliding_attention too", None, kind="texts"
-    ),
+    "layer_types": Key("attention of each layer: full_attention or sliding_attention", None, kind="texts"),
 }
 EAGLE3 = {
     "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),
@@ -236,6 +234,11 @@ def _layer(theirs: str, ours: str) -> dict[str, Row]:
         name = f"self_attn.{kind}_proj.bias"
         rows[f"{theirs}.{name}"] = Row(f"{ours}.{name}", f"bias of the {meaning}")
     return rows
+
+
+def _same(name: str, meaning: str) -> dict[str, Row]:
+    """A tensor that is called the same here."""
+    return {name: Row(name, meaning)}
 
 
 def _eagle3(first: str) -> dict[str, Row]:
@@ -418,6 +421,25 @@ FORMATS: dict[str, Format] = {
         },
         _DSPARK,
         ignored=("embed_tokens.",),
+    ),
+    "speculators-mtp": Format(
+        ("mtp",),
+        {
+            **SPECULATORS,
+            "speculators_model_type": Key("mtp"),
+            "transformer_layer_config": Key(
+                "the target's text config, which says of what kind the layer is", kind="object"
+            ),
+            "num_nextn_predict_layers": Key("layers", 1, kind="size"),
+        },
+        {
+            **_same("mtp_layers.{l}.input_proj.weight", "joins embedding and state"),
+            **_same("mtp_layers.{l}.token_layernorm.weight", "norm of the embedding"),
+            **_same("mtp_layers.{l}.hidden_layernorm.weight", "norm of the state"),
+            **_same("mtp_layers.{l}.final_layernorm.weight", "norm of the output"),
+            **_layer("mtp_layers.{l}", "mtp_layers.{l}"),
+        },
+        ignored=("embed_tokens.", "lm_head."),
     ),
     "dspark": Format(
         ("dspark",),

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, Qwen3Config
 from ..base import DraftHead, TargetInfo
 from ..by_name import build_head
 from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, KINDS, LLAMA, NEEDED, Key, may_compute, places
+from .native_mtp import RECURRENT_DEPTH, find, head_of_tensors
 from .save_load import build_unloaded
 
 LAYERLESS = ("medusa", "fasterdecoding", "hydra")
@@ -130,7 +131,8 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
             "supported; heads here that draft in one pass are dflash and dspark"
         )
     if kind is not None:
-        forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in ("eagle", "dflash", "dspark")}
+        others = ("eagle", "dflash", "dspark", "mtp")
+        forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in others}
         if kind not in forms:
             raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
         return forms[kind]
@@ -176,9 +178,11 @@ def import_head(
     described = {} if form not in LAYERLESS else {name: config[name] for name in LLAMA.keys() & config.keys()}
     keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
     source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
-    options = READERS[form](source)
+    options = {} if form == "speculators-mtp" else READERS[form](source)
     if unread:
         remarks.append(f"config keys that say nothing of the draft layer are kept aside: {', '.join(sorted(unread))}")
+    if form == "speculators-mtp":
+        return _import_mtp(source), source
     _take_lm_head(source, options)
     embedding = _take_embedding(source, options)
     _sort_draft_vocab(source, options)
@@ -196,6 +200,23 @@ def import_head(
     return head, source
 
 
+def _import_mtp(source: Source) -> DraftHead:
+    """An MTP head, whose layer is of any kind: its tensors are those of that kind's own class."""
+    keys = source.keys
+    layer = dict(keys["transformer_layer_config"])
+    where = f"{keys.where}: transformer_layer_config"
+    for name, own in {"hidden_size": source.target.hidden_size, "vocab_size": source.target.vocab_size}.items():
+        if layer.get(name) not in (None, own):
+            raise ValueError(f"{where} has {name} {layer[name]!r}, and the target {source.target.name!r} has {own!r}")
+    methods = keys["speculators_config"].get("proposal_methods") or [{}]
+    depth = methods[0].get("speculative_tokens")
+    count = keys["num_nextn_predict_layers"]
+    found = find(source.tensors, source.target.num_layers, keys.where)
+    options = {"depth": count if count > 1 else max(depth or 0, RECURRENT_DEPTH)}
+    tensors = {name: source.tensors[name] for name in found.names}
+    return head_of_tensors(found, tensors, source.target, layer, keys.where, options)
+
+
 # Options of a head, from its config.json and tensors.
 
 
@@ -203,7 +224,9 @@ def _eagle3_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
     native = source.form == "eagle3"
     nested = source.read(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
-    options = _llama_options(keys if native else _layer_keys(source), source)
+    layer = keys if native else _layer_keys(source)
+    options = _llama_options(layer, source, windows=True)
+    options["sliding_window"] = _one_window(layer)
     options["attention_bias"] = _attention_bias(source)
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
@@ -322,6 +345,21 @@ def _window_options(layer: Mapping[str, Any], keys: Mapping[str, Any], nested: M
     if window is None:
         raise ValueError("layers have a sliding window, but neither sliding_window nor swa_window_size says how wide")
     return {"sliding_window": window, "sliding_layers": sliding, "sliding_causal": causal}
+
+
+def _one_window(layer: Keys) -> int | None:
+    """The sliding window of all layers of an EAGLE-3 head; None without one."""
+    kinds = set(layer["layer_types"] or [])
+    if kinds <= {"full_attention"} and not (layer["use_sliding_window"] and not kinds):
+        return None
+    window: int | None = layer["sliding_window"]
+    if kinds != {"sliding_attention"} or window is None:
+        raise ValueError(
+            f"{layer.where}: layer_types are {layer['layer_types']}, use_sliding_window is "
+            f"{layer['use_sliding_window']} and sliding_window {window}; a head of this kind has full_attention alone, "
+            "or sliding_attention alone with the number of tokens in sliding_window"
+        )
+    return window
 
 
 def _dspark_options(source: Source) -> dict[str, Any]:

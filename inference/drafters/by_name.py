@@ -17,7 +17,9 @@ from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import (
     DynamicShape,
     EarlyExitShape,
+    SampledShape,
     TreePolicy,
+    TreeShape,
     TreeSpec,
     stored_tree,
     tree_policies,
@@ -76,6 +78,7 @@ def make_drafter(
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
+    check_chains(target, tree)
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
@@ -90,6 +93,24 @@ def make_drafter(
     if drafter.plain:
         return drafter
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+
+
+def check_chains(target: Target, tree: TreeSpec) -> None:
+    """Refuse a tree that is named for a target that checks chains alone.
+
+    Raises:
+        ValueError: says why, and what is valid.
+    """
+    if not target.engine.chains_only or tree == "auto":
+        return
+    for policy in tree_policies(tree):
+        shape = policy.shape if isinstance(policy, SampledShape) else policy
+        chain = isinstance(shape, EarlyExitShape) or (isinstance(shape, TreeShape) and shape.is_chain)
+        if not chain:
+            raise ValueError(
+                f"tree {tree!r} was given for {target.name!r}, which {target.counted or 'checks chains alone'}, so the "
+                "nodes of a tree cannot be placed; choose chain:LENGTH or drawn:chain:LENGTH, or name no tree"
+            )
 
 
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
@@ -152,7 +173,8 @@ def _head_drafter(
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
     # A recurrence reads each path of a tree by itself, from the row's pending tokens on.
     recurrent = target.stateful is not None and target.stateful.recurrent
-    policies = auto_trees(head, metadata, _machine(target), costs, chains=recurrent)
+    chains = recurrent or target.engine.chains_only
+    policies = auto_trees(head, metadata, _machine(target), costs, chains)
     if not adaptive:
         policies = policies[:1]
     trees = []

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
@@ -52,7 +52,7 @@ class StatefulEngine(EagerEngine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa" or not target.attention_kinds:
             return False
-        asked: list[nn.Module] = []
+        asked: list[int] = []
         with torch.inference_mode():
             cache = self.new_cache(1)
             cache.reserve(1, 0)
@@ -60,7 +60,7 @@ class StatefulEngine(EagerEngine):
             cache.tree_lanes(token_11, [[[0]]])
             visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 0] = True
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=asked))
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
         return len(asked) == len(self.state_shapes) // 2
 
