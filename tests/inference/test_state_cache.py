@@ -14,7 +14,7 @@ from headstart.heads import build_head
 from headstart.inference import Conversation, DraftTree, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.engines.stateful import PackedStatefulEngine, leaf_paths
-from headstart.inference.models.states import states_follow_chunks
+from headstart.inference.models.states import check_states, states_follow_chunks
 from headstart.inference.verify import RULES, choose_rule
 
 KINDS = (
@@ -252,8 +252,16 @@ def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(tar
     assert failed
 
 
-@pytest.mark.parametrize("acceptance", [word for word, rule in RULES.items() if not rule.lossy])
-@pytest.mark.parametrize("family", ["qwen3.5, gated delta", "lfm2, convolution", "granite-4, mamba-2"])
+@pytest.mark.parametrize(
+    ("family", "acceptance"),
+    [
+        *[("qwen3.5, gated delta", word) for word, rule in RULES.items() if not rule.lossy],
+        ("lfm2, convolution", "token"),
+        ("lfm2, convolution", "without_replacement"),
+        ("granite-4, mamba-2", "block"),
+        ("granite-4, mamba-2", "without_replacement"),
+    ],
+)
 def test_what_is_drawn_has_the_targets_distribution(tools, family, acceptance):
     model = hybrid(family)
     model.resize_token_embeddings(3)
@@ -287,7 +295,7 @@ def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refuse
     model = MambaForCausalLM(config).eval()
     assert not states_follow_chunks(model)
     with pytest.raises(ValueError, match=r"MambaForCausalLM .* one by one .* cannot be verified"):
-        Target(model)
+        check_states(model)
 
 
 def test_a_draft_model_with_states_is_refused(targets, tiny_target):
@@ -296,14 +304,14 @@ def test_a_draft_model_with_states_is_refused(targets, tiny_target):
         SpeculativeLM.from_pretrained(target, drafter=targets("qwen3.5, gated delta").model)
 
 
-def test_the_default_tree_is_a_chain_where_paths_are_lanes(targets):
-    for family, chains in (("qwen3.5, gated delta", True), ("lfm2, convolution", False)):
-        target = targets(family)
-        head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).double()
-        lm = SpeculativeLM.from_pretrained(target, head, compile=False)
-        shapes = [drafter.shape for drafter in lm.drafter.nested() if hasattr(drafter, "shape")]
-        assert shapes
-        assert all(isinstance(shape, TreeShape) and shape.is_chain for shape in shapes) == chains
+@pytest.mark.parametrize("family", ["qwen3.5, gated delta", "lfm2, convolution"])
+def test_the_default_tree_is_a_chain_as_paths_are_lanes(targets, family):
+    target = targets(family)
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).double()
+    lm = SpeculativeLM.from_pretrained(target, head, compile=False)
+    shapes = [drafter.shape for drafter in lm.drafter.nested() if hasattr(drafter, "shape")]
+    assert shapes
+    assert all(isinstance(shape, TreeShape) and shape.is_chain for shape in shapes)
 
 
 def test_mamba_2_reads_short_chunks_in_our_copy_alone():
