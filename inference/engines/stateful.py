@@ -62,7 +62,8 @@ class StatefulEngine(EagerEngine):
             visible_111[..., 0] = True
             masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
-        return len(asked) == len(self.state_shapes) // 2
+        heads = target.info.num_attention_heads // target.info.num_key_value_heads
+        return asked == [heads] * (len(self.state_shapes) // 2)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -74,6 +75,19 @@ class StatefulEngine(EagerEngine):
         cache.advance(torch.full_like(cache.lengths_B, size))
         cache.prefilled += size
         return output
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """Refuse prompts with images.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.target.name!r} has layers with a convolution or recurrent state, whose prompts are read as text "
+            "alone; give input_ids and attention_mask without images, video or sound"
+        )
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         assert isinstance(cache, StateCache)
@@ -200,7 +214,7 @@ class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
-        self._chunks = {
+        self._chunks: dict[Any, int] = {
             module: module.chunk_size
             for module in self.packed_model.modules()
             if isinstance(getattr(module, "chunk_size", None), int)
