@@ -109,7 +109,7 @@ class TreeCache(Cache):
         It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
         """
         layers = len(shapes) // 2
-        super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
+        super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         """Committed tokens of each row; a smaller length crops it."""
         self.pool = Pool() if pool is None else pool
@@ -139,6 +139,9 @@ class TreeCache(Cache):
         """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
         """Position of the next forward's first token, for models without position ids."""
+        self.position_offsets: Tensor | None = None
+        """What to add to the place of each token for its position, in each dimension that positions have; None where
+        positions are places. Of one row, whose prompt had images."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 
@@ -169,6 +172,14 @@ class TreeCache(Cache):
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
         self.attended = None
+
+    def follow(self, start: int, tokens: int) -> None:
+        """Show the model a cache of `start` tokens, after which its next forward reads `tokens` in order.
+
+        For a forward whose masks and positions the model makes itself: all rows are equally long.
+        """
+        self.start = start
+        self.attended = start + tokens
 
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
@@ -221,6 +232,21 @@ class TreeCache(Cache):
         for block in self.blocks:
             block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
 
+    def keep_snapshot(self) -> None:
+        """Make sure that `rewind` can come back to here, where a model keeps more than keys and values."""
+
+    def rewind(self, tokens: int) -> int:
+        """Go back to the first `tokens` of the text of a single row, or as far as it takes; return how many stay."""
+        self.lengths_B = torch.full_like(self.lengths_B, tokens)
+        self.erase_uncommitted(tokens)
+        self.prefilled = tokens
+        return tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(block.nbytes for block in self.blocks)
+
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only; an index may repeat."""
         rows = len(rows_R)
@@ -228,7 +254,9 @@ class TreeCache(Cache):
             self._resize(rows, self._room)
         for block in self.blocks:
             shown = block[:, :, :, : self.capacity]
-            shown[:, :rows] = shown[:, rows_R.to(block.device)]
+            chosen_R = rows_R.to(block.device)
+            for layer_BGSE in shown:  # one by one: the copy that indexing makes would be as large as the cache
+                layer_BGSE[:rows] = layer_BGSE[chosen_R]
         self.lengths_B = self.lengths_B[rows_R]
         self._view()
 
@@ -270,7 +298,7 @@ class TreeCache(Cache):
         self.keys, self.values = each[: len(each) // 2], each[len(each) // 2 :]
 
 
-class _TreeLayer(CacheLayerMixin):
+class TreeLayer(CacheLayerMixin):
     """One layer's interface for transformers; the `TreeCache` holds the entries."""
 
     is_sliding = False
@@ -298,7 +326,8 @@ class _TreeLayer(CacheLayerMixin):
         raise AssertionError("a TreeCache allocates all layers at once")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.capacity, 0
+        cache = self.cache
+        return cache.capacity if cache.attended is None else cache.attended, 0
 
     def get_seq_length(self) -> int:
         return self.cache.start

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
+from .tuning.tree_spec import TreeShape
 from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 SHARED_TOKENS = 32
@@ -62,6 +64,8 @@ class Decoding:
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
+    prompt_inputs: dict[str, Any] | None = None
+    """What `model.generate` prepared for a prompt with images; None for text alone."""
     after_round: Callable[[StepResult, Stats], None] | None = None
     """Called after each round, outside of the time that is measured for it."""
 
@@ -109,11 +113,13 @@ def speculate(
         if sequences.leaving:
             with timed(stats, "prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
-    stats.cache_bytes = sum(block.nbytes for block in cache.blocks)
+    stats.cache_bytes = cache.nbytes
     if past is None:
         cache.release()
     else:
         past.tokens = sequences.text(0).tolist()
+        if target.rereads_at_border and target.segments.of(len(past.tokens) - 2) > 0:
+            past.segment = 1
         past.cache = cache
         past.draft_state = None if ran_out else drafter.saved_state()
     return stats
@@ -146,6 +152,59 @@ def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
     )
 
 
+def verifiable(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
+    """The part of a tree that one forward of the target can verify, for rows of these lengths, their roots included."""
+    if target.engine.chains_only:
+        tree = chain_of(target, tree, lengths[0])
+    return within_segment(target, tree, lengths)
+
+
+def chain_of(target: Target, tree: DraftTree, length: int) -> DraftTree:
+    """The longest path of a tree of one row, the first of several, for a target that checks chains alone.
+
+    It ends at the target's last position, beyond which a table of positions has no entry. Sampled drafts may only be
+    cut to the root: a part of them would have another distribution.
+    """
+    room = target.max_positions - length
+    if tree.in_order and tree.max_depth <= room:
+        return tree
+    parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()  # sync: these engines wait for their tokens anyway
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    node = depths.index(max(depths))
+    path = [node]
+    while path[0] > 0:
+        path.insert(0, parents[path[0]])
+    if path == list(range(tree.tokens_BN.shape[1])) and len(path) - 1 <= room:
+        return tree
+    if tree.draft_probs_BNV is not None:
+        if len(path) < len(parents):
+            raise ValueError(
+                f"{target.name!r} checks chains alone, not drafts that are {tree.kind}; choose chain:LENGTH"
+            )
+        path = path[:1]
+    path = path[: room + 1]
+    if len(path) == 1:
+        return NoDraft(tree.fallback).propose(tree.tokens_BN[:, 0])
+    return DraftTree.of_shape(TreeShape.chain(len(path) - 1), tree.tokens_BN[:, path])
+
+
+def within_segment(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
+    """A tree for rows of these lengths, their roots included; the root alone where it would leave their `Segments`.
+
+    That depends on the lengths alone, not on what was drafted, so sampled drafts may be dropped.
+    """
+    segments = target.segments
+    if segments is None or tree.max_depth == 0:
+        return tree
+    reach = tree.max_depth if segments.by_last else tree.tokens_BN.shape[1] - 1
+    inside = segments.of(min(lengths) - 1) == segments.of(max(lengths) - 1 + reach)
+    if inside and not at_border(target, lengths):
+        return tree
+    return NoDraft("segment_border").propose(tree.tokens_BN[:, 0])
+
+
 def speculation_step(
     decoding: Decoding,
     drafter: BatchDrafter,
@@ -160,6 +219,7 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = first_nodes(drafter.propose(roots_B), node_limit)
+        tree = verifiable(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):
@@ -195,7 +255,9 @@ def forward_and_verify(
     with timed(stats, "target"):
         lengths, target = text_lengths(sequences), decoding.target
         given = (tree, max(lengths) - 1, cache, drafter.feature_layers)
-        if repeated and tree.max_depth > 0:
+        if at_border(target, lengths):
+            output = reread(target, sequences.text(sequences.active[0]), cache, drafter.feature_layers)
+        elif repeated and tree.max_depth > 0:
             output = forward_without_spoiled(target, min(lengths) - 1, *given)
         else:
             output = target.forward_tree(*given)
@@ -222,6 +284,23 @@ def forward_and_verify(
                 return None
             cache.lengths_B = before_B + step.lengths_B
     return step, scores_BNV
+
+
+def at_border(target: Target, lengths: list[int]) -> bool:
+    """Whether the target reads the whole text of its one row again, whose root is the first token of a segment."""
+    return target.rereads_at_border and target.segments is not None and target.segments.first == lengths[0] - 1
+
+
+def reread(target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    """Read all of a row's text again and return the output at its root, its newest token, which stays uncommitted."""
+    committed_B = cache.lengths_B
+    cache.lengths_B = torch.zeros_like(committed_B)
+    cache.prefilled = 0
+    last = len(text_T) - 1
+    output = target.read_chunk(text_T[None].to(target.device), len(text_T), cache, layers, [last])
+    cache.lengths_B = committed_B
+    cache.slots_BN = committed_B[:, None]
+    return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
 
 
 def forward_without_spoiled(
@@ -451,6 +530,11 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
     is worth another forward.
     """
     prompts = sequences.prompts
+    if not target.engine.pads_prompts:
+        by_length: dict[int, list[int]] = {}
+        for row in rows:
+            by_length.setdefault(len(prompts[row]), []).append(row)
+        return list(by_length.values())
     needed = target.engine.least_padding
     longest = max(len(prompts[row]) for row in rows)
     if sum(longest - len(prompts[row]) for row in rows) < needed:
@@ -510,11 +594,14 @@ def prefill(
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
     context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
+    if past is not None and target.segments is not None and target.segments.by_last:
+        past.stay_in(target.segments.of(lengths[0] - 1))
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])
     if not kept:
         drafter.begin(context)
     tokens_BT = padded_prompts(prompts, target.device)
-    stages = _stages(tokens_BT, lengths, kept, target.shares_prompts)
+    whole = target.segments is not None and target.segments.reads_whole(max(lengths))
+    stages = _stages(tokens_BT, lengths, kept, target.shares_prompts and not whole)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
         cache = target.new_cache(len(stages[0].rows), *room)
@@ -522,11 +609,13 @@ def prefill(
     for number, stage in enumerate(stages):
         if number:
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter)
+        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter, decoding.prompt_inputs)
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
     cache.lengths_B = lengths_B
+    if past is not None:
+        cache.keep_snapshot()
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))
@@ -585,7 +674,13 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
 
 
 def _read_stage(
-    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: BatchDrafter
+    stage: Stage,
+    tokens_BT: Tensor,
+    lengths: list[int],
+    target: Target,
+    cache: TreeCache,
+    drafter: BatchDrafter,
+    inputs: dict[str, Any] | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
     layers = drafter.feature_layers
@@ -594,8 +689,10 @@ def _read_stage(
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
     last: dict[int, tuple[Tensor, Tensor]] = {}
-    for start in range(stage.begin, stage.end, PREFILL_TOKENS):
-        stop = min(start + PREFILL_TOKENS, stage.end)
+    whole = inputs is not None or (target.segments is not None and target.segments.reads_whole(stage.end))
+    size = stage.end if whole else PREFILL_TOKENS
+    for start in range(stage.begin, stage.end, size):
+        stop = min(start + size, stage.end)
         prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
         # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.
@@ -604,7 +701,10 @@ def _read_stage(
         apart = len(set(prompt_ends.values())) > 1 and reads_states and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
-        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        if inputs is None:
+            output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        else:
+            output = target.engine.read_prompt(read_RT, cache, wanted, kept, inputs)
         features_BTF = output.features_BNF
         if apart:
             width = target.info.hidden_size

@@ -185,6 +185,8 @@ class Conversation:
         """The text: the last call's prompt and its new tokens."""
         self.cache: TreeCache | None = None
         self.draft_state: Any = None
+        self.segment = 0
+        """The segment of positions by which the cache's entries were computed, see `Segments`."""
         self.owner: Hashable = None
         """The decoder that filled the cache, and the version of its weights; no other can continue it."""
 
@@ -194,6 +196,12 @@ class Conversation:
     def get_seq_length(self) -> int:
         """Tokens of the text in the KV cache: all but the newest one."""
         return max(len(self.tokens) - 1, 0) if self.cache is not None else 0
+
+    def stay_in(self, segment: int) -> None:
+        """Drop the text if a prompt that is read in this segment would get other entries."""
+        if segment != self.segment:
+            self.forget()
+        self.segment = segment
 
     def forget(self) -> None:
         """Drop the text and its state."""
@@ -211,6 +219,11 @@ class Conversation:
         if self.cache is None or kept < 1 or (drafter.feature_layers and self.draft_state is None):
             self.forget()
             return None, 0
+        # A recurrent state may have to go back further than keys and values.
+        kept = self.cache.rewind(kept)
+        if kept < 1:
+            self.forget()
+            return None, 0
         device = self.cache.lengths_B.device
         tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
         kept_B = torch.tensor([kept], device=device)
@@ -218,9 +231,6 @@ class Conversation:
         chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
         drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
         self.cache.ensure_capacity(context.capacity)
-        self.cache.lengths_B = kept_B
-        self.cache.erase_uncommitted(kept)
-        self.cache.prefilled = kept
         return self.cache, kept
 
 

@@ -59,7 +59,8 @@ class DraftTree:
     """Whether every path is known to be the first nodes in their order, as on a chain."""
     fallback: str = ""
     """Why a drafter proposes the root alone: "slower", "drafter_failed", "large_batch", "out_of_memory"; "not_finite"
-    where a round was repeated: NaN or inf that the target computed for a draft spoiled the others. Else empty."""
+    where a round was repeated: NaN or inf that the target computed for a draft spoiled the others; "segment_border"
+    where drafts would leave their segment of positions, see `models.segments`. Else empty."""
 
     @classmethod
     def of_shape(

@@ -34,7 +34,10 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
 """By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
 PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
 """Weight files of the projects whose code reads no safetensors."""
-SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
+SAFEAILAB_LACKS = (
+    *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias"),
+    "sliding_window",
+)
 """Options of EAGLE-3 that its authors' code does not have."""
 
 

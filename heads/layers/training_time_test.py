@@ -46,8 +46,14 @@ Spans = list[tuple[slice, slice]]
 
 
 @lru_cache(maxsize=64)
-def _causal_blocks(time: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
+def _causal_blocks(time: int, device: torch.device, window: int | None = None) -> BlockMask:
+    """Block mask of rows that are one sequence each: causal, and within the window."""
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        causal = query >= key
+        return causal if window is None else causal & (key > query - window)
+
+    return create_block_mask(seen, None, None, time, time, device=device)
 
 
 class TrainingTimeTest:
@@ -57,13 +63,22 @@ class TrainingTimeTest:
     keys and values of the last layer.
     """
 
-    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        sequences_BT: Tensor | None = None,
+        drafts_N: Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
         """Begin at step 0.
 
         `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the flattened [B * T] at
         which drafts are judged, None for all: step 0 takes states [B, T, D] and returns [1, N, D], as later steps do.
+        `window` is the number of newest positions that are seen, the own included: at least the number of steps.
         """
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
+        self.window = window
+        self._block_masks: dict[int | None, BlockMask] = {}
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
         """Keys and values by step, for each layer."""
 
@@ -80,20 +95,31 @@ class TrainingTimeTest:
                 found.append((slice(row, row + 1), slice(start, stop)))
         return found
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """Block mask of flex_attention for packed rows: causal, each token within its sequence."""
+    def first_step_window(self, step: int, time: int) -> int | None:
+        """Newest keys of step 0 that a position t sees at a step; None for all of them.
+
+        It stands for position t + step, and its own drafts lie between.
+        """
+        if self.window is None or self.window - step >= time:
+            return None
+        return self.window - step
+
+    def block_mask(self, window: int | None = None) -> BlockMask:
+        """Block mask of flex_attention for packed rows: causal, each token within its sequence and the window."""
+        if window not in self._block_masks:
+            self._block_masks[window] = self._packed_blocks(window)
+        return self._block_masks[window]
+
+    def _packed_blocks(self, window: int | None) -> BlockMask:
         numbers_BT = self.sequences_BT
         assert numbers_BT is not None
         batch, time = numbers_BT.shape
-        return create_block_mask(
-            lambda b, h, query, key: (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key]),
-            B=batch,
-            H=None,
-            Q_LEN=time,
-            KV_LEN=time,
-            device=numbers_BT.device,
-        )
+
+        def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = (query >= key) & (numbers_BT[row, query] == numbers_BT[row, key])
+            return own if window is None else own & (key > query - window)
+
+        return create_block_mask(seen, B=batch, H=None, Q_LEN=time, KV_LEN=time, device=numbers_BT.device)
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -167,14 +193,15 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
         dtype = torch.get_autocast_dtype(device.type)
         query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    if len(keys) == 1 and test.sequences_BT is None:
+    window = test.first_step_window(len(keys) - 1, query_BHTE.shape[2])
+    if len(keys) == 1 and test.sequences_BT is None and window is None:
         return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
     counted = _get_current_dispatch_mode() is not None  # a mode that counts operations sees no fused kernel
-    if device.type == "cpu" and not counted:
+    if device.type == "cpu" and not counted and window is None:  # whose flash attention has no window
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
         return by_flex(compiled_flex(), query_BHTE, keys, values, test)
-    return by_chunks(query_BHTE, keys, values, test.sequences_BT)
+    return by_chunks(query_BHTE, keys, values, test.sequences_BT, window)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
@@ -190,8 +217,10 @@ def by_flex(
     test: TrainingTimeTest,
 ) -> Tensor:
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
+    time = query_BHTE.shape[2]
+    window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
-    mask = _causal_blocks(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
+    mask = _causal_blocks(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
     out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
     lse_BHT = more if isinstance(more, Tensor) else more.lse
     return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
@@ -338,37 +367,57 @@ def _whole(spans: Spans, like: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 def by_chunks(
-    query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None
+    query_BHTE: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    sequences_BT: Tensor | None,
+    window: int | None = None,
 ) -> Tensor:
-    """`attend_step` with the scores of one chunk of positions at a time."""
+    """`attend_step` with the scores of one chunk of positions at a time.
+
+    With `window`, a position sees that many keys of step 0, and a chunk's scores are computed for no others.
+    """
     batch, heads, time, _ = query_BHTE.shape
-    size = max(1, chunk_elements(query_BHTE.device, SCORES_ON_CPU) // (batch * heads * time))
+    elements = chunk_elements(query_BHTE.device, SCORES_ON_CPU)
+    size = max(1, elements // (batch * heads * time))
+    if window is not None:  # a chunk as long as the window: twice the window's keys
+        size = max(1, min(window, elements // (batch * heads * 2 * window)))
     if size >= time:
-        return _chunk(query_BHTE, keys, values, sequences_BT, 0)
+        return _chunk(query_BHTE, keys, values, sequences_BT, 0, window)
     parts = [
         # Recomputed in the backward pass, so that memory grows with T, not with T squared.
-        checkpoint(_chunk, query, keys, values, sequences_BT, start, use_reentrant=False)
+        checkpoint(_chunk, query, keys, values, sequences_BT, start, window, use_reentrant=False)
         for query, start in zip(query_BHTE.split(size, 2), range(0, time, size), strict=True)
     ]
     return torch.cat(parts, dim=2)
 
 
 def _chunk(
-    query_BHCE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None, start: int
+    query_BHCE: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    sequences_BT: Tensor | None,
+    start: int,
+    window: int | None,
 ) -> Tensor:
     """The output at positions `start` to start + C."""
     batch, heads, chunk, size = query_BHCE.shape
     groups, stop = keys[0].shape[1], start + chunk
     repeat = heads // groups
+    first = 0 if window is None else max(0, start - window + 1)  # of the keys of step 0 that are seen
+    seen = stop - first
     # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
     query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
-    hidden = torch.ones(chunk, stop, dtype=torch.bool, device=query.device).triu(start + 1)[None]
+    everywhere = torch.ones(chunk, seen, dtype=torch.bool, device=query.device)
+    hidden = everywhere.triu(start - first + 1)[None]
+    if window is not None:
+        hidden = hidden | everywhere.tril(start - first - window)
     if sequences_BT is not None:
-        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, :stop])
-    first = (query @ keys[0][:, :, :stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
+        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, first:stop])
+    scores = (query @ keys[0][:, :, first:stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
     own = [(query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True) for key in keys[1:]]
-    weights = torch.cat([first, *own], dim=-1).softmax(-1).to(values[0].dtype)
-    found = weights[..., :stop] @ values[0][:, :, :stop]
-    for place, value in enumerate(values[1:], start=stop):
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
+    found = weights[..., :seen] @ values[0][:, :, first:stop]
+    for place, value in enumerate(values[1:], start=seen):
         found = found + weights[..., place, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
     return found.reshape(batch, heads, chunk, size)

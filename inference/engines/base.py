@@ -74,8 +74,14 @@ class Engine(ABC):
     name: str
     """What the speed of its forwards depends on besides model and device."""
     least_padding = LEAST_PADDING
+    pads_prompts = True
+    """Whether prompts of different lengths may be read together, the shorter ones padded."""
     copies_weights = False
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
+    chains_only = False
+    """Whether it checks chains of tokens and no trees that branch."""
+    one_row = False
+    """Whether it decodes one row at a time."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -95,11 +101,6 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def computes_logits(self) -> bool:
-        """Whether `logits` agrees with the logits of a forward."""
-
-    @property
-    @abstractmethod
     def features_are_free(self) -> bool:
         """Whether a forward returns features without asking the user's model for its hidden states."""
 
@@ -110,7 +111,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V] of states [..., D] after the final norm."""
+        """The logits [..., V] of features [..., D] of layer -1; see `TargetModel.computes_logits`."""
 
     @abstractmethod
     def read_chunk(
@@ -121,6 +122,15 @@ class Engine(ABC):
         Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
         room for the `longest` prompt at once.
         """
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `models.prompt_inputs`.
+
+        `inputs` are those that `model.generate` prepared.
+        """
+        raise AssertionError(f"the engine {self.name!r} reads no images")
 
     @abstractmethod
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
+from ..models.prompt_inputs import in_one_dimension
 from ..target_model import TargetModel
 from ..tree import DraftTree
 from . import cpu_kernels
 from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
-from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, visible_slots
+from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, read_by_model, visible_slots
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
@@ -87,10 +88,6 @@ class CpuEngine(KernelEngine):
         return self.decoder.lm_head
 
     @property
-    def computes_logits(self) -> bool:
-        return True
-
-    @property
     def features_are_free(self) -> bool:
         return True
 
@@ -101,9 +98,11 @@ class CpuEngine(KernelEngine):
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
     ) -> TargetOutput:
         size = tokens_BT.shape[1]
+        segments = self.target.segments
+        piece = size if segments is not None and segments.reads_whole(longest) else PIECE
         cache.reserve(size, max(longest - size, 0))
         logits, features = [], []
-        for start, piece_BN in zip(range(0, size, PIECE), tokens_BT.split(PIECE, dim=1), strict=True):
+        for start, piece_BN in zip(range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True):
             nodes = piece_BN.shape[1]
             here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
             framed_BNX, depths_BN = chain_structure(piece_BN)
@@ -113,6 +112,11 @@ class CpuEngine(KernelEngine):
             logits.append(output.logits_BNV)
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        return read_by_model(self.target, self.target.model, tokens_1T, cache, layers, kept, inputs)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         known = tree.structure
@@ -133,4 +137,5 @@ class CpuEngine(KernelEngine):
         positions_BN, visible = visible_slots(
             self.target, framed_BNX, depths_BM, cache.lengths_B, cache.bucketed_length
         )
-        return TargetOutput(*self.decoder(tokens_BN, positions_BN, visible, cache, layers, kept_K))
+        turned_BN = in_one_dimension(positions_BN, cache.position_offsets)
+        return TargetOutput(*self.decoder(tokens_BN, turned_BN, visible, cache, layers, kept_K))

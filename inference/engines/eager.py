@@ -6,7 +6,7 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
+from ..models.prompt_inputs import offset, position_offsets
 from ..target_model import TargetModel
 from ..tree import DraftTree, framed
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
@@ -45,11 +46,15 @@ class EagerEngine(Engine):
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        """Whether the layers lie on several devices."""
+        self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())
+        """Whether accelerate moves the inputs of layers, which lie on several devices as a rule."""
+        self.shares_keys = not self.spread and bool(getattr(target.config, "num_kv_shared_layers", None))
+        """Whether the last layers use keys of others (Gemma 4): they would cut our mask for a number of logits to keep,
+        but not for a list of them."""
         self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
         """Heads that draft here, and the state of their weights."""
-        if self.flex or self.spread:  # block masks are made on the host; several devices have several streams
+        # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment.
+        if self.flex or self.spread or target.segments is not None:
             self.runner = PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
@@ -87,17 +92,6 @@ class EagerEngine(Engine):
             cache.growth = "room" if self.tree_kernel else "doubling"
         return cache
 
-    @cached_property
-    def computes_logits(self) -> bool:
-        target = self.target
-        with torch.inference_mode():
-            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-            output = self.model(input_ids=token_11, use_cache=False, output_hidden_states=True)
-        expected_11V = output.logits.float()
-        computed_11V = self.logits(output.hidden_states[target.info.num_layers]).float().to(expected_11V.device)
-        tolerance = torch.finfo(target.dtype).eps ** 0.5 * expected_11V.abs().max()
-        return bool((computed_11V - expected_11V).abs().max() <= tolerance)
-
     def logits(self, states: Tensor) -> Tensor:
         modules = self.target.modules
         with torch.inference_mode():
@@ -109,22 +103,25 @@ class EagerEngine(Engine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa":
             return False
-        layers: list[nn.Module] = []
+        groups: list[int] = []
         with torch.inference_mode():
             cache = TreeCache(self.state_shapes, 1, target.device)
             cache.reserve(1, 0)
             visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 1:] = False
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=layers))
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=groups))
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
-        return len(layers) == target.info.num_layers
+        layers = max(target.info.num_layers, len(self.state_shapes) // 2)  # a block may have several
+        return groups == [target.info.num_attention_heads // target.info.num_key_value_heads] * layers
 
     @cached_property
     def tree_kernel(self) -> bool:
         """Whether trees are attended to by the kernel that reads the slots in use alone."""
         target = self.target
         if not self.runner.replays or not has_tree_kernel(target.device, target.dtype, target.info.head_dim):
+            return False
+        if "chunked_attention" in target.attention_kinds:  # the kernel knows windows alone
             return False
         return len(set(self.state_shapes)) == 1 and self.own_attention
 
@@ -133,6 +130,7 @@ class EagerEngine(Engine):
     ) -> TargetOutput:
         target, size = self.target, tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
+        self._count_from(cache, cache.prefilled)
         masks: Masks
         if self.own_attention and target.attention_kinds == ("full_attention",):
             cache.attended = cache.prefilled + size
@@ -141,9 +139,10 @@ class EagerEngine(Engine):
             slots_S = torch.arange(cache.capacity, device=target.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
             visible = dict.fromkeys(target.attention_kinds, visible_BTS)
-            if "sliding_attention" in visible:
-                slots_BS = slots_S.expand(len(tokens_BT), -1)
-                visible["sliding_attention"] = in_window(target, cache.slots_BN, slots_BS, visible_BTS)
+            slots_BS = slots_S.expand(len(tokens_BT), -1)
+            for kind, near in NEAR.items():
+                if kind in visible:
+                    visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
         # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
         last = size - kept[0] if kept else 1
@@ -157,9 +156,16 @@ class EagerEngine(Engine):
         cache.prefilled += size
         return TargetOutput(logits_BKV, features_BNF)
 
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        return read_by_model(self.target, self.model, tokens_1T, cache, layers, kept, inputs)
+
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
-        output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        self._count_from(cache, longest)
+        run = self._runner_for(cache)
+        output, cache.slots_BN = run(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
     def _tree_forward(
@@ -181,9 +187,19 @@ class EagerEngine(Engine):
     ) -> TargetOutput:
         new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
         cache.reserve(new, longest, nodes - new)
+        self._count_from(cache, longest + nodes - new)
         given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
-        output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
+        output, cache.slots_BN = self._runner_for(cache)(self._nodes_forward, (cache,), *given)
         return output
+
+    def _runner_for(self, cache: TreeCache) -> Runner:
+        """The runner of forwards over trees; those after a prompt with images have offsets that no recording has."""
+        return self.runner if cache.position_offsets is None else PlanlessRunner(self.target.device)
+
+    def _count_from(self, cache: TreeCache, tokens: int) -> None:
+        """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
+        if self.target.segments is not None:
+            cache.start = tokens
 
     def _nodes_forward(
         self,
@@ -241,19 +257,25 @@ class EagerEngine(Engine):
         target = self.target
         indices = target.hidden_state_indices(layers)
         given_cache: dict[str, Any] = {target.cache_interface.name: cache}
+        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
+            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
         output = self.model(
             input_ids=tokens_BN,
             attention_mask=masks,
-            position_ids=positions_BN,
+            position_ids=offset(positions_BN, cache.position_offsets),
             **given_cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
             output_hidden_states=sorted(set(indices)) or False,
         )
-        states = [output.hidden_states[index].to(target.device) for index in indices]
+        logits = kept_logits(output.logits, logits_to_keep)
+        states = []
+        for layer, index in zip(layers, indices, strict=True):
+            state = output.hidden_states[index]
+            states.append((target.last_features(state) if layer == -1 else state).to(target.device))
         if states:
-            return output.logits, torch.cat(states, dim=-1)
-        return output.logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+            return logits, torch.cat(states, dim=-1)
+        return logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
@@ -283,9 +305,46 @@ class EagerEngine(Engine):
         return as_the_model_takes(masks)
 
 
+def read_by_model(
+    target: TargetModel,
+    model: Any,
+    tokens_1T: Tensor,
+    cache: TreeCache,
+    layers: tuple[int, ...],
+    kept: list[int],
+    inputs: dict[str, Any],
+) -> TargetOutput:
+    """`Engine.read_prompt` by the model's own forward, which makes its masks and positions."""
+    size = tokens_1T.shape[1]
+    cache.reserve(size, 0)
+    cache.follow(0, size)
+    given = {**inputs, "use_cache": True, target.cache_interface.name: cache}
+    given["logits_to_keep"] = torch.tensor(kept, dtype=torch.int64, device=target.device)
+    prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **given)
+    indices = target.hidden_state_indices(layers)
+    output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
+    logits = output.logits
+    if logits.shape[1] != len(kept):
+        logits = logits[:, kept]
+    states = [output.hidden_states[index].to(target.device) for index in indices]
+    empty = torch.empty(1, size, 0, dtype=target.dtype, device=target.device)
+    cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
+    cache.advance(torch.full_like(cache.lengths_B, size))
+    cache.prefilled += size
+    return TargetOutput(logits, torch.cat(states, dim=-1) if states else empty)
+
+
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     """Masks by kind of attention, or the mask itself where all layers are of one kind."""
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
+    """The logits that `logits_to_keep` asks for, whether the model's forward knows that argument or not."""
+    nodes = logits_BNV.shape[1]
+    if isinstance(kept, int):
+        return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
+    return logits_BNV if nodes == len(kept) else logits_BNV[:, kept]
 
 
 def visible_slots(
@@ -302,12 +361,14 @@ def visible_slots(
         visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
     positions_BN = node_positions(target, depths_BM, lengths_B, new)
     visible = dict.fromkeys(target.attention_kinds, visible_BNS)
-    if "sliding_attention" in visible:
+    local = [kind for kind in visible if kind in NEAR]
+    if local:
         slots_S = counting(slots, device)
         after_BS = slots_S - lengths_B1
         node_positions_BS = lengths_B1 + depths_BM.gather(1, after_BS.clamp(0, nodes - 1))
         slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < nodes), node_positions_BS, slots_S)
-        visible["sliding_attention"] = in_window(target, positions_BN, slot_positions_BS, visible_BNS)
+        for kind in local:
+            visible[kind] = NEAR[kind](target, positions_BN, slot_positions_BS, visible_BNS)
     return positions_BN, visible
 
 
@@ -323,6 +384,19 @@ def node_positions(target: TargetModel, depths_BM: Tensor, lengths_B: Tensor, ne
 def in_window(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
     """Visible slots [B, N, S] that lie within the sliding window of each node."""
     return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
+
+
+def in_chunk(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+    """Visible slots [B, N, S] that lie in the same chunk of the text as each node."""
+    size = target.config.attention_chunk_size
+    return visible_BNS & ((slot_positions_BS // size)[:, None] == (positions_BN // size)[..., None])
+
+
+NEAR: dict[str, Callable[[TargetModel, Tensor, Tensor, Tensor], Tensor]] = {
+    "sliding_attention": in_window,
+    "chunked_attention": in_chunk,
+}
+"""Kinds of attention that see a part of the text: what of the visible slots each node sees."""
 
 
 def chain_structure(tokens_BN: Tensor) -> tuple[Tensor, Tensor]:

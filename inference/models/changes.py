@@ -43,10 +43,13 @@ class WeightWatch:
 
 
 def _collect(module: nn.Module, found: list[Tensor]) -> None:
-    """Append all plain tensors of a module; `module.parameters()` takes five times as long."""
+    """Append all plain tensors of a module; `module.parameters()` takes five times as long.
+
+    Buffers that no checkpoint has are no weights: forwards of longrope embeddings write their frequencies there.
+    """
     for held in (module._parameters, module._buffers):
-        for tensor in held.values():
-            if tensor is not None:
+        for name, tensor in held.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
                 found += _plain(tensor)
     for child in module._modules.values():
         if child is not None:

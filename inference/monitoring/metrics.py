@@ -40,7 +40,7 @@ COUNTERS = {
     "part_seconds": ("Time by part of the work.", ("part",)),
 }
 """Name, without prefix and suffix, to help and additional labels."""
-FALLBACKS = ("slower", "drafter_failed", "large_batch", "out_of_memory", "not_finite")
+FALLBACKS = ("slower", "drafter_failed", "large_batch", "out_of_memory", "not_finite", "segment_border")
 """Reasons of `DraftTree.fallback`."""
 
 

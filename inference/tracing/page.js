@@ -22,6 +22,7 @@
     large_batch: "the batch was too large for drafts to pay",
     out_of_memory: "memory was short",
     not_finite: "the target's numbers for a draft were not finite",
+    segment_border: "the target computes tokens in another way from a position that the drafts would reach",
   };
   const COLOURS = 8; // of depths, see page.css; deeper ones start again, their number tells them apart
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -173,6 +173,25 @@ class TokenizedSequences(Sequence[Example]):
         row = self.cache.rows[number]
         return Example(row["tokens"], row["loss_mask"], self.conversations[place])
 
+    def tokens_of(self, place: int) -> NDArray[np.int32]:
+        """The tokens of a sequence, without a Python object for each."""
+        number = int(self.chosen_N[place])
+        chunk = int(np.searchsorted(self._ends, number, "right"))
+        offsets, tokens = self._chunks[chunk]
+        first = number - (int(self._ends[chunk - 1]) if chunk else 0)
+        return tokens[offsets[first] : offsets[first + 1]]
+
+    @cached_property
+    def _chunks(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Offsets and tokens of each part of the cache's column, mapped from its files."""
+        column = self.cache.rows.data.table.column("tokens")
+        return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """Sequences up to the end of each part."""
+        return np.cumsum([len(offsets) - 1 for offsets, _ in self._chunks])
+
 
 @dataclass(frozen=True)
 class UnusedRow:
@@ -234,6 +253,20 @@ def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[
         return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
     masks = [example.loss_mask for example in examples]
     return np.array([sum(mask) for mask in masks], np.int64), np.array([mask[0] for mask in masks], np.int64)
+
+
+def tokens_of(examples: Sequence[Example], place: int) -> NDArray[np.int32]:
+    """The tokens of one of many sequences."""
+    if isinstance(examples, TokenizedSequences):
+        return examples.tokens_of(place)
+    return np.asarray(examples[place].tokens, dtype=np.int32)
+
+
+def conversations_of(examples: Sequence[Example]) -> NDArray[np.int64]:
+    """The conversation of each sequence; a cache's sequences are not read."""
+    if isinstance(examples, TokenizedSequences):
+        return examples.cache.conversations_N[examples.chosen_N]
+    return np.array([example.conversation for example in examples], np.int64)
 
 
 def digest_of(examples: Sequence[Example]) -> bytes:

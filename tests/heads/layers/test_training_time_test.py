@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,61 @@ def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: in
     for ours, plain in ((found, wanted), gradients):
         for mine, theirs in zip(ours, plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(("window", "chunk"), [(4, None), (5, 7), (60, 40), (149, 7), (500, None)])
+def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
+    window: int, chunk: int | None, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position t at step s stands for t + s and sees keys after t + s - window, its own drafts among them."""
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+    steps = 4
+    query, keys, values = drawn(steps)
+    numbers_BT = torch.ones(2, TIME) if sequences_BT is None else sequences_BT
+    batch, groups = 2, HEADS // GROUPS
+    wanted = []
+    for step in range(1, steps + 1):
+        here = torch.arange(TIME)
+        seen_BTT = (here[:, None] >= here) & (numbers_BT[:, :, None] == numbers_BT[:, None])
+        seen_BTT = seen_BTT & (here > here[:, None] + step - 1 - window)
+        scores = query @ keys[0].repeat_interleave(groups, 1).mT
+        scores = scores.masked_fill(~seen_BTT[:, None], -math.inf)
+        own = [(query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key in keys[1:step]]
+        weights = (torch.cat([scores, *own], -1) / math.sqrt(SIZE)).softmax(-1)
+        rows = weights[..., :TIME] @ values[0].repeat_interleave(groups, 1)
+        for number, value in enumerate(values[1:step]):
+            rows = rows + weights[..., TIME + number, None] * value.repeat_interleave(groups, 1)
+        wanted.append(rows)
+    if chunk is not None:
+        monkeypatch.setattr(step_attention, "SCORES_ON_CPU", chunk * batch * HEADS * min(2 * window, TIME))
+    leaves = [query, *keys, *values]
+    scale = torch.randn_like(query)
+    for step in (1, steps):
+        test = TrainingTimeTest(1, sequences_BT, window=window)
+        given = (query, keys[:step], values[:step])
+        for found in (attend_step(*given, test), by_flex(flex.flex_attention, *given, test)):
+            torch.testing.assert_close(found, wanted[step - 1], rtol=0, atol=1e-10)
+    found = attend_step(query, keys, values, test)
+    mine, plain = (torch.autograd.grad((side * scale).sum(), leaves) for side in (found, wanted[-1]))
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_window_makes_no_scores_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and memory of a long text grow with it, not with its square."""
+    widths = []
+    chunk = step_attention._chunk
+
+    def watched(query: Tensor, keys: list[Tensor], *given: Any) -> Tensor:
+        start, window = given[2], given[3]
+        widths.append(query.shape[2] + min(start, window - 1))
+        return chunk(query, keys, *given)
+
+    monkeypatch.setattr(step_attention, "_chunk", watched)
+    query, keys, values = drawn(2)
+    attend_step(query, keys, values, TrainingTimeTest(1, window=10))
+    assert max(widths) <= 2 * 10
 
 
 def test_layers_remember_apart() -> None:

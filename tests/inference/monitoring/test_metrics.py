@@ -97,7 +97,7 @@ def test_a_fallback_is_counted_with_its_reason(tiny_target):
     monitor.add(Stats([*rows, [RoundRecord(0, 1, 0, 0, "out_of_memory"), RoundRecord(0, 1)]], 2, {}, [0.1] * 3))
     found = samples(generate_latest(monitor.registry).decode())
     counts = {key[1]: value for key, value in found.items() if key[0] == "headstart_fallback_rounds_total"}
-    absent = {"drafter_failed": 0, "large_batch": 0, "not_finite": 0}  # shown from the start
+    absent = {"drafter_failed": 0, "large_batch": 0, "not_finite": 0, "segment_border": 0}  # shown from the start
     assert counts == {"slower": 2, "out_of_memory": 1} | absent
     assert found["headstart_plain_rounds_total",] == 4
 

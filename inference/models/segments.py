@@ -1,0 +1,64 @@
+"""Models that compute every token of a forward by where the forward lies: it must not cross a border.
+
+Rotary embeddings of type longrope have two sets of frequencies, and a forward takes one for all of its tokens: the
+second if its last position lies beyond the length that the model was first trained for. Keys that are in the cache keep
+the frequencies that they were computed with. Llama 4 scales the queries of some layers by a factor that grows in steps,
+and counts tokens from the cache's length instead of taking their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Positions of a text in segments: the tokens of one forward over a tree must lie in one of them."""
+
+    first: int
+    """Positions of the first segment."""
+    others: int | None
+    """Positions of each later one; None for a second one without an end."""
+    by_last: bool
+    """Whether all tokens of a forward are computed by its last position, those of a prompt too; False if each is by its
+    place after the tokens in the cache."""
+
+    def of(self, position: int) -> int:
+        """The number of the segment that holds a position."""
+        if position < self.first:
+            return 0
+        return 1 if self.others is None else 1 + (position - self.first) // self.others
+
+    def together(self, lengths: Sequence[int], new_tokens: int) -> bool:
+        """Whether texts with prompts of these lengths stay in one segment, the same for all."""
+        begin = {self.of(length - 1) for length in lengths}
+        end = {self.of(length + new_tokens - 1) for length in lengths}
+        return len(begin | end) == 1
+
+    def reads_whole(self, length: int) -> bool:
+        """Whether a prompt must be read by one forward."""
+        return self.by_last and self.of(length - 1) > 0
+
+
+def segments_of(config: Any) -> Segments | None:
+    """The segments of a text model's positions, by its config; None where a forward may lie anywhere.
+
+    Rotary embeddings of type "dynamic" change beyond the model's positions alone, where no text is decoded.
+    """
+    without_rope = 0 in (getattr(config, "no_rope_layers", None) or ())
+    if without_rope and getattr(config, "attn_temperature_tuning", False):
+        every = int(config.floor_scale)
+        return Segments(every - 1, every, by_last=False)
+    rope = getattr(config, "rope_parameters", None) or {}
+    borders = set()
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            borders.add(int(part["original_max_position_embeddings"]))
+    if len(borders) > 1:
+        raise ValueError(
+            f"the layers' longrope rotary embeddings change at different positions ({sorted(borders)}); all must "
+            "change at one"
+        )
+    return Segments(borders.pop(), None, by_last=True) if borders else None
