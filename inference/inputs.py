@@ -17,8 +17,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from .models.encoder_decoder import Seq2SeqTarget
-from .models.interface import filled_cache
+from .models.interface import CACHE_NAMES, filled_cache
 from .models.loading import load_tokenizer
+from .models.prompt_inputs import ENCODED, TOKEN_TYPES, check_prompt_inputs, is_prompt_input
 from .sequences import Conversation
 from .target import Target
 
@@ -166,6 +167,40 @@ def check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: B
                 raise ValueError(f"{name} is not supported; the output holds sequences, scores, logits and stats")
     if streamer is not None and rows > 1:
         raise ValueError(f"a streamer takes one row, not a batch of {rows}")
+
+
+PREPARED = frozenset(
+    ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict", *CACHE_NAMES)
+)
+"""Inputs of a forward that `model.generate` prepares for text."""
+
+
+def inputs_of_prompt(
+    inputs: dict[str, Any], input_ids: Tensor, mask: Tensor | None, past: Any, target: Target
+) -> dict[str, Any] | None:
+    """All that `model.generate` prepared for a prompt with images; None for text alone.
+
+    Raises:
+        ValueError: an input that is not read here, or does not fit the prompt.
+    """
+    given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name not in PREPARED}
+    if inputs.get(ENCODED):  # newer versions of transformers have run the encoders of images by now
+        given[ENCODED] = inputs[ENCODED]
+    for name in given:
+        if not is_prompt_input(target, name):
+            raise ValueError(
+                f"{name} is not read here: {target.name!r} would need it for every token, or does not take it; give "
+                "token ids, their mask, and images as the model's processor returns them"
+            )
+    seen = {name: value for name, value in given.items() if name not in TOKEN_TYPES or bool(value.any())}
+    check_prompt_inputs(target, input_ids, mask, seen)
+    if not seen:
+        return None
+    if past is not None:
+        raise ValueError(
+            "past_key_values was given with images or the like: a Conversation goes on with text alone; leave it out"
+        )
+    return inputs
 
 
 def warn_of_equal_answers(acceptance: str, prompts: list[Tensor]) -> None:

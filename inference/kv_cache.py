@@ -139,6 +139,9 @@ class TreeCache(Cache):
         """Slots that the next forward attends to; None for the whole capacity."""
         self.start = 0
         """Position of the next forward's first token, for models without position ids."""
+        self.position_offsets: Tensor | None = None
+        """What to add to the place of each token for its position, in each dimension that positions have; None where
+        positions are places. Of one row, whose prompt had images."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 
@@ -169,6 +172,14 @@ class TreeCache(Cache):
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
         self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
         self.attended = None
+
+    def follow(self, start: int, tokens: int) -> None:
+        """Show the model a cache of `start` tokens, after which its next forward reads `tokens` in order.
+
+        For a forward whose masks and positions the model makes itself: all rows are equally long.
+        """
+        self.start = start
+        self.attended = start + tokens
 
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
         """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
@@ -315,7 +326,8 @@ class TreeLayer(CacheLayerMixin):
         raise AssertionError("a TreeCache allocates all layers at once")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.capacity, 0
+        cache = self.cache
+        return cache.capacity if cache.attended is None else cache.attended, 0
 
     def get_seq_length(self) -> int:
         return self.cache.start

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
 from .target import Target
 from .tree import DraftTree
+from .tuning.tree_spec import TreeShape
 from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 SHARED_TOKENS = 32
@@ -62,6 +64,8 @@ class Decoding:
     noise: PositionNoise | None = None
     """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
     in each step."""
+    prompt_inputs: dict[str, Any] | None = None
+    """What `model.generate` prepared for a prompt with images; None for text alone."""
     after_round: Callable[[StepResult, Stats], None] | None = None
     """Called after each round, outside of the time that is measured for it."""
 
@@ -148,6 +152,44 @@ def first_nodes(tree: DraftTree, kept: int) -> DraftTree:
     )
 
 
+def verifiable(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
+    """The part of a tree that one forward of the target can verify, for rows of these lengths, their roots included."""
+    if target.engine.chains_only:
+        tree = chain_of(target, tree, lengths[0])
+    return within_segment(target, tree, lengths)
+
+
+def chain_of(target: Target, tree: DraftTree, length: int) -> DraftTree:
+    """The longest path of a tree of one row, the first of several, for a target that checks chains alone.
+
+    It ends at the target's last position, beyond which a table of positions has no entry. Sampled drafts may only be
+    cut to the root: a part of them would have another distribution.
+    """
+    room = target.max_positions - length
+    if tree.in_order and tree.max_depth <= room:
+        return tree
+    parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()  # sync: these engines wait for their tokens anyway
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    node = depths.index(max(depths))
+    path = [node]
+    while path[0] > 0:
+        path.insert(0, parents[path[0]])
+    if path == list(range(tree.tokens_BN.shape[1])) and len(path) - 1 <= room:
+        return tree
+    if tree.draft_probs_BNV is not None:
+        if len(path) < len(parents):
+            raise ValueError(
+                f"{target.name!r} checks chains alone, not drafts that are {tree.kind}; choose chain:LENGTH"
+            )
+        path = path[:1]
+    path = path[: room + 1]
+    if len(path) == 1:
+        return NoDraft(tree.fallback).propose(tree.tokens_BN[:, 0])
+    return DraftTree.of_shape(TreeShape.chain(len(path) - 1), tree.tokens_BN[:, path])
+
+
 def within_segment(target: Target, tree: DraftTree, lengths: list[int]) -> DraftTree:
     """A tree for rows of these lengths, their roots included; the root alone where it would leave their `Segments`.
 
@@ -177,7 +219,7 @@ def speculation_step(
         if decoding.noise is not None:
             decoding.noise.move_to(sequences.active)
         tree = first_nodes(drafter.propose(roots_B), node_limit)
-        tree = within_segment(decoding.target, tree, text_lengths(sequences))
+        tree = verifiable(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
     if verified is None or not all(verified[0].tokens):
@@ -567,7 +609,7 @@ def prefill(
     for number, stage in enumerate(stages):
         if number:
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter)
+        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter, decoding.prompt_inputs)
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
@@ -632,7 +674,13 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
 
 
 def _read_stage(
-    stage: Stage, tokens_BT: Tensor, lengths: list[int], target: Target, cache: TreeCache, drafter: BatchDrafter
+    stage: Stage,
+    tokens_BT: Tensor,
+    lengths: list[int],
+    target: Target,
+    cache: TreeCache,
+    drafter: BatchDrafter,
+    inputs: dict[str, Any] | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
     layers = drafter.feature_layers
@@ -641,7 +689,7 @@ def _read_stage(
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
     last: dict[int, tuple[Tensor, Tensor]] = {}
-    whole = target.segments is not None and target.segments.reads_whole(stage.end)
+    whole = inputs is not None or (target.segments is not None and target.segments.reads_whole(stage.end))
     size = stage.end if whole else PREFILL_TOKENS
     for start in range(stage.begin, stage.end, size):
         stop = min(start + size, stage.end)
@@ -653,7 +701,10 @@ def _read_stage(
         apart = len(set(prompt_ends.values())) > 1 and reads_states and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
-        output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        if inputs is None:
+            output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+        else:
+            output = target.engine.read_prompt(read_RT, cache, wanted, kept, inputs)
         features_BTF = output.features_BNF
         if apart:
             width = target.info.hidden_size

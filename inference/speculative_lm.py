@@ -43,6 +43,7 @@ from .inputs import (
     check_ids,
     check_prepared,
     check_settings,
+    inputs_of_prompt,
     padding_token,
     prompts_of,
     warn_of_equal_answers,
@@ -55,6 +56,7 @@ from .loop import Decoding, Verification, speculate, verification_by
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
+from .models.prompt_inputs import is_prompt_input
 from .output import GenerateDictOutput, GenerateOutput, collected
 from .sequences import Conversation, Sequences
 from .stats import Stats
@@ -354,7 +356,9 @@ class SpeculativeLM:
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
-            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id ... as for `model.generate`.
+            settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
+                target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
+                ... as for `model.generate`.
 
         Returns:
             the prompts followed by the new tokens, which can be indexed as the tensor [batch, time] that
@@ -370,6 +374,7 @@ class SpeculativeLM:
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         check_conversation(past_key_values, rows, self.target)
+        extra = {name: settings.pop(name) for name in [*settings] if is_prompt_input(self.target, name)}
         check_settings(settings, generation_config)
         arguments = {
             "logits_processor": logits_processor,
@@ -404,6 +409,7 @@ class SpeculativeLM:
                     custom_generate=lm.decoding_method(call),
                     **settings,
                     **encoded,
+                    **extra,
                 )
         assert isinstance(output, GenerateOutput)
         if recorder is not None and tokenizer is not None:
@@ -458,6 +464,9 @@ class SpeculativeLM:
         warn_of_autocast(target.model)
         encoder_decoder = isinstance(target, Seq2SeqTarget)
         mask = None if encoder_decoder else inputs.get("attention_mask")  # an encoder-decoder's is its encoder's
+        prompt_inputs = None
+        if not encoder_decoder:
+            prompt_inputs = inputs_of_prompt(inputs, input_ids, mask, call.past, target)
         prompts = without_padding(input_ids, mask, target)
         if config.do_sample and is_lossy(self.acceptance):
             warn_of_equal_answers(self.acceptance, prompts)
@@ -470,6 +479,8 @@ class SpeculativeLM:
         new_tokens = stopping.max_length - input_ids.shape[1]
         together = call.max_batch_size
         if target.segments and not target.segments.together([len(prompt) for prompt in prompts], new_tokens):
+            together = 1
+        if target.engine.one_row:
             together = 1
         keep = bool(config.return_dict_in_generate)
         with self._alone(call.past) as drafter:
@@ -496,7 +507,7 @@ class SpeculativeLM:
                 callbacks=self.round_callbacks,
             )
             rule = self._rule(bool(config.do_sample), process_logits)
-            decoding = Decoding(target, rule, process_logits, call.sampler)
+            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs)
             stats = self._speculate(call, decoding, drafter, sequences)
             for callback in self.callbacks:
                 callback(stats)

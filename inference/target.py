@@ -24,6 +24,7 @@ from ..heads.base import TargetModules, dtype_name
 from .engines.attention import kernels_without_plans
 from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
+from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
 from .engines.stateful import PackedStatefulEngine, StatefulEngine
@@ -95,9 +96,12 @@ class Target(TargetModel):
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        if self.stateful is not None:
+        if self.stateful is not None and self.eager_engine is EagerEngine:
             self.eager_engine = StatefulEngine
             self.packed_engine = PackedStatefulEngine
+        elif self.counted and self.eager_engine is EagerEngine:
+            self.eager_engine = CountingEngine
+            self.packed_engine = PackedCountingEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 
@@ -295,7 +299,16 @@ class Target(TargetModel):
 
         Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
+
+        Raises:
+            ValueError: packed rows for a model whose layers keep states, which would run from one sequence into the
+                next.
         """
+        if self.stateful is not None and positions_BT is not None:
+            raise ValueError(
+                f"{self.name!r} has layers with a convolution or recurrent state, which would run from one packed "
+                "conversation into the next; train with data.pack: null, one conversation a row"
+            )
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         with kernels_without_plans(self.device):  # the lengths of training rows keep changing

@@ -21,6 +21,7 @@ from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
+from .models.positions import counts_positions
 from .models.segments import segments_of
 from .models.states import check_states, keeps_states
 
@@ -46,6 +47,8 @@ class TargetModel:
         self.attention_kinds = self.kinds(model)
         self.stateful = check_states(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
+        self.counted = "" if self.stateful else counts_positions(model)
+        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
@@ -93,10 +96,9 @@ class TargetModel:
         """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         if self.stateful is not None:
-            of_token = sum(
-                shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes
-            )
-            return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
+            shapes = self.stateful.cache.state_shapes
+            token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)
+            return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from helpers import Oracle, build_tokenizer, random_shape
+from helpers import PromptOracle, build_tokenizer, random_shape
 from hypothesis import HealthCheck, assume
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -164,8 +164,7 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
     slots, options, past = case["slots"], {}, None
     if case["source"] == "oracle":
         shape = random_shape(case["shape"])
-        lm = SpeculativeLM(target, Oracle(shape, [], target.info.vocab_size, case["wrong"], case["shape"]))
-        slots = None  # an oracle knows its texts by their place in the first batch
+        lm = SpeculativeLM(target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"]))
     else:
         head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
         options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
@@ -182,7 +181,7 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
             else:
                 truths = [stock(target.model, row, **settings).tolist() for row in rows]
             if case["source"] == "oracle":
-                lm.drafter.truths = truths
+                lm.drafter.by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths, strict=True)}
             output = lm.generate(
                 padded, attention_mask=mask, max_batch_size=slots, past_key_values=past, **settings, **seeded()
             )

@@ -17,12 +17,14 @@ from ..tuning.tree_search import batch_budget
 from ..tuning.tree_spec import (
     DynamicShape,
     EarlyExitShape,
+    SampledShape,
     TreePolicy,
+    TreeShape,
     TreeSpec,
     stored_tree,
     tree_policies,
 )
-from .adaptive import AdaptiveDrafter, candidate_trees
+from .adaptive import AdaptiveDrafter, candidate_chains, candidate_trees
 from .base import BatchDrafter, Drafter, NoDraft
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
@@ -76,6 +78,7 @@ def make_drafter(
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
+    check_chains(target, tree)
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
@@ -90,6 +93,24 @@ def make_drafter(
     if drafter.plain:
         return drafter
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+
+
+def check_chains(target: Target, tree: TreeSpec) -> None:
+    """Refuse a tree that is named for a target that checks chains alone.
+
+    Raises:
+        ValueError: says why, and what is valid.
+    """
+    if not target.engine.chains_only or tree == "auto":
+        return
+    for policy in tree_policies(tree):
+        shape = policy.shape if isinstance(policy, SampledShape) else policy
+        chain = isinstance(shape, EarlyExitShape) or (isinstance(shape, TreeShape) and shape.is_chain)
+        if not chain:
+            raise ValueError(
+                f"tree {tree!r} was given for {target.name!r}, which {target.counted or 'checks chains alone'}, so the "
+                "nodes of a tree cannot be placed; choose chain:LENGTH or drawn:chain:LENGTH, or name no tree"
+            )
 
 
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
@@ -127,11 +148,18 @@ def fastest_tree(metadata: CheckpointMetadata, machine: str) -> TreePolicy | Non
     return None if stored is None else stored_tree(stored)
 
 
-def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts) -> list[TreePolicy]:
-    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
+def auto_trees(
+    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts, chains: bool = False
+) -> list[TreePolicy]:
+    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint.
+
+    With `chains` there are chains alone to choose from.
+    """
     fastest = fastest_tree(metadata, machine)
     if fastest is not None:
         return [fastest]
+    if chains:
+        return candidate_chains(head, costs)
     hint = None if metadata.tree is None else stored_tree(metadata.tree)
     return candidate_trees(head, hint, costs)
 
@@ -143,7 +171,10 @@ def _head_drafter(
     if tree != "auto":
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    policies = auto_trees(head, metadata, _machine(target), costs)
+    # A recurrence reads each path of a tree by itself, from the row's pending tokens on.
+    recurrent = target.stateful is not None and target.stateful.recurrent
+    chains = recurrent or target.engine.chains_only
+    policies = auto_trees(head, metadata, _machine(target), costs, chains)
     if not adaptive:
         policies = policies[:1]
     trees = []
@@ -202,6 +233,11 @@ def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: T
 
 def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A smaller model that drafts for the target; the same ids must mean the same tokens."""
+    if model.stateful is not None:
+        raise ValueError(
+            f"{model.name!r} cannot draft: its layers keep a convolution or recurrent state, which would follow every "
+            "draft, accepted or not; choose a draft model whose layers are all attention"
+        )
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
     try:

@@ -80,6 +80,8 @@ class Engine(ABC):
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
     chains_only = False
     """Whether it checks chains of tokens and no trees that branch."""
+    one_row = False
+    """Whether it decodes one row at a time."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -120,6 +122,15 @@ class Engine(ABC):
         Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
         room for the `longest` prompt at once.
         """
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `models.prompt_inputs`.
+
+        `inputs` are those that `model.generate` prepared.
+        """
+        raise AssertionError(f"the engine {self.name!r} reads no images")
 
     @abstractmethod
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
+from ..models.prompt_inputs import in_one_dimension
 from ..target_model import TargetModel
 from ..tree import DraftTree
 from . import cpu_kernels
 from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
-from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, visible_slots
+from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, read_by_model, visible_slots
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
@@ -112,6 +113,11 @@ class CpuEngine(KernelEngine):
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
 
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        return read_by_model(self.target, self.target.model, tokens_1T, cache, layers, kept, inputs)
+
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         known = tree.structure
         return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
@@ -131,4 +137,5 @@ class CpuEngine(KernelEngine):
         positions_BN, visible = visible_slots(
             self.target, framed_BNX, depths_BM, cache.lengths_B, cache.bucketed_length
         )
-        return TargetOutput(*self.decoder(tokens_BN, positions_BN, visible, cache, layers, kept_K))
+        turned_BN = in_one_dimension(positions_BN, cache.position_offsets)
+        return TargetOutput(*self.decoder(tokens_BN, turned_BN, visible, cache, layers, kept_K))

@@ -20,6 +20,7 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
+from ..models.prompt_inputs import offset, position_offsets
 from ..target_model import TargetModel
 from ..tree import DraftTree, framed
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
@@ -155,10 +156,16 @@ class EagerEngine(Engine):
         cache.prefilled += size
         return TargetOutput(logits_BKV, features_BNF)
 
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        return read_by_model(self.target, self.model, tokens_1T, cache, layers, kept, inputs)
+
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
         self._count_from(cache, longest)
-        output, cache.slots_BN = self.runner(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
+        run = self._runner_for(cache)
+        output, cache.slots_BN = run(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
     def _tree_forward(
@@ -182,8 +189,12 @@ class EagerEngine(Engine):
         cache.reserve(new, longest, nodes - new)
         self._count_from(cache, longest + nodes - new)
         given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
-        output, cache.slots_BN = self.runner(self._nodes_forward, (cache,), *given)
+        output, cache.slots_BN = self._runner_for(cache)(self._nodes_forward, (cache,), *given)
         return output
+
+    def _runner_for(self, cache: TreeCache) -> Runner:
+        """The runner of forwards over trees; those after a prompt with images have offsets that no recording has."""
+        return self.runner if cache.position_offsets is None else PlanlessRunner(self.target.device)
 
     def _count_from(self, cache: TreeCache, tokens: int) -> None:
         """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
@@ -251,7 +262,7 @@ class EagerEngine(Engine):
         output = self.model(
             input_ids=tokens_BN,
             attention_mask=masks,
-            position_ids=positions_BN,
+            position_ids=offset(positions_BN, cache.position_offsets),
             **given_cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
@@ -292,6 +303,35 @@ class EagerEngine(Engine):
                 mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
             masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
         return as_the_model_takes(masks)
+
+
+def read_by_model(
+    target: TargetModel,
+    model: Any,
+    tokens_1T: Tensor,
+    cache: TreeCache,
+    layers: tuple[int, ...],
+    kept: list[int],
+    inputs: dict[str, Any],
+) -> TargetOutput:
+    """`Engine.read_prompt` by the model's own forward, which makes its masks and positions."""
+    size = tokens_1T.shape[1]
+    cache.reserve(size, 0)
+    cache.follow(0, size)
+    given = {**inputs, "use_cache": True, target.cache_interface.name: cache}
+    given["logits_to_keep"] = torch.tensor(kept, dtype=torch.int64, device=target.device)
+    prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **given)
+    indices = target.hidden_state_indices(layers)
+    output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
+    logits = output.logits
+    if logits.shape[1] != len(kept):
+        logits = logits[:, kept]
+    states = [output.hidden_states[index].to(target.device) for index in indices]
+    empty = torch.empty(1, size, 0, dtype=target.dtype, device=target.device)
+    cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
+    cache.advance(torch.full_like(cache.lengths_B, size))
+    cache.prefilled += size
+    return TargetOutput(logits, torch.cat(states, dim=-1) if states else empty)
 
 
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
@@ -25,6 +25,8 @@ from .eager import EagerEngine, Masks, in_window
 MOST_PENDING = 8
 """Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
 benchmarks/hybrids.md."""
+CHUNK_STEP = 8
+"""Tokens by which the chunks of Mamba-2 grow."""
 CAUSAL = 32
 """Tokens from which on a lane is read by causal attention without a mask."""
 
@@ -50,7 +52,7 @@ class StatefulEngine(EagerEngine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa" or not target.attention_kinds:
             return False
-        asked: list[nn.Module] = []
+        asked: list[int] = []
         with torch.inference_mode():
             cache = self.new_cache(1)
             cache.reserve(1, 0)
@@ -58,7 +60,7 @@ class StatefulEngine(EagerEngine):
             cache.tree_lanes(token_11, [[[0]]])
             visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 0] = True
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=asked))
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
         return len(asked) == len(self.state_shapes) // 2
 
@@ -190,7 +192,28 @@ class StatefulEngine(EagerEngine):
 
 
 class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
-    """The same with linear layers in our CPU kernels."""
+    """The same with linear layers in our CPU kernels, and Mamba-2 in chunks as short as its lanes.
+
+    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does not depend on their
+    size, which is an attribute of its modules: those of our copy, the model's own stay as they are.
+    """
+
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target, runner)
+        self._chunks = {
+            module: module.chunk_size
+            for module in self.packed_model.modules()
+            if isinstance(getattr(module, "chunk_size", None), int)
+        }
+        """Modules of the copy that read by chunks, and their size in the model."""
+
+    def _lane_forward(
+        self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        assert cache.lanes is not None
+        for module, size in self._chunks.items():
+            module.chunk_size = min(size, -(-cache.lanes.width // CHUNK_STEP) * CHUNK_STEP)
+        return super()._lane_forward(cache, masks, layers, kept)
 
 
 def _output(logits: Tensor, features: Tensor) -> TargetOutput:

@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..engines.base import Runner, TargetOutput
+from ..engines.base import Runner
 from ..engines.cpu import PackedLinearEngine
 from ..engines.eager import EagerEngine, Masks
 from ..kv_cache import TreeCache
 from ..target import Target
 from ..target_model import TargetModel
-from ..tree import DraftTree
 from .interface import CacheInterface, cache_interface
 from .loading import config_of
 
@@ -54,15 +53,6 @@ class Seq2SeqEngine(EagerEngine):
         cache = super().new_cache(batch_size, tokens, rows)
         cache.cross_attention = DynamicCache()
         return cache
-
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        chain_N = torch.arange(-1, tree.tokens_BN.shape[1] - 1, device=tree.tokens_BN.device)
-        if not bool((tree.parents_BN == chain_N).all()):  # sync: decoding one row waits for its tokens anyway
-            raise ValueError(
-                f"{self.target.name!r} places tokens by the cache alone, so only chains can be checked; choose "
-                "chain:LENGTH"
-            )
-        return super().forward_tree(tree, longest, cache, layers)
 
     def _model_forward(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 import sys
 from collections.abc import Hashable
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
+from .positions import counts_positions
 from .states import keeps_states, kinds_beside_states
 
 HEAD_SIZE = 128
@@ -116,12 +116,13 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
         body = model.get_decoder()
     norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     return TargetModules(
         embed=model.get_input_embeddings(),
         lm_head=cast(torch.nn.Linear, model.get_output_embeddings()),
         norm=next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity()),
         blocks=next((getattr(body, name) for name in BLOCKS if hasattr(body, name)), ()),
-        logit_scale=float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)),
+        logit_scale=float(scale or 1 / (getattr(config, "logits_scaling", None) or 1)),
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -171,19 +172,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens that are read later "
             "change what was computed for earlier ones; a target must read causally"
         )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"{name} uses ALiBi, which counts places in the cache and not positions in the text, so a tree of tokens "
-            "would not see what single tokens see"
-        )
-    blocks = target_modules(model).blocks
-    if any(is_causal_buffer(buffer, config) for block in blocks for buffer in block.buffers()):
-        raise ValueError(
-            f"{name} holds a causal mask of its own, which takes a token's place in the KV cache for its position, so "
-            "a tree of tokens would not see what single tokens see"
-        )
-    if not stateful and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name} takes no position_ids, so it cannot be asked for a tree of tokens")
+    if not stateful and counts_positions(model):
+        return ("full_attention",)  # whatever they are: its masks are its own
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
         raise ValueError(
@@ -208,9 +198,3 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"{name} has layers of kind {unknown[0]!r}; a target's layers must be {' or '.join(KINDS)}")
     return tuple(sorted(kinds))
-
-
-def is_causal_buffer(buffer: Tensor, config: Any) -> bool:
-    """Whether a buffer is a mask [..., P, P] by the positions of a text, with or without a local window."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return buffer.dtype == torch.bool and buffer.ndim >= 2 and buffer.shape[-2:] == (positions, positions)

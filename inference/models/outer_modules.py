@@ -32,7 +32,8 @@ from .info import FINGERPRINTED, before_lm_head, target_modules
 from .interface import fitting_logits
 from .loading import downloaded_commit, locate, model_loader
 
-SMALL_VOCABULARY = 64
+SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
+"""Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
 LOAD_ALL = "or load the whole target (features.mode online, cached or auto)"
 """The way out of every error: what a checkpoint lacks here, loading the model finds or makes."""
 
@@ -283,6 +284,9 @@ class OuterTarget(Target):
                 setattr(text_config, name, value[:1])
         text_config.num_hidden_layers = 1
         text_config.vocab_size = SMALL_VOCABULARY
+        for name in ("intermediate_size", "moe_intermediate_size"):  # the one block of a large model takes gigabytes
+            if isinstance(getattr(text_config, name, None), int):
+                setattr(text_config, name, SMALL_WIDTH)
         for part in (config, text_config):
             part.pad_token_id = None
         model = model_loader(config).from_config(config, dtype=torch.float32)

@@ -185,6 +185,7 @@ def taught_head(target: Target, texts: list[Text]) -> DraftHead:
         ValueError: training refuses the target, or its logits are not what the model computes.
         Difference: the loss does not fall.
     """
+    target.check_features()  # as training does
     layers = target.info.num_layers
     chosen = [0, 1, -1] if layers > 2 else [0, -1] if layers > 1 else [-1]
     torch.manual_seed(0)
@@ -216,7 +217,8 @@ def logits_differ(target: Target, prompt: Tensor) -> bool:
     _, last_1TD = target.read(prompt[None], (-1,))
     with torch.no_grad():
         expected_1TV = target.model(input_ids=prompt[None]).logits
-    return not torch.allclose(target.modules.logits(last_1TD), expected_1TV, rtol=1e-4, atol=1e-4)
+    found_1TV = target.modules.logits(last_1TD).to(expected_1TV.dtype)
+    return not torch.allclose(found_1TV, expected_1TV, rtol=1e-4, atol=1e-4)
 
 
 def is_refusal(error: Exception) -> bool:

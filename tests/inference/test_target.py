@@ -3,8 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     T5Config,
@@ -110,10 +108,6 @@ def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
         (
             lambda: T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, num_heads=1)),
             "encoder-decoder",
-        ),
-        (
-            lambda: BloomForCausalLM(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=1)),
-            "takes no position_ids",
         ),
         (lambda: tiny_mistral(attn_implementation="flex_attention"), "attention 'flex_attention', whose CPU kernels"),
     ],

@@ -142,6 +142,7 @@ class StoredReplay(ReplayTarget):
     def __init__(self, target: OuterTarget, source: StateSource, held_out: list[Example]) -> None:
         """`held_out` are the conversations whose prompts may be answered."""
         super().__init__(target)
+        self.computes_logits = False  # next tokens come from the texts: stored states are rounded
         self.source = source
         self._examples = {tuple(example.prompt): example for example in held_out}
         self._states: dict[tuple[int, ...], Tensor] = {}

@@ -138,7 +138,7 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     lm = SpeculativeLM(target)
     with pytest.raises(ValueError, match="one row at a time, not 2: one relative bias"):
         lm.generate(source(4).expand(2, -1), max_new_tokens=3)
-    with pytest.raises(ValueError, match="only chains can be checked"):
+    with pytest.raises(ValueError, match="checks chains alone, so the nodes of a tree cannot be placed; choose chain"):
         SpeculativeLM(target, make_drafter(target, "random", "branch:2x2")).generate(source(4), max_new_tokens=3)
     assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable
     decoder_only = tiny_target(vocab_size=VOCAB)

@@ -1,0 +1,78 @@
+"""Forwards of models that count positions by their cache, as with ALiBi or a table of positions without `position_ids`.
+
+They cannot be told where the nodes of a tree lie, so a forward is over a chain of one row, and it is the one that
+`model.generate` would run after the tokens in the cache: masks and positions are the model's.
+
+Letters in tensor names: B batch (one row), N nodes, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv_cache import TreeCache
+from ..target_model import TargetModel
+from .base import Runner
+from .cpu import PackedLinearEngine
+from .eager import EagerEngine, Masks
+
+
+class CountingEngine(EagerEngine):
+    """Chains of one row, with the model's own masks and positions."""
+
+    chains_only = True
+    one_row = True
+    own_attention = False
+
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target)  # and never recorded: where tokens lie is known on the host alone
+
+    @cached_property
+    def _slices_logits(self) -> bool:
+        """Whether the model's forward computes chosen logits alone."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def _masks(self, visible: dict[str, Tensor]) -> Masks:
+        return next(iter(visible.values()))  # not used
+
+    def _model_forward(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        logits_to_keep: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        target = self.target
+        assert len(tokens_BN) == 1
+        indices = target.hidden_state_indices(layers)
+        cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])  # sync: one row waits for its tokens anyway
+        given: dict[str, Any] = {target.cache_interface.name: cache}
+        if self._slices_logits:
+            given["logits_to_keep"] = logits_to_keep
+        if indices:
+            given["output_hidden_states"] = sorted(set(indices))
+        assert cache.attended is not None
+        output = self.model(
+            input_ids=tokens_BN,
+            attention_mask=torch.ones(1, cache.attended, dtype=torch.int64, device=tokens_BN.device),
+            use_cache=True,
+            **given,
+        )
+        logits = output.logits
+        if not self._slices_logits and not isinstance(logits_to_keep, int):
+            logits = logits[:, logits_to_keep]
+        states = [output.hidden_states[index].to(target.device) for index in indices]
+        if states:
+            return logits, torch.cat(states, dim=-1)
+        return logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+
+
+class PackedCountingEngine(PackedLinearEngine, CountingEngine):
+    """The same with linear layers in our CPU kernels."""

@@ -1,0 +1,36 @@
+"""Models that take a token's place in the cache for its position: they decode in chains, see `engines.counting`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def counts_positions(model: PreTrainedModel) -> str:
+    """Why a decoder-only model's tokens lie where its cache ends, as a clause; "" if it takes their positions."""
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return ""
+    if getattr(config, "alibi", False):
+        return "uses ALiBi, which counts places in the cache"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids"
+    if any(_is_causal_mask(buffer, config) for buffer in _buffers(model)):
+        return "cuts its masks out of a table by places in the cache"
+    return ""
+
+
+def _buffers(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The tensors of a model's blocks that are no weights."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [buffer for blocks in lists for buffer in blocks.buffers()]
+
+
+def _is_causal_mask(buffer: torch.Tensor, config: Any) -> bool:
+    """Whether a buffer is a mask [..., P, P] by the positions of a text, with or without a local window."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return buffer.dtype == torch.bool and buffer.ndim >= 2 and buffer.shape[-2:] == (positions, positions)

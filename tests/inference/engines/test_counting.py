@@ -1,0 +1,253 @@
+"""Targets that count positions by their cache: in chains, row by row, as `generate` writes them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
+
+from headstart.heads import build_head
+from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.tree_policies import StaticTree
+from headstart.inference.speculative_lm import Call
+
+VOCAB = 50
+POSITIONS = 64
+SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+def bart(vocab=VOCAB, layers=3):
+    sizes = {"vocab_size": vocab, "d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
+    sizes |= {"encoder_layers": layers, "decoder_layers": layers, "max_position_embeddings": POSITIONS}
+    return BartForCausalLM(BartConfig(**sizes, **SPECIAL, is_decoder=True, forced_eos_token_id=None))
+
+
+MODELS = {
+    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **SPECIAL)),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(vocab_size=VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=POSITIONS, **SPECIAL)
+    ),
+    "falcon, alibi": lambda: FalconForCausalLM(
+        FalconConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, alibi=True, **SPECIAL
+        )
+    ),
+    "gpt-neo, local layers": lambda: GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_layers=4,
+            num_heads=4,
+            intermediate_size=48,
+            attention_types=[[["global", "local"], 2]],
+            window_size=6,
+            max_position_embeddings=POSITIONS,
+            **SPECIAL,
+        )
+    ),
+    "bart's decoder": bart,
+    "roformer": lambda: RoFormerForCausalLM(
+        RoFormerConfig(
+            vocab_size=VOCAB,
+            embedding_size=32,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=POSITIONS,
+            is_decoder=True,
+            **SPECIAL,
+        )
+    ),
+}
+PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+
+
+def scaled(model, dtype=torch.float64, scale=6):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.02 * scale)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def prompt_of(length, seed=0):
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length))
+
+
+def alone(model, prompt, new_tokens, **more):
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
+    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
+    return output[0, len(prompt) :].tolist()
+
+
+def decoded(lm, prompts, new_tokens, **more):
+    """The new tokens of each row, decoded as one padded batch, and the statistics."""
+    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
+    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    return [row[input_ids.shape[1] :].tolist() for row in output.sequences], output.stats
+
+
+def eagle3(target):
+    torch.manual_seed(1)
+    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.arange(VOCAB) + 1)
+    return head.eval()
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", MODELS)
+def test_chains_write_what_generate_writes(tools, name):
+    model = scaled(MODELS[name]())
+    target = Target(model)
+    assert target.counted
+    for length in (1, 9, 20):
+        prompt = prompt_of(length)
+        truth = alone(model, prompt, 30)
+        assert len(set(truth)) > 3
+        oracle = tools.Oracle(TreeShape.chain(4), [truth], VOCAB, wrong=0.1)
+        found, stats = decoded(SpeculativeLM(target, oracle), [prompt], 30)
+        assert found == [truth]
+        assert stats.acceptance_length > 2.5
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "eagle3", "smaller"])
+def test_a_batch_is_decoded_row_by_row(name, drafter):
+    model = scaled(MODELS[name]())
+    target = Target(model)
+    given = {"drafter": drafter}
+    if drafter == "eagle3":
+        given = {"head": eagle3(target)}
+    if drafter == "smaller":
+        given = {"drafter": Target(scaled(bart(layers=1)))}
+    lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
+    prompts = [prompt_of(length) for length in (4, 11, 7, 11)]
+    truths = [alone(model, prompt, 18) for prompt in prompts]
+    assert decoded(lm, prompts, 18)[0] == truths
+    assert decoded(lm, prompts, 18, max_batch_size=2)[0] == truths
+
+
+def test_a_tree_of_lookups_is_cut_to_its_longest_path(tools):
+    """Lookups join continuations to a tree: the longest is verified."""
+    model = scaled(MODELS["bloom"]())
+    target = Target(model)
+    prompt = prompt_of(9)
+    truth = alone(model, prompt, 24)
+    shape = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)])
+    found, stats = decoded(SpeculativeLM(target, tools.Oracle(shape, [truth], VOCAB, wrong=0.0)), [prompt], 24)
+    assert found == [truth]
+    assert max(record.drafted for record in stats.rows[0]) == 3
+
+
+@pytest.mark.parametrize("name", ["bart's decoder", "gpt-neo, local layers"])
+def test_drafts_end_at_the_last_position(tools, name):
+    """Beyond it a table of learned positions has no entry."""
+    model = scaled(MODELS[name]())
+    prompt = prompt_of(POSITIONS - 12)
+    truth = alone(model, prompt, 12)
+    lm = SpeculativeLM(Target(model), tools.Oracle(TreeShape.chain(9), [truth], VOCAB, wrong=0.0))
+    assert decoded(lm, [prompt], 12)[0] == [truth]
+    lm = SpeculativeLM.from_pretrained(model, drafter="random", tree="drawn:chain:5", fallback=False, compile=False)
+    assert len(decoded(lm, [prompt], 12, do_sample=True)[0][0]) == 12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_goes_on(name):
+    model = scaled(MODELS[name]())
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    past = Conversation()
+    text = prompt_of(6)
+    for added in (3, 5, 1):
+        text = torch.cat([text, prompt_of(added, 9)])
+        settings = {"max_new_tokens": 8, "do_sample": False, **PENALTIES}
+        output = lm.generate(text[None], past_key_values=past, **settings)
+        assert output.sequences[0, len(text) :].tolist() == alone(model, text, 8)
+        text = output.sequences[0]
+
+
+@pytest.mark.parametrize("tree", ["drawn:chain:2", "chain:2"])
+@pytest.mark.parametrize("name", ["bloom", "bart"])
+def test_samples_have_the_targets_distribution(tools, name, tree):
+    vocab = 3
+    builders = {
+        "bloom": lambda: BloomForCausalLM(
+            BloomConfig(vocab_size=vocab, hidden_size=16, n_layer=2, n_head=2, **SPECIAL)
+        ),
+        "bart": lambda: bart(vocab, layers=2),
+    }
+    model = scaled(builders[name]())
+    target = Target(model)
+    small = Target(scaled(bart(vocab, layers=1), scale=3))
+    prompt_1T = torch.tensor([[1, 2, 1, 0, 2]])
+
+    def run(branch):
+        lm = SpeculativeLM(target, make_drafter(target, small, tree))
+        found = model.generate(
+            prompt_1T,
+            attention_mask=torch.ones_like(prompt_1T),
+            custom_generate=lm.decoding_method(Call(branch)),
+            max_new_tokens=2,
+            do_sample=True,
+            top_k=0,
+            temperature=0.8,
+        )
+        return tuple(found.sequences[0, 5:].tolist())
+
+    found = tools.every_branch(run)
+    for text in itertools.product(range(vocab), repeat=2):
+        weight, written = 1.0, prompt_1T
+        for token in text:
+            weight *= float((model(input_ids=written).logits[0, -1] / 0.8).softmax(-1)[token])
+            written = torch.cat([written, torch.tensor([[token]])], dim=1)
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernels_write_it_too(name):
+    model = scaled(MODELS[name](), torch.float32)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    for length in (5, 16):
+        prompt = prompt_of(length)
+        assert decoded(lm, [prompt], 20)[0] == [alone(model, prompt, 20)]
+
+
+@pytest.mark.parametrize("tree", ["dynamic:8:3:3", "branch:2x2", "drawn:branch:2x1", "chain:2|branch:2x1"])
+def test_a_tree_that_is_named_is_refused_with_the_reason(tree):
+    target = Target(scaled(MODELS["bloom"]()))
+    message = "'BloomForCausalLM', which takes no position_ids, .*; choose chain:LENGTH"
+    with pytest.raises(ValueError, match=message):
+        SpeculativeLM.from_pretrained(target, eagle3(target), tree=tree, compile=False)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_without_a_named_tree_a_head_drafts_chains(fallback):
+    model = scaled(MODELS["mpt"]())
+    target = Target(model)
+    lm = SpeculativeLM.from_pretrained(target, eagle3(target), fallback=fallback, compile=False)
+    prompt = prompt_of(8)
+    found, stats = decoded(lm, [prompt], 24)
+    assert found == [alone(model, prompt, 24)]
+    assert stats.max_depth <= 3
+    trees = [drafter.shape for drafter in lm.drafter.nested() if isinstance(drafter, StaticTree)]
+    assert trees and all(tree.is_chain for tree in trees)
