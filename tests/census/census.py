@@ -8,7 +8,7 @@ with an EAGLE-3 head that a few steps of training have taught the model's own an
 padded batch. Each row must be what `model.generate` writes for it alone. A type is
 
     trees       identical in trees and chains
-    chains      identical in chains; trees are refused
+    chains      identical in chains; trees are cut to chains, or refused where they are named
     refused     by a ValueError of ours before the first token
     wrong       another token, where the two best logits are further apart than rounding
     error       any other exception
@@ -259,17 +259,14 @@ def census(name: str, heads: bool = True) -> Record:
     except Exception as error:
         record.outcome, record.reason = outcome_of(error), in_words(error)
         return record
-    record.outcome = "trees"
+    chains_only = target.engine.chains_only
     try:
-        record.accepted["tree"] = _true_text(target, TREE, varied)
+        if not chains_only:
+            record.accepted["tree"] = _true_text(target, TREE, varied)
+        record.accepted["chain"] = _true_text(target, CHAIN, varied)
+        record.outcome = "chains" if chains_only else "trees"
     except Exception as error:
         record.outcome, record.reason = outcome_of(error), in_words(error)
-    if record.outcome in ("trees", "refused"):
-        try:
-            record.accepted["chain"] = _true_text(target, CHAIN, varied)
-            record.outcome = "trees" if record.outcome == "trees" else "chains"
-        except Exception as error:
-            record.outcome, record.reason = outcome_of(error), in_words(error)
     if heads and record.outcome in ("trees", "chains"):
         _with_a_head(record, target, plain)
         record.folder = _from_a_folder(target, plain[0].prompts[0])
