@@ -281,7 +281,13 @@ def _lookup(target: Target, texts: list[Text]) -> float:
 def _true_text(target: Target, shape: TreeShape, texts: list[Text]) -> float:
     """With trees that hold the true text but for a tenth of their tokens."""
     vocabulary = target.info.vocab_size
-    return max([decode(SpeculativeLM(target, Oracle(shape, t.truths, vocabulary, 0.1)), t, VARIED) for t in texts])
+    if target.engine.chains_only:  # which reads row by row: an oracle knows its texts by their place in a batch
+        texts = [Text([row], [truth]) for text in texts for row, truth in zip(text.prompts, text.truths, strict=True)]
+    lengths = []
+    for text in texts:
+        lm = SpeculativeLM(target, Oracle(shape, text.truths, vocabulary, 0.1))
+        lengths.append(decode(lm, text, VARIED))
+    return max(lengths)
 
 
 def _with_a_head(record: Record, target: Target, texts: list[Text]) -> None:
