@@ -23,7 +23,7 @@ from .models.interface import CacheInterface, cache_interface, first_block_index
 from .models.loading import end_tokens_of
 from .models.positions import counts_positions
 from .models.segments import segments_of
-from .models.states import check_states, keeps_states
+from .models.states import keeps_states, stateful_interface
 
 
 class TargetModel:
@@ -45,7 +45,7 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
-        self.stateful = check_states(model) if keeps_states(model) else None
+        self.stateful = stateful_interface(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
         self.counted = "" if self.stateful else counts_positions(model)
         """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""

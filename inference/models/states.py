@@ -217,17 +217,15 @@ def _positions(model: PreTrainedModel, start: int, size: int) -> dict[str, Tenso
     return {"position_ids": torch.arange(start, start + size, device=model.device)[None]}
 
 
-def check_states(model: PreTrainedModel) -> StatefulInterface:
-    """The interface of a model with states whose modules are right.
+def check_states(model: PreTrainedModel) -> None:
+    """Refuse a model with states whose modules read several tokens from a state wrongly.
 
     Raises:
         ValueError: the model cannot be decoded with drafts, with the reason.
     """
-    interface = stateful_interface(model)
-    if model.device.type != "meta" and not states_follow_chunks(model):
+    if not states_follow_chunks(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers_version} computes other logits for several tokens "
             "read at once after a text than for the same tokens one by one (its modules begin with an empty state), so "
             "drafts cannot be verified"
         )
-    return interface

@@ -178,7 +178,7 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            Target(build_model())
+            Target(build_model()).check_decoding()
 
 
 def test_flex_attention_gets_the_same_mask():
