@@ -94,7 +94,9 @@ def _grouped(records: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
     """Reasons with the types that have them in common, most types first; the class's name is left out of a reason."""
     found: dict[str, list[str]] = {}
     for record in records:
-        reason = re.sub(rf"^{record['kind']}\b", "the model", record["reason"])
+        kind = record["kind"]
+        reason = re.sub(rf"^{kind}\b( \('{kind}'\))?", "the model", record["reason"])
+        reason = reason.replace(f" ('{kind}')", "")
         reason = re.sub(r"\b\d+ of (its|the) \d+ layers", r"some of \1 layers", reason)
         found.setdefault(reason.replace("|", "\\|"), []).append(_name(record))
     ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))

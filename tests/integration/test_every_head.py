@@ -21,6 +21,7 @@ from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import draft_cache, training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.by_name import tree_drafter
@@ -197,9 +198,12 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
     if scores:  # as where there is no fused kernel
         by_chunks = training_time_test.by_chunks
         monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", scores)
-        monkeypatch.setattr(
-            training_time_test, "attend_step", lambda *given: by_chunks(*given[:3], given[3].sequences_BT)
-        )
+
+        def in_chunks(query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest) -> Tensor:
+            window = test.first_step_window(len(keys) - 1, query.shape[2])
+            return by_chunks(query, keys, values, test.sequences_BT, window)
+
+        monkeypatch.setattr(training_time_test, "attend_step", in_chunks)
     head.recompute = True
     assert_same_step(gradients(head, features), plain, options)
 
