@@ -176,7 +176,7 @@ class StoredReplay(ReplayTarget):
         return found
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
-        found = {}
+        found: dict[tuple[int, ...], Tensor] = {}
         for prompt_T in prompts:
             prompt = tuple(prompt_T.tolist())
             text = self.texts.get(prompt)
