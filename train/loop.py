@@ -382,7 +382,7 @@ def load_inputs(
     weighted = "" if data.weights is None else str(own)  # which source a sequence is of matters for nothing else
     digests = {
         "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
-        "weights": str(provenance["weights"]),
+        "weights": str(provenance.get("weights", "unknown")),  # by names that files of some models lack
         "tokenizer": str(provenance["tokenizer"]),
     }
     return Inputs(
