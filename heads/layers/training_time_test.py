@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +37,8 @@ from .chunk_size import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
+BLOCK = 128
+"""Tokens of a block of flex_attention's masks."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which it does."""
 compiled_flex = lru_cache(maxsize=1)(partial(torch.compile, flex_attention, dynamic=True))
@@ -45,9 +47,53 @@ Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
 
+def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False) -> BlockMask:
+    """Block mask of flex_attention: causal, each token within its sequence of a packed row.
+
+    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them.
+
+    `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the last number of a
+    block of 128 tokens tell which blocks it attends to. `create_block_mask` finds the same by a mask of T x T, of which
+    it makes several copies in int64: 2.6 GiB at 16,384 tokens.
+    """
+    time = sequences_BT.shape[1]
+    count = -(-time // BLOCK)
+    padded_BT = F.pad(sequences_BT, (0, count * BLOCK - time), value=-1)  # numbers are not negative
+    blocks_BNX = padded_BT.unflatten(1, (count, BLOCK))
+    first_BN = blocks_BNX[..., 0]
+    last_BN = blocks_BNX.amax(-1)
+    number_N = torch.arange(count, device=sequences_BT.device)
+    earlier_NM = number_N[:, None] > number_N
+    some_BNM = ((earlier_NM | (number_N[:, None] == number_N)) & (last_BN[:, None, :] >= first_BN[..., None]))[:, None]
+    # A block of padding at the end is not full: the kernel must not read past the end.
+    whole_N = (number_N + 1) * BLOCK <= time
+    same_BN = (first_BN == last_BN) & whole_N
+    all_BNM = (earlier_NM & same_BN[..., None] & same_BN[:, None, :] & (first_BN[..., None] == first_BN[:, None, :]))[
+        :, None
+    ]
+
+    def earlier(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (sequences_BT[row, query] == sequences_BT[row, key])
+
+    allowed = earlier if whole_rows else visible
+    return BlockMask.from_kv_blocks(
+        *_listed(some_BNM & ~all_BNM), *_listed(all_BNM), BLOCK, allowed, seq_lengths=(time, time)
+    )
+
+
+def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries attends to, and their numbers, followed by those of the others."""
+    order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
+
+
 @lru_cache(maxsize=64)
-def _causal_blocks(time: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
+def _causal_rows(time: int, device: torch.device) -> BlockMask:
+    """Block mask of rows that each are one sequence."""
+    return causal_blocks(torch.zeros(1, time, dtype=torch.int64, device=device), whole_rows=True)
 
 
 class TrainingTimeTest:
@@ -83,17 +129,8 @@ class TrainingTimeTest:
     @cached_property
     def block_mask(self) -> BlockMask:
         """Block mask of flex_attention for packed rows: causal, each token within its sequence."""
-        numbers_BT = self.sequences_BT
-        assert numbers_BT is not None
-        batch, time = numbers_BT.shape
-        return create_block_mask(
-            lambda b, h, query, key: (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key]),
-            B=batch,
-            H=None,
-            Q_LEN=time,
-            KV_LEN=time,
-            device=numbers_BT.device,
-        )
+        assert self.sequences_BT is not None
+        return causal_blocks(self.sequences_BT)
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -191,7 +228,7 @@ def by_flex(
 ) -> Tensor:
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
     whole_rows = test.sequences_BT is None
-    mask = _causal_blocks(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
+    mask = _causal_rows(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
     out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
     lse_BHT = more if isinstance(more, Tensor) else more.lse
     return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +22,7 @@ from ...inference.models.dtypes import dtype_named
 from ...inference.models.loading import locate
 from ...inference.target import Target
 from ..config import TrainConfig
+from ..machines import shard_mesh
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
@@ -42,6 +44,11 @@ def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
     if placement == "shard" and config.target_quantization:
         raise ValueError(
             "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not split"
+        )
+    if placement == "shard" and (packing := packing_of(config)):
+        raise ValueError(
+            f"the weights of {config.target!r} are packed ({packing.get('quant_method', 'quantization_config')}), and "
+            "packed weights are not split: choose target_placement 'whole' or 'spread', not 'shard'"
         )
     return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
 
@@ -67,7 +74,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     else:
         model = empty_model(config, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    shard_blocks(model)
+    shard_blocks(model, shard_mesh(accelerator, config.loop.shard_over))
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     for name, buffer in model.named_buffers():
@@ -82,8 +89,10 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     return target
 
 
-def shard_blocks(model: PreTrainedModel) -> None:
-    """Shard every block over the processes, each to be gathered while the block before it runs.
+def shard_blocks(model: PreTrainedModel, mesh: DeviceMesh | None = None) -> None:
+    """Shard every block over the processes of a mesh, each to be gathered while the block before it runs.
+
+    Without a mesh, these are all processes.
 
     The model itself is wrapped, too, although none of it is sharded: without a wrapped module around them, blocks would
     each wait for all work launched before, and gathering would not overlap with computing. Not its decoder:
@@ -92,10 +101,10 @@ def shard_blocks(model: PreTrainedModel) -> None:
     modules = Target(model).modules
     blocks = cast(list[FSDPModule], list(modules.blocks))
     for block in modules.blocks:
-        fully_shard(block, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
     own = {id(parameter) for block in modules.blocks for parameter in block.parameters()}
     whole = {parameter for parameter in model.parameters() if id(parameter) not in own}
-    fully_shard(model, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     for current, following in itertools.pairwise(blocks):
         current.set_modules_to_forward_prefetch([following])
 
@@ -111,6 +120,18 @@ def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
     }
     devices |= {name: first for name, part in model.named_modules() if id(part) in outer}
     return Target.load(config.target, dtype, devices, config.target_revision, loading_options(config))
+
+
+def packing_of(config: TrainConfig) -> dict[str, Any]:
+    """The quantization of the target's weights, by the config or by the checkpoint; empty if they are not packed."""
+    if config.target_quantization:
+        return config.target_quantization
+    folder, gguf = locate(config.target)
+    if gguf:
+        return {}  # unpacked as it is loaded
+    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision)
+    found = getattr(shape, "quantization_config", None)
+    return dict(found if isinstance(found, dict) else found.to_dict()) if found else {}
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
