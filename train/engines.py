@@ -32,9 +32,10 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -205,7 +206,7 @@ class Sharded:
             OSError: they cannot be written, as on a full disk.
         """
         try:
-            checkpoint.save(self._states(), checkpoint_id=Path(folder) / self.FOLDER)
+            save_shards(self._states(), checkpoint_id=Path(folder) / self.FOLDER)
         except CheckpointException as error:  # a BaseException
             causes = [str(cause) for cause, _ in error.failures.values()]
             raise OSError("; ".join(dict.fromkeys(causes))) from error
@@ -216,7 +217,7 @@ class Sharded:
         if not place.exists():  # written before there were shards: `load_state_dict` gets all
             return
         states = self._states()
-        checkpoint.load(states, checkpoint_id=place)
+        load_shards(states, checkpoint_id=place)
         set_state_dict(
             self.module,
             self.optimizer,

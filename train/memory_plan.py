@@ -17,6 +17,7 @@ import torch
 from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..console import console, log
 from ..files import free_bytes
@@ -43,6 +44,8 @@ CHUNK_COPIES = 5
 probabilities and a product of two of them."""
 BUCKET = 50_000_000
 """reduce_bucket_size of the files in configs/deepspeed."""
+PACKED_BITS = {"int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0}
+"""Bits of a weight, scales included, by words in the name of a quantization."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
 ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
@@ -164,7 +167,7 @@ def engine_memory(engine: str, processes: int, weights: int, states: int, device
     return {"head": head, "gradients": gradients, "optimizer": optimizer, "exchange": exchange}
 
 
-def packed_bytes(model: nn.Module, packing: dict[str, Any], dtype: torch.dtype) -> dict[int, int]:
+def packed_bytes(model: PreTrainedModel, packing: dict[str, Any], dtype: torch.dtype) -> dict[int, int]:
     """Bytes of each parameter of the target, by its id, where the weights of its linear layers are packed.
 
     bitsandbytes keeps a float32 scale for 64 weights in 4 bits (arXiv:2305.14314, section 3), 0.127 bits each with
@@ -191,13 +194,13 @@ def packed_bits(packing: dict[str, Any]) -> float | None:
     if packing.get("load_in_8bit") or packing.get("_load_in_8bit"):
         return 8
     if "bits" in packing or "w_bit" in packing:
-        number = int(packing.get("bits", packing.get("w_bit")))
+        width = int(packing["bits"] if "bits" in packing else packing["w_bit"])
         group = int(packing.get("group_size", packing.get("q_group_size", 128)))
-        return number + (0 if group <= 0 else (16 + number) / group)
+        return width + (0 if group <= 0 else (16 + width) / group)
     text = f"{method} {packing.get('quant_type', '')} {packing.get('format', '')}".lower()
-    for words, number in (("int4", 4.5), ("mxfp4", 4.25), ("nvfp4", 4.5), ("fp8", 8), ("float8", 8), ("int8", 8)):
+    for words, bits in PACKED_BITS.items():
         if words in text:
-            return number
+            return bits
     log.warning(f"the quantization {packing} is unknown to the plan, which counts the weights as not packed")
     return None
 
