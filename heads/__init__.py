@@ -9,6 +9,7 @@ from .eagle import EagleConfig, EagleHead
 from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
 from .medusa import MedusaConfig, MedusaHead
+from .mtp import MtpConfig, MtpHead
 from .truncated import TruncatedConfig, TruncatedHead
 
 DraftHead.checkpoints = save_load  # here, because save_load imports every head: base.py would import in a circle
@@ -34,6 +35,8 @@ __all__ = [
     "HydraPlusPlusHead",
     "MedusaConfig",
     "MedusaHead",
+    "MtpConfig",
+    "MtpHead",
     "TargetFeatures",
     "TargetInfo",
     "TargetModules",

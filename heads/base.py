@@ -286,6 +286,8 @@ class DraftHead(nn.Module, ABC):
     """Decoder layers with a KV cache while decoding."""
     whole_layers: bool = True
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
+    computes: ClassVar[tuple[str, ...]] = ()
+    """Options with which the same weights compute something else: a head that starts from another needs its own."""
     estimates_acceptance: bool = False
     """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
 
@@ -365,6 +367,11 @@ class DraftHead(nn.Module, ABC):
 
         `token_counts_V` holds the frequency of each token in the answers of the training data.
         """
+
+    @classmethod
+    def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
+        """Return a new head's options, completed by what a target's text config says that `TargetInfo` does not."""
+        return options
 
     @classmethod
     def default_objective(cls, config: Any) -> Objective:

@@ -14,6 +14,7 @@ from .eagle import EagleHead
 from .eagle3 import Eagle3Head
 from .hydra import HydraHead, HydraPlusPlusHead
 from .medusa import MedusaHead
+from .mtp import MtpHead
 from .objective import Objective
 from .truncated import TruncatedHead
 
@@ -26,6 +27,7 @@ HEADS: dict[str, type[DraftHead]] = {
     "hydra": HydraHead,
     "hydra++": HydraPlusPlusHead,
     "medusa": MedusaHead,
+    "mtp": MtpHead,
 }
 """Name in a YAML file or a checkpoint to class; a row that a user adds works everywhere."""
 

@@ -9,7 +9,11 @@ import warnings
 from pathlib import Path
 
 from ..heads.base import CheckpointMetadata, DraftHead
+from ..heads.checkpoints.files import CONFIG_FILE
+from ..heads.checkpoints.native_mtp import NATIVE, read_native_mtp
 from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
+from ..heads.layers.target_layer import described
+from .models.loading import locate
 from .target import Target
 
 
@@ -18,6 +22,7 @@ def load_fitting_head(
 ) -> DraftHead:
     """A head that fits the target, in its dtype; nothing is changed and nothing measured.
 
+    The head "mtp" is the one in the target's own checkpoint.
     A warning names what differs between the target that the head was trained against and this one; the dtype only if it
     `was_named`.
 
@@ -32,6 +37,10 @@ def load_fitting_head(
                     f"the head's parameters are {parameter.dtype}, the target's {target.dtype}; convert the head"
                 )
         loaded = head
+    elif head == NATIVE:
+        if revision is not None:
+            raise ValueError(f"the target's own MTP head has no revision of its own, {revision!r}; give the target's")
+        return native_head(target)
     else:
         loaded, _ = load_head(head, target.info, target.dtype, revision)
     metadata = loaded.metadata or CheckpointMetadata()
@@ -41,6 +50,25 @@ def load_fitting_head(
     for difference in differences(metadata.provenance, used):
         warnings.warn(f"the head {_name_of(head)} may accept less here: {difference}", stacklevel=3)
     return loaded
+
+
+def native_head(target: Target) -> DraftHead:
+    """The MTP head in a target's own checkpoint, in its dtype.
+
+    Raises:
+        ValueError: a target that brings none, or was loaded from files without one.
+    """
+    if Path(NATIVE, CONFIG_FILE).is_file():
+        raise ValueError(
+            f"the head {NATIVE!r} is the target's own MTP head, and there is a folder of this name: write "
+            f"'./{NATIVE}' for that"
+        )
+    _, gguf = locate(target.name)
+    if gguf is not None:
+        raise ValueError(f"an MTP head is read from safetensors, and {target.name!r} is a GGUF file")
+    head = read_native_mtp(target.name, target.info, described(target.config), target.commit)
+    head.metadata = CheckpointMetadata(provenance=dict(target.provenance))
+    return head.to(target.dtype)
 
 
 def merge_adapter_of(head: DraftHead, target: Target, allowed: bool) -> None:

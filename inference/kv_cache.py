@@ -109,7 +109,7 @@ class TreeCache(Cache):
         It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
         """
         layers = len(shapes) // 2
-        super().__init__(layers=[_TreeLayer(self, i) for i in range(layers)])
+        super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         """Committed tokens of each row; a smaller length crops it."""
         self.pool = Pool() if pool is None else pool
@@ -232,6 +232,21 @@ class TreeCache(Cache):
         for block in self.blocks:
             block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
 
+    def keep_snapshot(self) -> None:
+        """Make sure that `rewind` can come back to here, where a model keeps more than keys and values."""
+
+    def rewind(self, tokens: int) -> int:
+        """Go back to the first `tokens` of the text of a single row, or as far as it takes; return how many stay."""
+        self.lengths_B = torch.full_like(self.lengths_B, tokens)
+        self.erase_uncommitted(tokens)
+        self.prefilled = tokens
+        return tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(block.nbytes for block in self.blocks)
+
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only; an index may repeat."""
         rows = len(rows_R)
@@ -239,7 +254,9 @@ class TreeCache(Cache):
             self._resize(rows, self._room)
         for block in self.blocks:
             shown = block[:, :, :, : self.capacity]
-            shown[:, :rows] = shown[:, rows_R.to(block.device)]
+            chosen_R = rows_R.to(block.device)
+            for layer_BGSE in shown:  # one by one: the copy that indexing makes would be as large as the cache
+                layer_BGSE[:rows] = layer_BGSE[chosen_R]
         self.lengths_B = self.lengths_B[rows_R]
         self._view()
 
@@ -281,7 +298,7 @@ class TreeCache(Cache):
         self.keys, self.values = each[: len(each) // 2], each[len(each) // 2 :]
 
 
-class _TreeLayer(CacheLayerMixin):
+class TreeLayer(CacheLayerMixin):
     """One layer's interface for transformers; the `TreeCache` holds the entries."""
 
     is_sliding = False

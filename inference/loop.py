@@ -113,7 +113,7 @@ def speculate(
         if sequences.leaving:
             with timed(stats, "prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
-    stats.cache_bytes = sum(block.nbytes for block in cache.blocks)
+    stats.cache_bytes = cache.nbytes
     if past is None:
         cache.release()
     else:
@@ -530,6 +530,11 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
     is worth another forward.
     """
     prompts = sequences.prompts
+    if not target.engine.pads_prompts:
+        by_length: dict[int, list[int]] = {}
+        for row in rows:
+            by_length.setdefault(len(prompts[row]), []).append(row)
+        return list(by_length.values())
     needed = target.engine.least_padding
     longest = max(len(prompts[row]) for row in rows)
     if sum(longest - len(prompts[row]) for row in rows) < needed:
@@ -609,6 +614,8 @@ def prefill(
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
     cache.lengths_B = lengths_B
+    if past is not None:
+        cache.keep_snapshot()
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
     output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))

@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..heads.base import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
@@ -26,13 +27,17 @@ PROBE_TIES = 0.15
 tied."""
 
 
+def probe_text(vocab_size: int, length: int) -> Tensor:
+    """The first tokens [length] of the fixed text."""
+    return torch.tensor([(7919 * i + 31) % vocab_size for i in range(length)])
+
+
 @torch.inference_mode()
 def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
     """The head's best token at every depth along a fixed text, teacher-forced, and its log-probability."""
     served = copy.deepcopy(head).to(target.device, target.dtype).eval()
-    vocab = target.info.vocab_size
     length = PROBE_ENDS[-1] + head.max_depth
-    text_1T = torch.tensor([[(7919 * i + 31) % vocab for i in range(length)]], device=target.device)
+    text_1T = probe_text(target.info.vocab_size, length)[None].to(target.device)
     output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
     tokens: list[float] = []
     scores: list[float] = []

@@ -219,6 +219,11 @@ class Conversation:
         if self.cache is None or kept < 1 or (drafter.feature_layers and self.draft_state is None):
             self.forget()
             return None, 0
+        # A recurrent state may have to go back further than keys and values.
+        kept = self.cache.rewind(kept)
+        if kept < 1:
+            self.forget()
+            return None, 0
         device = self.cache.lengths_B.device
         tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
         kept_B = torch.tensor([kept], device=device)
@@ -226,9 +231,6 @@ class Conversation:
         chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
         drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
         self.cache.ensure_capacity(context.capacity)
-        self.cache.lengths_B = kept_B
-        self.cache.erase_uncommitted(kept)
-        self.cache.prefilled = kept
         return self.cache, kept
 
 

@@ -208,6 +208,7 @@ class SpeculativeLM:
         else:
             target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
             target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
+        target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
         if compile != "auto" and not isinstance(compile, bool):
@@ -488,6 +489,7 @@ class SpeculativeLM:
                 for draft_model in assistants(drafter):
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
+            target.check_decoding()
             target.renew()
             for rows in draft_models(drafter):
                 rows.use(target.engine)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
@@ -27,10 +27,12 @@ from .engines.by_device import chosen_engine
 from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine, chain_structure
+from .engines.stateful import PackedStatefulEngine, StatefulEngine
 from .kv_cache import TreeCache
+from .models.as_loaded import as_loaded
 from .models.changes import WeightWatch
 from .models.dtypes import chosen_dtype
-from .models.info import active_adapters, fingerprint, target_modules
+from .models.info import active_adapters, before_lm_head, fingerprint, target_modules
 from .models.loading import (
     MAPS,
     check_model_options,
@@ -40,6 +42,7 @@ from .models.loading import (
     refuse_loading_options,
     without_peft,
 )
+from .models.trial import check_architecture
 from .target_model import TargetModel
 from .tree import DraftTree
 
@@ -68,8 +71,6 @@ provenance of the model without it."""
 class Target(TargetModel):
     """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
 
-    loader: Any = AutoModelForCausalLM
-    """transformers' class that loads the model."""
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
     eager_engine: type[EagerEngine] = EagerEngine
@@ -92,11 +93,15 @@ class Target(TargetModel):
         self._compiled_version: Hashable = None
         self._weights = WeightWatch()
         self._refreshed = 0
+        self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
         if self.counted and self.eager_engine is EagerEngine:
             self.eager_engine = CountingEngine
             self.packed_engine = PackedCountingEngine
+        if self.stateful is not None:
+            self.eager_engine = StatefulEngine
+            self.packed_engine = PackedStatefulEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 
@@ -152,7 +157,7 @@ class Target(TargetModel):
         options: dict[str, Any] | None = None,
     ) -> Target:
         """`from_pretrained` with a given dtype (or "auto", as in transformers) and device."""
-        model = load_model(cls.loader, source, dtype, device, revision, options)
+        model = load_model(source, dtype, device, revision, options)
         return cls(model, str(source), downloaded_commit(source, revision, options))
 
     def compile(self, mode: bool | str = True) -> None:
@@ -212,6 +217,8 @@ class Target(TargetModel):
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)
+        self.before_lm_head = before_lm_head(self.model)
+        vars(self).pop("computes_logits", None)  # found anew
         self.adapter = str(Path(folder).resolve())
         setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
         self.refresh()  # peft changes weights in a way that their version does not show
@@ -234,17 +241,33 @@ class Target(TargetModel):
             "weights": fingerprint(self.model),
         }
 
+    def check_decoding(self) -> None:
+        """Try, once for each architecture and version on this machine, whether trees get the model's own logits.
+
+        Called before the first token; see `models.trial`.
+
+        Raises:
+            ValueError: they do not, and how far off they are; or a forward fails in the model.
+        """
+        if self._tried:
+            return
+        with self.lock, as_loaded(self.model):
+            check_architecture(self, self._retargeted)
+            if self.modules.logit_scale != 1 or self.modules.logit_cap is not None:
+                self.computes_logits  # noqa: B018 - a config has a scale or a cap that the model may not apply
+        self._tried = True
+
+    def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
+        """The target of a model that shares this one's weights, and the engine that runs it as it is."""
+        other = type(self)(model, self.name, self.commit)
+        return other, other.engine
+
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty cache for this model; the arguments are those of `TreeCache`."""
         return self.engine.new_cache(batch_size, tokens, rows)
 
-    @property
-    def computes_logits(self) -> bool:
-        """Whether `logits` agrees with the model's own logits."""
-        return self.engine.computes_logits
-
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V] of states [..., D] after the final norm; see `computes_logits`."""
+        """The logits [..., V] of features [..., D] of layer -1; see `computes_logits`."""
         return self.engine.logits(states)
 
     def read_chunk(
@@ -274,7 +297,7 @@ class Target(TargetModel):
     ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
 
-        Returns features_BTF of `layers`, and last_BTD, the states after the final norm. In packed rows `positions_BT`
+        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
         """
         indices = self.hidden_state_indices(layers)
@@ -287,8 +310,10 @@ class Target(TargetModel):
                 logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
                 output_hidden_states=sorted({*indices, last}),
             )
-        last_BTD = output.hidden_states[last].to(self.device)
-        states = [output.hidden_states[index].to(self.device) for index in indices]
+        last_BTD = self.last_features(output.hidden_states[last]).to(self.device)
+        states = []
+        for layer, index in zip(layers, indices, strict=True):
+            states.append(last_BTD if layer == -1 else output.hidden_states[index].to(self.device))
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
 
     read = torch.no_grad()(states)

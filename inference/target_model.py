@@ -13,14 +13,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .kv_cache import Pool, StateShape, TreeCache
-from .models.info import attention_kinds, target_info, target_modules
-from .models.interface import CacheInterface, cache_interface, first_block_index
+from .models.as_loaded import as_loaded
+from .models.info import attention_kinds, before_lm_head, target_info, target_modules
+from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
 from .models.positions import counts_positions
 from .models.segments import segments_of
+from .models.states import check_states, keeps_states
 
 
 class TargetModel:
@@ -40,16 +43,22 @@ class TargetModel:
         self.name = name or str(model.config._name_or_path or type(model).__name__)
         self.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.max_positions: int = getattr(self.config, "max_position_embeddings", 2**31 - 1)
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
         self.counted = counts_positions(model)
         """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
+        self.stateful = check_states(model) if keeps_states(model) else None
+        """What a model keeps beside keys and values; None where all layers are attention."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)
-        self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0])
+        self.before_lm_head = before_lm_head(model)
+        """Layers between the final norm and the LM head's matrix, whose output is then the feature of layer -1."""
+        # Some configs count two layers, with a KV cache each, in every block.
+        blocks = len(self.modules.blocks) or self.config.num_hidden_layers
+        self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0], blocks)
 
     @property
     def model(self) -> Any:  # `generate` is mixed into its class, which no annotation says
@@ -84,8 +93,13 @@ class TargetModel:
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of KV cache for `rows` × `tokens`."""
+        """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
+        if self.stateful is not None:
+            of_token = sum(
+                shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes
+            )
+            return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property
@@ -113,8 +127,47 @@ class TargetModel:
     @cached_property
     def cache_interface(self) -> CacheInterface:
         """How the model takes and returns its KV cache, found by a forward over one token."""
+        if self.stateful is not None:
+            return self.stateful.cache
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return cache_interface(self.model, input_ids=token_11)
+
+    @cached_property
+    def computes_logits(self) -> bool:
+        """Whether `modules` make the model's own logits of the features of layer -1, tried on two tokens.
+
+        Their scale and cap are those of the model from then on, whatever its config suggests.
+        """
+        vocab_size = self.info.vocab_size
+        # Not 0, which is often padding: its embedding is 0, and so are its logits, whatever the scale.
+        tokens_12 = torch.tensor([[vocab_size // 2, vocab_size // 3]], device=self.device)
+        with as_loaded(self.model):
+            fitting = fitting_logits(self.model, self.modules, self.before_lm_head, tokens_12)
+        if fitting is not None:
+            self.modules = fitting
+        return fitting is not None
+
+    def check_features(self) -> None:
+        """Refuse a model whose features a head cannot learn from.
+
+        Raises:
+            ValueError: its logits are not made by its LM head alone, or it does not return its blocks' states.
+        """
+        self.first_block_index  # noqa: B018 - found now
+        if not self.computes_logits:
+            raise ValueError(
+                f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM head's matrix and "
+                "the scale and soft cap of its config, so a head would learn from logits that are not the model's; "
+                "train for a target of another family, or decode this one with a drafter without a head"
+            )
+
+    def last_features(self, states: Tensor) -> Tensor:
+        """The features [..., D] of layer -1, from which the LM head's matrix makes logits: of the final norm's output.
+
+        They are that output, but in models with `before_lm_head`.
+        """
+        features: Tensor = states if self.before_lm_head is None else self.before_lm_head(states)
+        return features
 
     @cached_property
     def first_block_index(self) -> int:

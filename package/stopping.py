@@ -44,6 +44,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         flag.wanted = True
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # of the processes of a launch, the first speaks
+            return
         # Not through the console, which may be in the middle of a line.
         name = signal.Signals(number).name
         os.write(2, f"{name}: stopping after this step; once more to stop at once\n".encode())

@@ -296,20 +296,24 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     show_on_console()
     shown = warnings.formatwarning
     warnings.formatwarning = lambda *given: printable(shown(*given))
+    status = 0
     try:
         main(arguments)
     except (ValueError, OSError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        status = 2 if isinstance(error, ValueError) else 1
     except Stopped as stopped:
-        print(stopped)
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped)
         gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
     except KeyboardInterrupt:
         print("stopped")
-        sys.exit(130)
+        status = 130
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+    if status:
+        sys.exit(status)

@@ -43,7 +43,8 @@ class ExportConfig(CommandOptions):
     to: str = ""
     """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is.
     Or merged: the target with the head's adapter (Medusa-2) merged in, and the head for it. Or
-    model: a truncated head as a model by itself."""
+    model: a truncated head as a model by itself. Or checkpoint: the target's own checkpoint with
+    an MTP head in the place of the one that it brings."""
     output: str = ""
     """Folder to write."""
     target: str | None = None
@@ -62,7 +63,7 @@ def export_foreign(config: ExportConfig) -> None:
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.scripts.load_target import embedding_of, target_of
 
-    own = {"merged": export_merged, "model": export_model}
+    own = {"merged": export_merged, "model": export_model, "checkpoint": export_checkpoint}
     if config.to == "gguf":
         raise ValueError(
             "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given --target-model-dir: nothing "
@@ -82,6 +83,17 @@ def export_foreign(config: ExportConfig) -> None:
         architectures = tuple(target.model.config.architectures or ())
     export_head(head, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
+
+
+def export_checkpoint(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
+    """Write a copy of the target's checkpoint with an MTP head in the place of the one that it brings."""
+    from headstart.heads import MtpHead
+    from headstart.heads.checkpoints.native_mtp import MTP_FILE, write_native_mtp
+
+    if not isinstance(head, MtpHead):
+        raise ValueError(f"{config.head!r} holds a {type(head).__name__}: a model's own checkpoint has MTP heads alone")
+    write_native_mtp(head, config.target or head.target.name, config.output)
+    log.info(f"{config.output}: the model, with this MTP head in {MTP_FILE}")
 
 
 def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:

@@ -146,6 +146,43 @@ class Oracle(BatchDrafter):
         return [tokens[path] for path in ((), *self.shape.paths)]
 
 
+class PromptOracle(Oracle):
+    """An oracle that knows its texts by their prompts, so that rows may be read in any order, and join a batch.
+
+    `truths` are the continuations by prompt, a tuple of tokens.
+    """
+
+    def __init__(
+        self, shape: TreeShape, truths: dict[tuple[int, ...], list[int]], vocab_size: int, wrong: float, seed: int = 0
+    ) -> None:
+        super().__init__(shape, [], vocab_size, wrong, seed)
+        self.by_prompt = truths
+
+    def begin(self, context: DraftContext) -> None:
+        self.prompts: list[list[int]] = [[] for _ in range(context.batch_size)]
+        self.written = [[] for _ in self.prompts]
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        for row, length in enumerate(chunk.lengths_B.tolist()):
+            self.prompts[row].extend(chunk.tokens_BT[row, :length].tolist())
+            if length:
+                self.written[row] = [int(chunk.next_tokens_BT[row, length - 1])]
+
+    def replace(self, rows_R: Tensor, other: Any) -> None:
+        for place, row in enumerate(rows_R.tolist()):
+            self.prompts[row] = other.prompts[place]
+            self.written[row] = other.written[place]
+
+    def select(self, rows_R: Tensor) -> None:
+        self.prompts = [list(self.prompts[row]) for row in rows_R.tolist()]
+        self.written = [list(self.written[row]) for row in rows_R.tolist()]
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        self.truths = [self.by_prompt.get(tuple(prompt), []) for prompt in self.prompts]
+        self.rows = list(range(len(self.prompts)))
+        return super().propose(roots_B)
+
+
 class Useless(Drafter):
     """Always drafts a chain of the same wrong token: the last of a small vocabulary."""
 

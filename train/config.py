@@ -208,30 +208,69 @@ class DataConfig:
     num_proc: int | None = None
     """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few conversations."""
     workers: int | None = None
-    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator, 0 on a CPU."""
+    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator or where a server
+    gives the states, 0 on a CPU."""
 
 
 @dataclass(frozen=True)
 class FeaturesConfig:
     """Source of the target's states."""
 
-    mode: Literal["online", "cached", "auto"] = "online"
+    mode: Literal["online", "cached", "auto", "stored", "served"] = "online"
     """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
-    epoch computes them, if they take at most `limit` and there are more epochs or states in `folder` already."""
+    epoch computes them, if they take at most `limit` and there are more epochs or states in `folder` already. stored
+    reads all of them from `folder` or `from_server`, and served fetches them from `server` while the steps before are
+    computed: both load no more of the target than its embedding, final norm and LM head."""
     folder: str | None = None
-    """Folder of the cache; null for `features` in the run's folder."""
+    """Folder of the cache, which `headstart features` fills; null for `features` in the run's folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
     """GiB on disk that auto takes at most."""
     from_server: str | None = None
-    """Folder of states that a vLLM server made, in the files of the package speculators (hs_NUMBER.safetensors, of all
-    sequences to train on); the cache takes them, and the target computes none. Needs mode cached."""
+    """Folder of states that a vLLM server made, in the files of the package speculators: hs_NUMBER.safetensors for
+    conversation NUMBER of all data.sources. Mode stored reads each file when it is needed, those of held-out
+    conversations too; mode cached copies them into the cache."""
+    server: str | None = None
+    """URL of a running vLLM of the target that gives states, such as http://HOST:8000/v1. Mode served trains on them;
+    mode stored has `headstart features` write them to `folder`."""
     server_layers: list[int] = field(default_factory=list)
-    """What these files hold of a token, in their order and in speculators' count: k is the input of block k, and the
-    number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32 blocks."""
+    """What the server or its files give of a token, in their order and in speculators' count: k is the input of block
+    k, and the number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32 blocks."""
+    server_model: str | None = None
+    """The server's name of the target; null for one that ends like `target`."""
+    server_folder: str | None = None
+    """Where this machine sees the folder to which the server writes; null for the server's own path."""
+    server_seconds: float = 300.0
+    """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
+
+
+def check_features(features: FeaturesConfig) -> None:
+    """Refuse options of states that do not go together."""
+    given = {"features.from_server": features.from_server, "features.server": features.server}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ValueError(f"{' and '.join(named)} are two sources of the same states; choose one")
+    if (not named) != (not features.server_layers):
+        raise ValueError(
+            "features.from_server or features.server, and features.server_layers, belong together, not "
+            f"{features.from_server!r}, {features.server!r} and {features.server_layers}"
+        )
+    if features.from_server is not None and features.mode not in ("cached", "stored"):
+        raise ValueError(f"features.from_server needs features.mode stored or cached, not {features.mode}")
+    if features.server is not None and features.mode not in ("served", "stored"):
+        raise ValueError(f"features.server needs features.mode served or stored, not {features.mode}")
+    if features.mode == "served" and features.server is None:
+        raise ValueError(
+            "features.mode served needs features.server, the URL of a vLLM that gives states, and "
+            "features.server_layers"
+        )
+    if features.server is not None and not features.server.startswith(("http://", "https://")):
+        raise ValueError(f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}")
+    if features.server_seconds <= 0:
+        raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
 
 @dataclass(frozen=True)
@@ -308,6 +347,8 @@ class LoopConfig:
     """Steps between two evaluations of real acceptance; 0 for only the last."""
     save_every: int = 200
     """Steps between two checkpoints to resume from; 0 for only the last."""
+    save_minutes: float | None = None
+    """Minutes of training between two checkpoints, besides those of `save_every`; null for none."""
     keep: int = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     patience: int = 0
@@ -442,12 +483,16 @@ class TrainConfig(CommandOptions):
     """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
     {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves them as they are."""
     init_from: str | None = None
-    """A head's checkpoint whose weights training starts from, at step 0; null for a new head. Its draft vocabulary
+    """A head's checkpoint whose weights training starts from, at step 0, or mtp for the MTP head in the target's own
+    checkpoint; null for a new head. Its draft vocabulary
     gives way to the most frequent tokens of the new data, and may be given another size."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
+    resume_with: str | list[str] | None = None
+    """Options with which a run resumes although it began with others, as NAME=VALUE, such as optim.lr=5e-4. Options
+    that change no weights need not be named here."""
     plan: str | None = None
     """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
     of processes)."""
@@ -492,9 +537,9 @@ class TrainConfig(CommandOptions):
             raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:
             raise ValueError(f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}")
-        for name in ("loop.epochs", "loop.timeout", "optim.lr", "optim.clip"):
+        for name in ("loop.epochs", "loop.timeout", "loop.save_minutes", "optim.lr", "optim.clip"):
             value = attrgetter(name)(self)
-            if value <= 0:
+            if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
         if not 0 <= optim.ema < 1:
             raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {optim.ema}")
@@ -509,13 +554,7 @@ class TrainConfig(CommandOptions):
                     f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker} does not know; "
                     f"remove it, or choose loop.tracker {able}"
                 )
-        if (features.from_server is None) != (not features.server_layers):
-            raise ValueError(
-                "features.from_server and features.server_layers belong together, not "
-                f"{features.from_server!r} and {features.server_layers}"
-            )
-        if features.from_server is not None and features.mode != "cached":
-            raise ValueError(f"features.from_server needs features.mode cached, not {features.mode}")
+        check_features(features)
         if self.target_quantization is not None and not self.target_quantization:
             raise ValueError("target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}")
         if adapter.rank > 0 and (optim.name == "muon" or features.mode != "online"):

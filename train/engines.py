@@ -217,6 +217,23 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     return bool(up > 0)  # sync: the host decides by it
 
 
+def all_agree(accelerator: Accelerator, check: Callable[[], None]) -> None:
+    """Run a check of which each process may make a part; what one of them refuses, all refuse, and none waits for it.
+
+    Raises:
+        ValueError: of the first process that raised one.
+    """
+    refused: str | None = None
+    try:
+        check()
+    except ValueError as error:
+        refused = str(error)
+    everyone: list[str | None] = gather_object([refused])
+    for message in everyone:
+        if message is not None:
+            raise ValueError(message)
+
+
 def end_together(accelerator: Accelerator) -> None:
     """Wait for all processes; every process calls this last.
 

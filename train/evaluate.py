@@ -36,8 +36,9 @@ from .config import EvalConfig
 from .data.batches import collate
 from .data.chat_template import Example
 from .engines import any_process, distributed
-from .features.online import online_features
+from .features.online import OnlineFeatures
 from .features.placement import is_sharded
+from .features.stored import StoredReplay
 
 BATCH_SIZE = 8
 """Conversations of a teacher-forced forward."""
@@ -74,6 +75,20 @@ class Evaluation:
         self.acceptance_length = lengths[self.best]
         self.tree = spec_of(self.policies[self.best])
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Tokens and rounds of each prompt with the best tree."""
+        return [[sum(record.returned for record in row), len(row)] for row in self.trees[self.best].rows]
+
+    def shorter_than(self, others: list[list[int]]) -> bool:
+        """Whether acceptance is shorter than in an earlier evaluation, beyond chance; `others` are its `prompts`.
+
+        The 95 % confidence interval of the difference decides, over the prompts that both answered; with fewer than
+        two, the difference itself.
+        """
+        low, high = difference_interval(self.prompts, others)
+        return high < 0 if low <= high else False
+
     def measured(self, config: EvalConfig) -> dict[str, Any]:
         """Figures for a checkpoint and its model card."""
         return {
@@ -95,12 +110,13 @@ def evaluate(
     config: EvalConfig,
     accelerator: Accelerator,
     stop: StopFlag,
+    features: OnlineFeatures | None = None,
 ) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
     The processes of `accelerator`, all of which have the same head and conversations, share the work.
     None on all of them if `stop` is wanted on any: it is looked at before the losses and before each
-    tree.
+    tree. `features` are those of the held-out conversations; None if the target computes them.
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
     together = is_sharded(target)
@@ -108,7 +124,8 @@ def evaluate(
         return None
     examples = held_out[: config.conversations]
     batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
-    sums = distributed(accelerator, batches, partial(sums_of, target, served, objective), together)
+    read = features or OnlineFeatures(target, served)
+    sums = distributed(accelerator, batches, partial(sums_of, read, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
 
     policies: dict[str, TreePolicy] = {
@@ -126,6 +143,28 @@ def evaluate(
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
+def difference_interval(prompts: list[list[int]], others: list[list[int]]) -> tuple[float, float]:
+    """95 % confidence interval of the difference of two acceptance lengths on the same prompts, paired.
+
+    Tokens and rounds of each prompt are clusters of two ratio estimates, as in `Stats.acceptance_length_interval`. With
+    one prompt both ends are the difference; NaN without a round.
+    """
+    pairs = [(own, other) for own, other in zip(prompts, others, strict=False) if own[1] and other[1]]
+    if not pairs:
+        return float("nan"), float("nan")
+    means = []
+    apart_N = torch.zeros(len(pairs), dtype=torch.float64)
+    for side, sign in ((0, 1), (1, -1)):
+        tokens_N, rounds_N = torch.tensor([pair[side] for pair in pairs], dtype=torch.float64).T
+        mean = tokens_N.sum() / rounds_N.sum()
+        apart_N += sign * (tokens_N - mean * rounds_N) / rounds_N.sum()
+        means.append(float(mean))
+    count = len(pairs)
+    half = 0.0 if count == 1 else 1.96 * float((apart_N.square().sum() * count / (count - 1)).sqrt())
+    difference = means[0] - means[1]
+    return difference - half, difference + half
+
+
 def _stats_of(
     target: Target, head: DraftHead, tree: TreePolicy, new_tokens: int, prompts: Sequence[Tensor]
 ) -> list[Stats]:
@@ -135,8 +174,15 @@ def _stats_of(
     return [greedy_answers(target, head, tree, list(prompts), new_tokens).stats]
 
 
+def judged(held_out: list[Example], config: EvalConfig) -> list[Example]:
+    """The held-out conversations whose states an evaluation reads."""
+    return held_out[: max(config.conversations, config.prompts)]
+
+
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
     """Return the first held-out prompts that leave room for an answer; a ValueError if none does."""
+    if isinstance(target, StoredReplay):
+        held_out = target.usable(held_out, config)
     prompts = [prompt_of(example) for example in held_out]
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens]
     if not fitting:
@@ -153,12 +199,12 @@ def teacher_forced(
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
     batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
     objective = head.default_objective(head.config)
-    return means(sums_of(target, head, objective, batches), head.max_depth)
+    return means(sums_of(OnlineFeatures(target, head), head, objective, batches), head.max_depth)
 
 
 @torch.no_grad()
 def sums_of(
-    target: Target,
+    read: OnlineFeatures,
     head: DraftHead,
     objective: Objective,
     batches: Sequence[list[Example]],
@@ -167,7 +213,7 @@ def sums_of(
     ranks, sums = min(RANKS, head.draft_vocab_size), []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
-            features = online_features(target, head, collate(examples), target.dtype)
+            features = read(collate(examples), read.target.dtype)
             output = head(features, objective, ranks)
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
@@ -214,7 +260,7 @@ def greedy_answers(
 
 def prompt_of(example: Example) -> Tensor:
     """Return the tokens before the first answer."""
-    return torch.tensor(example.tokens[: example.loss_mask.index(True)])
+    return torch.tensor(example.prompt)
 
 
 @dataclass(frozen=True)

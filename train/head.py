@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
+from transformers import PreTrainedConfig
+
 from ..heads.base import DraftHead, TargetInfo
-from ..heads.by_name import build_head, build_objective
+from ..heads.by_name import HEADS, build_head, build_objective, head_config
+from ..heads.layers.target_layer import described
 from ..heads.objective import Objective
 from .config import TrainConfig, head_options
 
 
-def head_of(config: TrainConfig, target: TargetInfo) -> DraftHead:
-    """A new head; a ValueError for options that are invalid or do not fit the target."""
+def head_of(config: TrainConfig, target: TargetInfo, target_config: PreTrainedConfig) -> DraftHead:
+    """A new head for a target with this text config; a ValueError for options that are invalid or do not fit it."""
     name, options = head_options(config)
-    return build_head(name, options, target)
+    head_config(name, options)
+    return build_head(name, HEADS[name].options_for(options, described(target_config)), target)
 
 
 def objective_of(config: TrainConfig) -> Objective:

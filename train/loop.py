@@ -14,10 +14,13 @@ interruption. Callbacks run code of the caller's own between steps; `train(confi
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
-from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput, TargetModules
+from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
+from ..heads.checkpoints.native_mtp import NATIVE
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
 from ..inference.chat_template import data_origin, warn_of_unread_variables
+from ..inference.head_loading import native_head
 from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import load_tokenizer, target_facts
+from ..inference.models.outer_modules import OuterTarget
 from ..inference.models.replay import ReplayTarget
 from ..inference.probe import probe_drafts
 from ..inference.provenance import provenance
@@ -60,12 +66,25 @@ from .data.token_cache import (
     digest_of,
     lengths_of,
 )
-from .engines import actual_engine, autocast, end_together, from_main, prepare, resolved, shard, start
-from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
-from .features.online import OnlineFeatures, feature_source
+from .engines import (
+    actual_engine,
+    autocast,
+    end_together,
+    from_main,
+    prepare,
+    resolved,
+    shard,
+    start,
+)
+from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
+from .features.by_mode import check_source, feature_source, needs_no_target, open_source
+from .features.online import OnlineFeatures
 from .features.placement import is_sharded, load_target
+from .features.sources import StateSource
+from .features.stored import StoredFeatures, StoredReplay
 from .head import head_of, objective_of
-from .optim import build_optimizer
+from .lost_processes import lost_processes_explained
+from .optim import apply_settings, build_optimizer, settings_of
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
@@ -136,9 +155,16 @@ def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
     """
     config = as_begun(config)
     accelerator, share = start(config)
+    run = RunFolder(Path(config.output), accelerator)
+    with lost_processes_explained(accelerator, run.newest):
+        return train_in(run, share, config, callbacks)
+
+
+def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Sequence[Callback]) -> Path:
+    """`train`, with the processes that have been joined."""
+    accelerator = run.accelerator
     config = resolved(config, accelerator)
     set_seed(config.loop.seed)
-    run = RunFolder(Path(config.output), accelerator)
     run.claim(config)
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
@@ -179,14 +205,16 @@ def run_steps(
     """
     accelerator = run.accelerator
     inputs = load_inputs(config, accelerator, run.folder)
+    run.settle(config, inputs.digests)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
-    cached, adapted = config.features.mode == "cached", config.adapter.rank > 0
-    flops = count_flops(target, head, inputs.objective, training[:SAMPLE], cached, adapted)
     state = build_state(run, share, inputs, config, steps)
+    run.check_space(checkpoint_bytes(state.module), config.loop.keep)
     torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
+    settings = settings_of(state.schedule)
     progress = run.resume(actual_engine(state.module))
+    apply_settings(state.schedule, settings)
     tracker.start(config, progress.step)
     if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
         steps = progress.step
@@ -196,16 +224,28 @@ def run_steps(
         f"step {progress.step} of {steps}"
     )
     epochs = steps / inputs.order.steps_in(0)
-    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs)
+    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source)
+    cached, adapted = config.features.mode in ("cached", "stored", "served"), config.adapter.rank > 0
+    flops = count_flops(features, inputs.objective, training[:SAMPLE], cached, adapted)
     metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
-    workers = (2 if accelerator.device.type != "cpu" else 0) if config.data.workers is None else config.data.workers
+    workers = config.data.workers
+    if workers is None:
+        workers = 2 if accelerator.device.type != "cpu" or config.features.mode == "served" else 0
+
+    saved_at = time.monotonic()
 
     def save() -> None:
+        nonlocal saved_at
         features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
         callbacks.call("on_save", progress, run.save(progress, config.loop.keep), stop)
+        saved_at = time.monotonic()
+
+    def save_is_due() -> bool:
+        minutes = config.loop.save_minutes
+        return minutes is not None and time.monotonic() - saved_at >= 60 * minutes
 
     with stop_on_signals() as stop, worker_deaths_explained():
         with (
@@ -213,7 +253,7 @@ def run_steps(
             closing(loaded(reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda")) as batches,
         ):
             last_epoch = None
-            stopping = False
+            stopping = saving = False
             while True:
                 if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
                     found = evaluate_and_save(state, metrics, stop, callbacks)
@@ -221,7 +261,7 @@ def run_steps(
                         break
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
-                if due(progress.step, config.loop.save_every) and 0 < progress.step < steps:
+                if (saving or due(progress.step, config.loop.save_every)) and 0 < progress.step < steps:
                     save()
                 if accelerator.num_processes == 1:
                     stopping = stop.wanted
@@ -234,13 +274,18 @@ def run_steps(
                 last_epoch = data.epoch
                 number = progress.step + 1
                 adapt = progress.step >= joint_from
-                # Processes agree on stopping in the sum of the loss: the one exchange that a step has anyway.
-                outputs, norm, stopping = gradients(state, data, features, metrics.clock, number, adapt, stop.wanted)
+                # Processes agree on both in the sum of the loss: the one exchange that a step has anyway.
+                wishes = Wishes(stop.wanted, save_is_due())
+                outputs, norm, agreement = gradients(state, data, features, metrics.clock, number, adapt, wishes)
+                stopping = agreement.stop
+                saving = agreement.save
                 lr = update(state)
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
                 callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
                 bar.update(progress.step, metrics.note)
+        if inputs.source is not None and metrics.stepped > 0:
+            log.info(f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states")
         save()
         if progress.step < steps:
             return f"stopped at step {progress.step} of {steps}; the same command resumes from there"
@@ -270,14 +315,21 @@ class Inputs:
     """Order of the training sequences, by steps."""
     coverage: float
     """Share of the answers' tokens that are in the draft vocabulary."""
+    digests: dict[str, str]
+    """Of the sequences to train on, the target's weights and the tokenizer."""
     replay: ReplayTarget | None = None
     """The target for evaluations; None where training changes it, or several processes hold parts of it."""
+    source: StateSource | None = None
+    """Where all states come from, if the target's blocks are not loaded."""
 
 
-def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | None = None) -> Inputs:
+def load_inputs(
+    config: TrainConfig, accelerator: Accelerator, folder: Path | None = None, outer: bool | None = None
+) -> Inputs:
     """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
 
-    Rows that cannot be used are written to a file in `folder`, if one is given.
+    Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no more of the target
+    than its outer modules, and opens no source of states; None does as `features.mode` says, with its source.
     """
     objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
@@ -286,23 +338,37 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     if accelerator.is_main_process:
         warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
     # The data before the target, whose loading takes minutes, unless only loading it tells how they are read.
-    known = target_facts(config.target, config.target_revision) or load_target(config, accelerator)
+    without_blocks = needs_no_target(config) if outer is None else outer
+    load = partial(load_target, config, accelerator, without_blocks)
+    known = target_facts(config.target, config.target_revision) or load()
     how = rendering(config, known, tokenizer)
     cache, training, held_out = load_data(config, accelerator, sources, how, folder)
-    target = known if isinstance(known, Target) else load_target(config, accelerator)
+    target = known if isinstance(known, Target) else load()
     if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-    head = head_of(config, target.info)
+    head = head_of(config, target.info, target.config)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
+    target.check_features()
+    if not is_sharded(target):  # it may be tried already on one of the processes, whose forwards are common to all
+        target.check_decoding()
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
     provenance = {**target.provenance, **origin}
-    eval_prompts(target, held_out, config.eval)  # fails now and not at the first evaluation, if there are none
+    replay: ReplayTarget | None = None
+    source: StateSource | None = None
+    if not isinstance(target, OuterTarget):
+        replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
+    elif outer is None:
+        source = open_source(config, accelerator, target, head, provenance)
+        held_out = judged(held_out, config.eval)
+        check_source(source, accelerator, target, training, held_out)
+        replay = StoredReplay(target, source, held_out)
+    eval_prompts(replay or target, held_out, config.eval)  # fails now and not at the first evaluation
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
-        warm_start(head, config.init_from, target.modules, counts_V, provenance)
+        warm_start(head, config.init_from, target, counts_V, provenance)
     mask_token = getattr(head, "mask_token", None)
     if mask_token is not None and counts_V[mask_token]:
         log.info(
@@ -313,8 +379,26 @@ def load_inputs(config: TrainConfig, accelerator: Accelerator, folder: Path | No
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)
     order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
-    replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
-    return Inputs(target, head, objective, tokenizer, provenance, training, held_out, order, float(covered), replay)
+    weighted = "" if data.weights is None else str(own)  # which source a sequence is of matters for nothing else
+    digests = {
+        "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
+        "weights": str(provenance["weights"]),
+        "tokenizer": str(provenance["tokenizer"]),
+    }
+    return Inputs(
+        target,
+        head,
+        objective,
+        tokenizer,
+        provenance,
+        training,
+        held_out,
+        order,
+        float(covered),
+        digests,
+        replay,
+        source,
+    )
 
 
 def load_data(
@@ -328,15 +412,19 @@ def load_data(
     return cache, training, held_out
 
 
-def warm_start(
-    head: DraftHead, source: str, modules: TargetModules, counts_V: Tensor, provenance: dict[str, Any]
-) -> None:
-    """Start from the weights of another head; a ValueError if it does not fit.
+def warm_start(head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]) -> None:
+    """Start from the weights of another head, or of the MTP head that the target brings, "mtp".
+
+    A ValueError if it does not fit.
 
     The draft vocabulary follows the data: it is the most frequent tokens of these answers, then those of the other
     head. A token that the other head cannot draft begins with the row that a new head gives it.
     """
-    other, metadata = load_head(source, head.target)
+    if source == NATIVE:
+        other: DraftHead = native_head(target)
+        metadata = CheckpointMetadata()
+    else:
+        other, metadata = load_head(source, head.target)
     if type(other) is not type(head):
         raise ValueError(f"{source!r} holds a {type(other).__name__}, not a {type(head).__name__}")
     trained = metadata.provenance.get("tokenizer")
@@ -346,7 +434,11 @@ def warm_start(
             "vocabulary means other tokens; choose a head of the same tokenizer, or null"
         )
     if head.draft_vocab_size < head.target.vocab_size or other.draft_vocab_size < other.target.vocab_size:
-        head.initialize(modules, favouring(counts_V, other.vocabulary()))
+        head.initialize(target.modules, favouring(counts_V, other.vocabulary()))
+    for name in head.computes:
+        own, theirs = (getattr(each.config, name) for each in (head, other))
+        if own != theirs:
+            raise ValueError(f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has {own!r}")
     try:
         copy_weights(head, other)
     except ValueError as error:
@@ -394,6 +486,22 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
     return TrainState(run, share, inputs, config, module, adapted, averaged, optimizer, schedule)
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What a process, or any process, wants after a step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+NO_WISHES = Wishes()
+
+
+def checkpoint_bytes(module: nn.Module) -> int:
+    """About what a checkpoint takes on disk: weights and two states of the optimizer for each that is trained."""
+    return sum(3 * weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
+
+
 def gradients(
     state: TrainState,
     data: Step,
@@ -401,12 +509,12 @@ def gradients(
     clock: StepClock,
     step: int,
     adapt: bool,
-    stop: bool = False,
-) -> tuple[list[HeadOutput], float, bool]:
+    wishes: Wishes = NO_WISHES,
+) -> tuple[list[HeadOutput], float, Wishes]:
     """Run the forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
 
-    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the gradient norm, and
-    whether any process received a request to stop, as this one did if `stop` is set.
+    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the gradient norm, and what
+    any process wishes, as this one does `wishes`.
     """
     accelerator, module, batches = state.run.accelerator, state.module, data.batches
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -414,7 +522,7 @@ def gradients(
     # forwards, too; the scale turns that into a sum.
     scale = state.share.processes * (state.share.forwards if deepspeed else 1) / max(data.answer_tokens, 1)
     outputs: list[HeadOutput] = []
-    loss, stopping = 0.0, False
+    loss = 0.0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
@@ -426,18 +534,18 @@ def gradients(
                 output = module(*given)
             outputs.append(output)
             if deepspeed and last:  # its backward makes the optimizer step
-                loss, _, stopping = agreed(accelerator, outputs, stop)
-                check_finite("loss", loss, batches, step, state.run)
+                loss, _, wishes = agreed(accelerator, outputs, wishes)
+                check_finite("loss", loss, batches, step, state)
             accelerator.backward(output.loss * scale)
     clock.part("optimizer")
     found = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
     if deepspeed:
         norm = float(found)
     else:
-        loss, norm, stopping = agreed(accelerator, outputs, stop, found)
-        check_finite("loss", loss, batches, step, state.run)
-    check_finite("gradient norm", norm, batches, step, state.run)
-    return outputs, norm, stopping
+        loss, norm, wishes = agreed(accelerator, outputs, wishes, found)
+        check_finite("loss", loss, batches, step, state)
+    check_finite("gradient norm", norm, batches, step, state)
+    return outputs, norm, wishes
 
 
 def update(state: TrainState) -> float:
@@ -460,30 +568,40 @@ def evaluate_and_save(
     """
     run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
     accelerator, target = run.accelerator, inputs.target
-    copy = head_of(config, target.info)
+    copy = head_of(config, target.info, target.config)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
-    found = evaluate(inputs.replay or target, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop)
+    replay = inputs.replay or target
+    read = None
+    if isinstance(target, OuterTarget) and inputs.source is not None:
+        read = StoredFeatures(target, copy, inputs.source)
+    found = evaluate(replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read)
     if found is None:
         return None
     found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
     samples = []
     if config.loop.tracker != "none" and config.tracking.samples > 0:
-        prompts = eval_prompts(target, inputs.held_out, config.eval)[: config.tracking.samples]
+        prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
         tree = found.policies[found.best]
-        samples = sample_answers(inputs.replay or target, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
+        samples = sample_answers(replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
+    measured = {"coverage": inputs.coverage, **found.measured(config.eval)}
+    probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
+    if probe is not None:
+        measured["probe"] = probe
     metadata = CheckpointMetadata(
         tree=found.tree,
-        training={**provenance(), "config": dataclasses.asdict(config), **dataclasses.asdict(progress)},
-        measured={"coverage": inputs.coverage, "probe": probe_drafts(target, copy), **found.measured(config.eval)},
+        training=training_record(run, config, progress),
+        measured=measured,
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )
     # Other processes may look for it once the main process has saved it already.
-    better = from_main(accelerator, found.acceptance_length > progress.best_length or not run.best.exists())
+    better = from_main(accelerator, not found.shorter_than(progress.longest_prompts) or not run.best.exists())
     if better:
         progress.best_step, progress.best_length = progress.step, found.acceptance_length
+    if found.acceptance_length > progress.longest_length:
+        progress.longest_length, progress.longest_prompts = found.acceptance_length, found.prompts
     row = metrics.log_evaluation(found, samples)
     for folder, wanted in ((run.best, better), (run.last, last)):
         if wanted and accelerator.is_main_process:
@@ -493,38 +611,56 @@ def evaluate_and_save(
     return found
 
 
+def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> dict[str, Any]:
+    """How a head was trained, for its checkpoint: versions, options, the options that changed on the way, progress."""
+    so_far = dataclasses.asdict(progress)
+    del so_far["longest_prompts"]
+    record = {**provenance(), "config": dataclasses.asdict(config), **so_far}
+    changes = run.changes()
+    return {**record, "changes": changes} if changes else record
+
+
 def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
     """Whether acceptance was below the best in `patience` evaluations in a row while the held-out loss fell."""
     loss = sum(found.loss_K)
     fell, progress.held_out_loss = loss < progress.held_out_loss, loss
-    progress.falling = progress.falling + 1 if fell and progress.best_step < progress.step else 0
+    shorter = found.acceptance_length < progress.longest_length
+    progress.falling = progress.falling + 1 if fell and shorter else 0
     return 0 < patience <= progress.falling
 
 
 def agreed(
-    accelerator: Accelerator, outputs: list[HeadOutput], stop: bool, norm: Tensor | None = None
-) -> tuple[float, float, bool]:
-    """Return the loss summed over processes, the gradient norm, and whether any process received a request to stop."""
+    accelerator: Accelerator, outputs: list[HeadOutput], wishes: Wishes, norm: Tensor | None = None
+) -> tuple[float, float, Wishes]:
+    """Return the loss summed over processes, the gradient norm, and what any process wishes."""
     loss = torch.stack([output.loss.detach() for output in outputs]).sum()
     # Filled on the device: a copy from the host would wait for it.
-    everyone = accelerator.reduce(torch.stack([loss, torch.full_like(loss, float(stop))]), "sum")
+    flags = [torch.full_like(loss, float(wish)) for wish in (wishes.stop, wishes.save)]
+    everyone = accelerator.reduce(torch.stack([loss, *flags]), "sum")
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     norm = torch.zeros_like(loss) if norm is None else norm.to(loss)
     # sync: once a step, so that no step spoils the weights and all processes stop at the same one
-    total, own, stopping = torch.cat([everyone[:1], norm[None], everyone[1:]]).tolist()
-    return total, own, stopping > 0
+    total, stopping, saving, own = torch.cat([everyone, norm[None]]).tolist()
+    return total, own, Wishes(stopping > 0, saving > 0)
 
 
-def check_finite(what: str, value: float, batches: list[Batch], step: int, run: RunFolder) -> None:
+def check_finite(what: str, value: float, batches: list[Batch], step: int, state: TrainState) -> None:
     """Raise a ValueError before a step that would spoil the weights."""
     if math.isfinite(value):
         return
     numbers = sorted(number for batch in batches for number in batch.conversations)
+    newest = state.run.newest()
+    lower = f"optim.lr={state.config.optim.lr / 2:g}"
+    advice = (
+        f"a lower optim.lr or a larger optim.warmup often helps: the same command with --resume_with {lower} resumes "
+        "from there"
+    )
+    if newest is None:
+        advice = "a lower optim.lr or a larger optim.warmup often helps: nothing was saved yet, so begin with that"
     raise ValueError(
         f"step {step}: the {what} is {value}; training stops. Its batch held the conversations {numbers} (counted from "
-        f"0 over all sources). The newest checkpoint is {run.newest() or 'not yet written'}; a lower optim.lr or a "
-        "larger optim.warmup often helps"
+        f"0 over all sources). The newest checkpoint is {newest or 'not yet written'}; {advice}"
     )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import shlex
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -27,6 +27,7 @@ from ..inference.target import Target
 from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, with_formats
+from .features.by_mode import needs_no_target
 from .features.online import cache_bytes
 from .features.placement import empty_model
 from .head import head_of, objective_of
@@ -81,12 +82,14 @@ def plan_run(config: TrainConfig) -> Plan:
     model = empty_model(config, dtype)
     target = Target(model, config.target)
     with init_empty_weights():
-        head = head_of(config, target.info)
+        head = head_of(config, target.info, target.config)
     whole = sum(parameter.numel() for parameter in model.parameters())
     blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.modules.blocks]
     size = sum(parameter.numel() for parameter in head.parameters())
     on_device = whole
-    if config.target_placement == "shard":
+    if needs_no_target(config):
+        on_device = outer_size(target.modules)
+    elif config.target_placement == "shard":
         on_device = whole - sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
     stage = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "FSDP2" else 0
     muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
@@ -107,6 +110,12 @@ def plan_run(config: TrainConfig) -> Plan:
     }
     dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
     return Plan(engine, processes, whole, size, *dtypes, memory, per_token)
+
+
+def outer_size(modules: TargetModules) -> int:
+    """Count the parameters of what a run without the target's blocks loads: embedding, final norm and LM head."""
+    outer = (modules.embed, modules.norm, modules.lm_head)
+    return sum(weight.numel() for weight in nn.ModuleList(cast(list[nn.Module], outer)).parameters())
 
 
 def loss_chunk(head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device) -> int:

@@ -119,6 +119,34 @@ def build_optimizer(
     return optimizer, schedule
 
 
+SETTINGS = ("initial_lr", "weight_decay", "betas")
+"""What a group of parameters holds of the options, besides the learning rate that a schedule computes from them."""
+
+
+def settings_of(schedule: LRScheduler) -> list[dict[str, Any]]:
+    """The options in the groups of a schedule's optimizer, before a checkpoint is loaded."""
+    groups = schedule.optimizer.param_groups
+    return [{name: group[name] for name in SETTINGS if name in group} for group in groups]
+
+
+def apply_settings(schedule: LRScheduler, settings: list[dict[str, Any]]) -> None:
+    """Replace the options that a checkpoint brought by those of this start, and compute the learning rate from them.
+
+    They are the same, unless the run resumes with others.
+    """
+    groups = schedule.optimizer.param_groups
+    schedule.base_lrs = [own["initial_lr"] for own in settings]
+    for group, own in zip(groups, settings, strict=True):
+        group.update(own)
+    shapes: Any = schedule  # a LambdaLR, as all of transformers' schedules are
+    rates = [
+        base * shape(schedule.last_epoch) for base, shape in zip(schedule.base_lrs, shapes.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
 TABLES = ("lm_head", "embed", "markov_w")
 """Parts of the names of embeddings and LM heads, whose rows stand for tokens."""
 

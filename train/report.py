@@ -18,16 +18,15 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
-from ..heads.base import DraftHead, HeadOutput
+from ..heads.base import HeadOutput
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference.stats import acceptance_figures
-from ..inference.target import Target
 from ..inference.tracing.plots import plotted
 from .data.batches import collate
 from .data.chat_template import Example
 from .evaluate import Evaluation, Sample
-from .features.online import online_features
+from .features.online import OnlineFeatures
 from .run_folder import Progress, RunFolder
 from .tracking import Tracker
 
@@ -122,6 +121,9 @@ class MetricsLogger:
         self.run, self.tracker, self.every, self.steps, self.progress = run, tracker, every, steps, progress
         self.clock = StepClock(run.accelerator.device)
         self.note = ""
+        self.waited = 0.0
+        """Seconds of this start's steps, of `stepped`, in which the head waited for a batch."""
+        self.stepped = 0.0
         self._epochs_per_step, self._flops_per_token = epochs_per_step, flops_per_token
         self._outputs: list[HeadOutput] = []
         self._step_started = time.perf_counter()
@@ -145,6 +147,8 @@ class MetricsLogger:
         accuracy_K = hits_K / counts_K
         rate = (progress.answer_tokens - self._since.answer_tokens) / seconds
         parts = self.clock.totals()
+        self.waited += parts["data"]
+        self.stepped += sum(parts.values())
         axes = {"epoch": self._epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
         row: dict[str, Any] = {
             "step": progress.step,
@@ -195,7 +199,7 @@ class MetricsLogger:
         log.info(
             f"step {step}  acceptance length: "
             + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
-            + f" on {len(found.trees['chain'].rows)} held-out prompts; best so far {self.progress.best_length:.3f}"
+            + f" on {len(found.trees['chain'].rows)} held-out prompts; best/ is that of step {self.progress.best_step}"
         )
         return row
 
@@ -260,17 +264,17 @@ ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def count_flops(
-    target: Target, head: DraftHead, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
+    source: OnlineFeatures, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
 ) -> float:
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
     Not counted while training: the counter changes the dispatch of operations, and thereby their last digits.
     """
-    batch = collate(examples)
+    batch, head = collate(examples), source.head
     with torch.random.fork_rng(), torch.no_grad():
         with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_target:
-            features = online_features(target, head, batch, next(head.parameters()).dtype)
+            features = source(batch, next(head.parameters()).dtype)
         with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_head:
             head(features, objective)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)

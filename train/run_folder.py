@@ -1,6 +1,8 @@
 """The folder of a training run, which survives a kill.
 
-config.yaml        the resolved options; a run resumes only with the same ones
+config.yaml        the resolved options; a run resumes with the same ones, but for those that change no weights
+inputs.json        digests of its data, target and tokenizer, which may be found at other paths when it resumes
+changes.jsonl      options that changed when it resumed: the step, the name, the values before and after
 log.jsonl          losses, accuracies and measured acceptance, one line each
 checkpoints/step-N all that resuming needs: weights, optimizer, schedule, random state, position in the data
 best/, last/       head checkpoints: of the longest acceptance length, and after the last step
@@ -15,7 +17,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +28,56 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 
 from ..console import log
-from ..files import write_whole
+from ..files import file_sizes, free_bytes, require_free, write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
 from .config import TrainConfig
+from .lost_processes import of_other_processes
+from .resume_with import names_of, with_changes
 
 FREE_TO_CHANGE = (
+    "loop.micro_batch",
+    "loop.micro_tokens",
+    "loop.recompute",
     "loop.log_every",
     "loop.eval_every",
     "loop.save_every",
+    "loop.save_minutes",
     "loop.keep",
+    "loop.patience",
     "loop.tracker",
     "loop.save_dtype",
     "loop.timeout",
+    "target_placement",
+    "target_attention",
+    "features.mode",
+    "features.folder",
+    "features.limit",
     "features.repair",
+    "features.server",
+    "features.server_folder",
+    "features.server_seconds",
     "data.bad_rows",
     "data.bad_rows_limit",
     "data.cache",
     "data.num_proc",
     "data.workers",
+    "eval",
     "plan",
     "output",
+    "init_from",
+    "resume_with",
     "tracking",
 )
-"""Options, or groups of them, that may differ when a run resumes: they do not change its weights."""
+"""Options, or groups of them, that may differ when a run resumes: they change its weights by no more than rounding."""
+BY_DIGEST = ("data.sources", "target", "target_revision")
+"""Options that may differ if what they name has not changed, by the digests in inputs.json."""
+NO_CHANGE = ("output", "plan", "resume_with", "tracking", "loop.log_every", "loop.tracker", "data.num_proc")
+"""Options whose changes are not worth a line."""
+
+
+INPUTS, CHANGES = "inputs.json", "changes.jsonl"
+OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
+"""Digests in inputs.json, and the options by which what they are of is found."""
 
 
 def check_options(
@@ -59,8 +89,13 @@ def check_options(
     groups of options, may differ.
     """
     for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not {name, name.split(".")[0]} & set(free):
+        if before.get(name) != now.get(name) and not named_by(free, name):
             raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
+
+
+def named_by(options: Sequence[str], name: str) -> bool:
+    """Whether an option, by its dotted name, is among some options, or in a group of them."""
+    return any(name == option or name.startswith(f"{option}.") for option in options)
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -100,6 +135,10 @@ class Progress:
     """The step that gave the best head so far."""
     best_length: float = 0.0
     """Its acceptance length."""
+    longest_length: float = 0.0
+    """The longest acceptance length that was measured."""
+    longest_prompts: list[list[int]] = field(default_factory=list)
+    """Tokens and rounds of each prompt in that evaluation."""
     falling: int = 0
     """Evaluations in a row in which acceptance was below the best while the held-out loss fell."""
     held_out_loss: float = math.inf
@@ -131,10 +170,11 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options with "fastest" and "auto" replaced by the dtypes with which the run began, if it resumes.
+    """Return the options with the changes of `resume_with`, and if the run resumes, with the dtypes it began with.
 
     A run that began before held_out_limit existed has no limit.
     """
+    config = with_changes(config, config.resume_with)
     before = earlier_options(Path(config.output))
     if not before:
         return config
@@ -179,12 +219,66 @@ class RunFolder:
         _refuse_foreign_config(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
-            advice = "resume it with its own options, or choose another output folder"
-            check_options(f"{self.folder} holds a run with", before, flat(options), advice, FREE_TO_CHANGE)
+            changed = names_of(config.resume_with)
+            by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
+            advice = (
+                "resume it with its own options, name those that shall change (--resume_with NAME=VALUE), or choose "
+                "another output folder"
+            )
+            free = (*FREE_TO_CHANGE, *by_digest, *changed)
+            check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
         self.accelerator.wait_for_everyone()
+
+    def settle(self, config: TrainConfig, inputs: Mapping[str, str]) -> None:
+        """Check that data, target and tokenizer are those of the run, by their digests; keep options that have changed.
+
+        Raises:
+            ValueError: others than the run began with, unless `resume_with` names the option that gives them.
+        """
+        path = self.folder / INPUTS
+        resumes = bool(earlier_options(self.folder))
+        if resumes and path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            changed = names_of(config.resume_with)
+            for name, option in OF_INPUTS.items():
+                group = option.partition(".")[0]
+                if before.get(name) != inputs.get(name) and not any(each.startswith(group) for each in changed):
+                    raise ValueError(
+                        f"{self.folder} holds a run whose {name} had the digest {before.get(name)}; with {option} "
+                        f"{attrgetter(option)(config)!r} it is {inputs.get(name)}: give what the run began with, or "
+                        f"say that it has changed (--resume_with {option}=...)"
+                    )
+        self.accelerator.wait_for_everyone()  # all have read what is now written
+        if self.accelerator.is_main_process:
+            write_whole(path, json.dumps(dict(inputs), indent=1))
+            self._keep_changes(config)
+        self.accelerator.wait_for_everyone()
+
+    def _keep_changes(self, config: TrainConfig) -> None:
+        """Write options that differ from those of a run that resumes, and log them."""
+        options = json_ready(dataclasses.asdict(config))
+        before, now = earlier_options(self.folder), flat(options)
+        newest = self.newest()
+        if not before or newest is None:
+            return
+        step = int(newest.name.removeprefix("step-"))
+        changes = []
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) == now.get(name) or named_by(NO_CHANGE, name):
+                continue
+            changes.append({"step": step, "name": name, "before": before.get(name), "now": now.get(name)})
+            log.info(f"from step {step} on with {name} {now.get(name)!r}; before it was {before.get(name)!r}")
+        with (self.folder / CHANGES).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(change) + "\n" for change in changes)
+        write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Options that have changed since the run began, with the steps from which on they hold."""
+        path = self.folder / CHANGES
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def resume(self, engine: str) -> Progress:
         """Load the newest complete checkpoint, if there is one; a ValueError if this engine cannot resume from it."""
@@ -218,6 +312,23 @@ class RunFolder:
             finish_replacing(self.best)
         return progress
 
+    def check_space(self, size: int, keep: int) -> None:
+        """Refuse a disk without room for a checkpoint of about `size` bytes; warn where `keep` and one more do not fit.
+
+        Raises:
+            OSError: what it takes, and what is free.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        require_free(self.folder, size, "a checkpoint to resume from")
+        present = sum(file_sizes(path) for path in whole_checkpoints(self.folder))
+        free = free_bytes(self.folder)
+        if (keep + 1) * size - present > free:
+            log.warning(
+                f"{keep + 1} checkpoints of about {size / 2**30:.2f} GiB (loop.keep, and the one that is written) do "
+                f"not fit into the {free / 2**30:.2f} GiB that are free at {self.folder}; lower loop.keep"
+            )
+
     def newest(self) -> Path | None:
         """Return the checkpoint from which a run would resume."""
         return next(reversed(whole_checkpoints(self.folder)), None)
@@ -232,10 +343,14 @@ class RunFolder:
         partial = final.with_name(final.name + ".partial")
         if self.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
+            if (newest := self.newest()) is not None:
+                require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
         self.accelerator.wait_for_everyone()
         try:
             self.accelerator.save_state(str(partial))
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
+            if isinstance(error, RuntimeError) and of_other_processes(error):
+                raise
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()  # every process writes a part

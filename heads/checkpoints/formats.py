@@ -238,6 +238,11 @@ def _layer(theirs: str, ours: str) -> dict[str, Row]:
     return rows
 
 
+def _same(name: str, meaning: str) -> dict[str, Row]:
+    """A tensor that is called the same here."""
+    return {name: Row(name, meaning)}
+
+
 def _eagle3(first: str) -> dict[str, Row]:
     """EAGLE-3, its first layer called `first`."""
     return {
@@ -418,6 +423,25 @@ FORMATS: dict[str, Format] = {
         },
         _DSPARK,
         ignored=("embed_tokens.",),
+    ),
+    "speculators-mtp": Format(
+        ("mtp",),
+        {
+            **SPECULATORS,
+            "speculators_model_type": Key("mtp"),
+            "transformer_layer_config": Key(
+                "the target's text config, which says of what kind the layer is", kind="object"
+            ),
+            "num_nextn_predict_layers": Key("layers", 1, kind="size"),
+        },
+        {
+            **_same("mtp_layers.{l}.input_proj.weight", "joins embedding and state"),
+            **_same("mtp_layers.{l}.token_layernorm.weight", "norm of the embedding"),
+            **_same("mtp_layers.{l}.hidden_layernorm.weight", "norm of the state"),
+            **_same("mtp_layers.{l}.final_layernorm.weight", "norm of the output"),
+            **_layer("mtp_layers.{l}", "mtp_layers.{l}"),
+        },
+        ignored=("embed_tokens.", "lm_head."),
     ),
     "dspark": Format(
         ("dspark",),

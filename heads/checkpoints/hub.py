@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -29,9 +30,13 @@ REASONS: dict[type[Exception], str] = {
 
 
 def local_folder(
-    source: str | Path, revision: str | None = None, token: str | None = None, cache_dir: str | Path | None = None
+    source: str | Path,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+    files: Sequence[str] = FILES,
 ) -> Path:
-    """Return a folder as it is; download the files of a Hub id, or take them from the cache.
+    """Return a folder as it is; download the files of a Hub id, by their patterns, or take them from the cache.
 
     Where that fails, a ValueError has the Hub's reason.
     """
@@ -41,7 +46,9 @@ def local_folder(
     where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         return Path(
-            snapshot_download(str(source), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=FILES)
+            snapshot_download(
+                str(source), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(files)
+            )
         )
     except Exception as error:
         reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, Qwen3Config
 from ..base import DraftHead, TargetInfo
 from ..by_name import build_head
 from .formats import DFLASH_CONFIG, EAGLE_CONFIG, FORMATS, KINDS, LLAMA, NEEDED, Key, may_compute, places
+from .native_mtp import RECURRENT_DEPTH, find, head_of_tensors
 from .save_load import build_unloaded
 
 LAYERLESS = ("medusa", "fasterdecoding", "hydra")
@@ -130,7 +131,8 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
             "supported; heads here that draft in one pass are dflash and dspark"
         )
     if kind is not None:
-        forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in ("eagle", "dflash", "dspark")}
+        others = ("eagle", "dflash", "dspark", "mtp")
+        forms = {"eagle3": "speculators"} | {name: f"speculators-{name}" for name in others}
         if kind not in forms:
             raise ValueError(f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}")
         return forms[kind]
@@ -176,9 +178,11 @@ def import_head(
     described = {} if form not in LAYERLESS else {name: config[name] for name in LLAMA.keys() & config.keys()}
     keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
     source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
-    options = READERS[form](source)
+    options = {} if form == "speculators-mtp" else READERS[form](source)
     if unread:
         remarks.append(f"config keys that say nothing of the draft layer are kept aside: {', '.join(sorted(unread))}")
+    if form == "speculators-mtp":
+        return _import_mtp(source), source
     _take_lm_head(source, options)
     embedding = _take_embedding(source, options)
     _sort_draft_vocab(source, options)
@@ -194,6 +198,23 @@ def import_head(
         parameter.data = parameter.data.to(state[parameter_name].dtype)
     head.load_state_dict(state)
     return head, source
+
+
+def _import_mtp(source: Source) -> DraftHead:
+    """An MTP head, whose layer is of any kind: its tensors are those of that kind's own class."""
+    keys = source.keys
+    layer = dict(keys["transformer_layer_config"])
+    where = f"{keys.where}: transformer_layer_config"
+    for name, own in {"hidden_size": source.target.hidden_size, "vocab_size": source.target.vocab_size}.items():
+        if layer.get(name) not in (None, own):
+            raise ValueError(f"{where} has {name} {layer[name]!r}, and the target {source.target.name!r} has {own!r}")
+    methods = keys["speculators_config"].get("proposal_methods") or [{}]
+    depth = methods[0].get("speculative_tokens")
+    count = keys["num_nextn_predict_layers"]
+    found = find(source.tensors, source.target.num_layers, keys.where)
+    options = {"depth": count if count > 1 else max(depth or 0, RECURRENT_DEPTH)}
+    tensors = {name: source.tensors[name] for name in found.names}
+    return head_of_tensors(found, tensors, source.target, layer, keys.where, options)
 
 
 # Options of a head, from its config.json and tensors.

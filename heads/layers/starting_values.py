@@ -47,7 +47,7 @@ def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: Target
         raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
     block = blocks[layer]
     where = f"{head} cannot start from block {layer} of {target.name!r}, a {type(block).__name__}"
-    weights = {name: _whole(tensor.detach()) for name, tensor in block.state_dict().items()}
+    weights = block_tensors(block)
     ours = DecoderLayer(replace(LayerShape.of(target), qk_norm="self_attn.q_norm.weight" in weights))
     for name in sorted(ours.state_dict().keys() ^ weights.keys()):
         what = "has, unlike a Llama layer," if name in weights else "lacks"
@@ -61,6 +61,11 @@ def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: Target
     if not _alike(ours, block, target):
         raise ValueError(f"{where}, which computes something else than a Llama layer; choose start: random")
     return weights
+
+
+def block_tensors(block: nn.Module) -> dict[str, Tensor]:
+    """Weights of a module of the target by name, gathered if they are sharded."""
+    return {name: _whole(tensor.detach()) for name, tensor in block.state_dict().items()}
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ class Mark:
 
     slots: TreeSlots | None = None
     """What the mask stands for, if it has no values; None for a causal one."""
-    layers: list[torch.nn.Module] | None = None
-    """Each layer that asks for attention with the mask is added here."""
+    groups: list[int] | None = None
+    """The query heads for each head of keys, of each layer that asks for attention with the mask, are added here."""
 
 
 def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
@@ -121,8 +121,8 @@ def attention(
         return sdpa_attention_forward(module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options)
     assert attention_mask is not None
     mark: Mark = getattr(attention_mask, MARK)
-    if mark.layers is not None:
-        mark.layers.append(module)
+    if mark.groups is not None:
+        mark.groups.append(query_BHNE.shape[1] // key_BGSE.shape[1])
     unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
     if unsupported:
         raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")

@@ -74,6 +74,8 @@ class Engine(ABC):
     name: str
     """What the speed of its forwards depends on besides model and device."""
     least_padding = LEAST_PADDING
+    pads_prompts = True
+    """Whether prompts of different lengths may be read together, the shorter ones padded."""
     copies_weights = False
     """Whether it holds a copy of the weights, which a change of the model's does not reach."""
     chains_only = False
@@ -99,11 +101,6 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def computes_logits(self) -> bool:
-        """Whether `logits` agrees with the logits of a forward."""
-
-    @property
-    @abstractmethod
     def features_are_free(self) -> bool:
         """Whether a forward returns features without asking the user's model for its hidden states."""
 
@@ -114,7 +111,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V] of states [..., D] after the final norm."""
+        """The logits [..., V] of features [..., D] of layer -1; see `TargetModel.computes_logits`."""
 
     @abstractmethod
     def read_chunk(

@@ -88,10 +88,6 @@ class CpuEngine(KernelEngine):
         return self.decoder.lm_head
 
     @property
-    def computes_logits(self) -> bool:
-        return True
-
-    @property
     def features_are_free(self) -> bool:
         return True
 

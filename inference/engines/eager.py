@@ -46,8 +46,11 @@ class EagerEngine(Engine):
         self.least_padding = PADDING_ON_CPU if self.on_cpu else LEAST_PADDING
         model = target.model
         self.flex = model.config._attn_implementation == "flex_attention"
-        self.spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        """Whether the layers lie on several devices."""
+        self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())
+        """Whether accelerate moves the inputs of layers, which lie on several devices as a rule."""
+        self.shares_keys = not self.spread and bool(getattr(target.config, "num_kv_shared_layers", None))
+        """Whether the last layers use keys of others (Gemma 4): they would cut our mask for a number of logits to keep,
+        but not for a list of them."""
         self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
         """Heads that draft here, and the state of their weights."""
         # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment.
@@ -89,17 +92,6 @@ class EagerEngine(Engine):
             cache.growth = "room" if self.tree_kernel else "doubling"
         return cache
 
-    @cached_property
-    def computes_logits(self) -> bool:
-        target = self.target
-        with torch.inference_mode():
-            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-            output = self.model(input_ids=token_11, use_cache=False, output_hidden_states=True)
-        expected_11V = output.logits.float()
-        computed_11V = self.logits(output.hidden_states[target.info.num_layers]).float().to(expected_11V.device)
-        tolerance = torch.finfo(target.dtype).eps ** 0.5 * expected_11V.abs().max()
-        return bool((computed_11V - expected_11V).abs().max() <= tolerance)
-
     def logits(self, states: Tensor) -> Tensor:
         modules = self.target.modules
         with torch.inference_mode():
@@ -111,16 +103,17 @@ class EagerEngine(Engine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa":
             return False
-        layers: list[nn.Module] = []
+        groups: list[int] = []
         with torch.inference_mode():
             cache = TreeCache(self.state_shapes, 1, target.device)
             cache.reserve(1, 0)
             visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 1:] = False
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=layers))
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=groups))
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
-        return len(layers) == target.info.num_layers
+        layers = max(target.info.num_layers, len(self.state_shapes) // 2)  # a block may have several
+        return groups == [target.info.num_attention_heads // target.info.num_key_value_heads] * layers
 
     @cached_property
     def tree_kernel(self) -> bool:
@@ -264,6 +257,8 @@ class EagerEngine(Engine):
         target = self.target
         indices = target.hidden_state_indices(layers)
         given_cache: dict[str, Any] = {target.cache_interface.name: cache}
+        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
+            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
         output = self.model(
             input_ids=tokens_BN,
             attention_mask=masks,
@@ -273,10 +268,8 @@ class EagerEngine(Engine):
             logits_to_keep=logits_to_keep,
             output_hidden_states=sorted(set(indices)) or False,
         )
-        states = [output.hidden_states[index].to(target.device) for index in indices]
-        if states:
-            return output.logits, torch.cat(states, dim=-1)
-        return output.logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+        logits = kept_logits(output.logits, logits_to_keep)
+        return logits, features_of(target, output, layers, tokens_BN)
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
@@ -324,20 +317,35 @@ def read_by_model(
     prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **given)
     indices = target.hidden_state_indices(layers)
     output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
-    logits = output.logits
-    if logits.shape[1] != len(kept):
-        logits = logits[:, kept]
-    states = [output.hidden_states[index].to(target.device) for index in indices]
-    empty = torch.empty(1, size, 0, dtype=target.dtype, device=target.device)
+    logits = kept_logits(output.logits, given["logits_to_keep"])
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
     cache.advance(torch.full_like(cache.lengths_B, size))
     cache.prefilled += size
-    return TargetOutput(logits, torch.cat(states, dim=-1) if states else empty)
+    return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
 
 
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     """Masks by kind of attention, or the mask itself where all layers are of one kind."""
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def features_of(target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
+    """Features [B, N, F] of these layers, from the hidden states that a forward over these tokens returned."""
+    states = []
+    for layer, index in zip(layers, target.hidden_state_indices(layers), strict=True):
+        state = output.hidden_states[index]
+        states.append((target.last_features(state) if layer == -1 else state).to(target.device))
+    if states:
+        return torch.cat(states, dim=-1)
+    return torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+
+
+def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
+    """The logits that `logits_to_keep` asks for, whether the model's forward knows that argument or not."""
+    nodes = logits_BNV.shape[1]
+    if isinstance(kept, int):
+        return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
+    return logits_BNV if nodes == len(kept) else logits_BNV[:, kept]
 
 
 def visible_slots(

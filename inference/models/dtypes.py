@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ...heads.base import dtype_name
 from ..kv_cache import free_memory
 from ..tuning.machine import measured_once, positive, seconds_in_turns, tell_once
-from .loading import config_of, locate
+from .loading import config_of, locate, model_loader
 
 log = logging.getLogger("headstart.inference")
 
@@ -116,9 +116,8 @@ def own_dtype(
 
 def fits(config: PreTrainedConfig) -> bool:
     """Whether this machine's free memory holds a model's weights in float32."""
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(config)
+        model = model_loader(config).from_config(config)
     weights = sum(weight.numel() for weight in model.parameters())
     return torch.float32.itemsize * weights < ROOM * free_memory(torch.device("cpu"))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..engines.base import Runner
@@ -87,7 +87,6 @@ class Seq2SeqTarget(Target):
 
     eager_engine = Seq2SeqEngine
     packed_engine = PackedSeq2SeqEngine
-    loader = AutoModelForSeq2SeqLM
     shares_prompts = False
 
     def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
@@ -103,6 +102,9 @@ class Seq2SeqTarget(Target):
                 + ", ".join(FAMILIES)
             )
         return ("full_attention",)
+
+    def check_decoding(self) -> None:
+        """Nothing to try: `FAMILIES` are known."""
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
         """Run the encoder on one row, which the decoder attends to from then on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Hashable
 from typing import Any, cast
@@ -14,29 +15,64 @@ from transformers import PreTrainedModel
 
 from ...heads.base import TargetInfo, TargetModules
 from .positions import counts_positions
+from .states import keeps_states, kinds_beside_states
+
+HEAD_SIZE = 128
+"""Width of a head of attention in a head that drafts for a model without attention."""
+WITHOUT_MIXING = frozenset({"mlp", "moe"})
+"""Kinds of layers in which no token sees another."""
+
+FINGERPRINTED = 64
+"""Values of each weight that its fingerprint is made of."""
 
 
-def target_info(config: Any, name: str, vocab_size: int) -> TargetInfo:
+def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
     """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # some models have one for each kind of attention
+    heads = layer_fact(config, "num_attention_heads") or max(1, config.hidden_size // HEAD_SIZE)
     eps = next((getattr(config, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, key)), 1e-5)
     act = next((getattr(config, key) for key in ("hidden_act", "hidden_activation") if hasattr(config, key)), "silu")
     return TargetInfo(
         name=name,
         hidden_size=config.hidden_size,
         vocab_size=vocab_size,
-        num_layers=config.num_hidden_layers,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_layers=num_layers,
+        intermediate_size=layer_fact(config, "intermediate_size") or 4 * config.hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_key_value_heads=layer_fact(config, "num_key_value_heads") or heads,
+        head_dim=layer_fact(config, "head_dim") or config.hidden_size // heads,
         hidden_act=act,
         rms_norm_eps=eps,
-        max_positions=getattr(config, "max_position_embeddings", 2**31 - 1),
-        rope_parameters=_rope_of_heads(rope),
+        max_positions=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+        rope_parameters=_rope_of_heads(rope_of(config)),
     )
+
+
+def layer_fact(config: Any, name: str) -> Any:
+    """A fact of a config, the first layer's where layers differ; None where it has no such key.
+
+    Layers differ by a list of values, or by a config for each, whose common config then refuses to tell.
+    """
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError, which older versions lack
+        value = getattr(config.per_layer_config[0], name, None)
+    if isinstance(value, list | tuple):
+        return value[0] if value else None
+    return value
+
+
+def rope_of(config: Any) -> dict[str, Any]:
+    """The rotary embedding of a config; that of the full attention, else the first, where kinds of layers differ.
+
+    Empty for a model, or a kind of layer, without one.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope or "rope_theta" in rope:
+        return dict(rope)
+    by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
+    if "full_attention" in rope:
+        return dict(rope["full_attention"] or {})
+    return dict(next(iter(by_kind.values()), rope))
 
 
 def _rope_of_heads(rope: dict[str, Any]) -> dict[str, Any]:
@@ -62,24 +98,44 @@ def fingerprint(model: PreTrainedModel) -> str:
             except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
                 parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
         for part in parts:
-            first = part.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+            first = part.detach().flatten()[:FINGERPRINTED].to(torch.bfloat16).float().cpu()
             digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+BLOCKS = ("layers", "h", "blocks")
+"""Names of a decoder's blocks."""
+TRANSFORMS = ("lm_head", "cls.predictions.transform", "generator_predictions")
+"""Names of the layers before an LM head's matrix, in models whose `get_output_embeddings` is the matrix alone."""
 
 
 def target_modules(model: PreTrainedModel) -> TargetModules:
     """A model's modules by the names that transformers gives them, with the scale and soft cap of its logits."""
     body = getattr(model.base_model, "language_model", model.base_model)
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+    if not any(hasattr(body, name) for name in BLOCKS):  # a causal LM in a multimodal one
+        body = model.get_decoder()
+    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
     return TargetModules(
         embed=model.get_input_embeddings(),
         lm_head=cast(torch.nn.Linear, model.get_output_embeddings()),
         norm=next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity()),
-        blocks=next((getattr(body, name) for name in ("layers", "h", "blocks") if hasattr(body, name)), ()),
+        blocks=next((getattr(body, name) for name in BLOCKS if hasattr(body, name)), ()),
         logit_scale=float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)),
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )
+
+
+def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The layers between the final norm and the LM head's matrix, as BERT's relatives have them; None without any."""
+    for path in TRANSFORMS:
+        part: Any = model
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        lm_head = model.get_output_embeddings()
+        if part is not None and all(module is not lm_head for module in part.modules()):
+            return cast(torch.nn.Module, part)
+    return None
 
 
 def active_adapters(model: PreTrainedModel) -> Hashable:
@@ -99,8 +155,8 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """Attention masks that the model's layers need, some of `KINDS`.
 
-    A tree of tokens needs layers of attention alone, whose mask and positions are inputs: each node then attends to
-    what it would attend to if its path were the text.
+    A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then attends to what it
+    would attend to if its path were the text. For layers with a state see `states`.
 
     Raises:
         ValueError: an architecture that cannot process trees, with the reason.
@@ -109,10 +165,11 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
-    if getattr(model, "_is_stateful", False):
+    stateful = keeps_states(model)
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
-            f"{name} keeps a recurrent state, which follows one text and not the paths of a tree; a target's layers "
-            "must all be attention"
+            f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens that are read later "
+            "change what was computed for earlier ones; a target must read causally"
         )
     if counts_positions(model):
         return ("full_attention",)  # whatever they are: its masks are its own
@@ -127,11 +184,16 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for "
             "masks that change; load it with attn_implementation sdpa or eager"
         )
+    if stateful:
+        return kinds_beside_states(model)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        sliding = getattr(config, "sliding_window", None) is not None
+        # A window over all positions is none: some models with such a one have no mask for it.
+        window = getattr(config, "sliding_window", None)
+        sliding = window is not None and window < (getattr(config, "max_position_embeddings", None) or math.inf)
         return ("sliding_attention",) if sliding else ("full_attention",)
-    unknown = sorted(set(layer_types) - set(KINDS))
+    kinds = set(layer_types) - WITHOUT_MIXING
+    unknown = sorted(kinds - set(KINDS))
     if unknown:
         raise ValueError(f"{name} has layers of kind {unknown[0]!r}; a target's layers must be {' or '.join(KINDS)}")
-    return tuple(sorted(set(layer_types)))
+    return tuple(sorted(kinds))

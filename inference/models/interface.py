@@ -7,14 +7,15 @@ Versions name the KV cache differently (`past_key_values`, then `cache`), and co
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ...heads.base import TargetModules
 from ..kv_cache import StateShape
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -43,10 +44,56 @@ def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterfa
     cache = output[name]
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    states = [layer.keys for layer in cache.layers]
-    states += [layer.values for layer in cache.layers]
-    shapes = [StateShape(state.shape[1], state.shape[3], state.dtype, state.device) for state in states]
-    return CacheInterface(name, shapes)
+    states = [getattr(layer, "keys", None) for layer in cache.layers]
+    states += [getattr(layer, "values", None) for layer in cache.layers]
+    return CacheInterface(name, [_shape(state, model) for state in states])
+
+
+def _shape(state: Tensor | None, model: PreTrainedModel) -> StateShape:
+    """The shape of a layer's keys or values; empty for a layer that has none, or uses those of another."""
+    if state is None:
+        return StateShape(0, 0, model.dtype, model.device)
+    return StateShape(state.shape[1], state.shape[3], state.dtype, state.device)
+
+
+def logit_scales(config: Any) -> list[float]:
+    """Factors on the LM head's output that a config may mean; whether the model applies them, trying tells."""
+    scales = [1.0]
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        value = getattr(config, name, None)
+        if value:
+            scales.append(float(value))
+    if getattr(config, "logits_scaling", None):
+        scales.append(1 / config.logits_scaling)
+    return scales
+
+
+def fitting_logits(
+    model: PreTrainedModel, modules: TargetModules, before: nn.Module | None, tokens_BT: Tensor
+) -> TargetModules | None:
+    """The modules with the scale and the soft cap by which their logits are the model's own; None if none are.
+
+    A config that has a scale or a cap does not say that the model applies it: multimodal models may not. `before` are
+    the layers between the final norm and the LM head.
+    """
+    with torch.inference_mode():
+        output = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
+        if not output.hidden_states:
+            return None
+        last = output.hidden_states[-1]
+        states = last if before is None else before(last)
+        if states.shape[-1] != modules.lm_head.weight.shape[-1]:
+            return None
+        states = states.to(modules.lm_head.weight.device)
+        expected = output.logits.float()
+        tolerance = torch.finfo(model.dtype).eps ** 0.5 * expected.abs().max()
+        for scale in (modules.logit_scale, *logit_scales(model.config.get_text_config())):
+            for cap in dict.fromkeys((modules.logit_cap, None)):
+                tried = replace(modules, logit_scale=scale, logit_cap=cap)
+                computed = tried.logits(states).float().to(expected.device)
+                if bool((computed - expected).abs().max() <= tolerance):
+                    return tried
+    return None
 
 
 def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) -> int:
@@ -74,12 +121,12 @@ def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) 
         if index in (0, 1):
             state = hidden_states([index])[index]
             expected = everything[1]
-            if state is not None and expected is not None and _same(state, expected):
+            if state is not None and expected is not None and state.ndim == 3 and _same(state, expected):
                 return index
     raise ValueError(
         f"{type(model).__name__} returns {len(everything)} hidden states for {layers} blocks, and with "
-        "output_hidden_states=[index] none of them is the state after the first block, so features of its blocks "
-        "cannot be found"
+        "output_hidden_states=[index] none of them is the state after the first block, [batch, time, width], so a "
+        "head cannot read features of its blocks; decode it with a drafter without a head"
     )
 
 

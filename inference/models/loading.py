@@ -13,6 +13,8 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -52,6 +54,12 @@ MODEL_OPTIONS = (
     "variant",
 )
 """All options of `from_pretrained` for a target."""
+MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
+"""transformers' classes that load a language model with its encoders of images, sound or video, the widest first."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that peft writes beside an adapter's weights."""
+LONGEST_REASON = 300
+"""Characters of a message of transformers that a refusal repeats."""
 
 
 def locate(source: str | Path) -> tuple[str, str | None]:
@@ -123,8 +131,42 @@ def config_of(
     given = {name: value for name, value in (options or {}).items() if name in CONFIG_OPTIONS}
     try:
         return AutoConfig.from_pretrained(folder, revision=revision, **given)
-    except OSError as error:
-        raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise no_model(source, error) from error
+
+
+def no_model(source: Any, error: Exception) -> ValueError:
+    """The refusal of what cannot be loaded: transformers' reason, or its beginning where it lists all it knows."""
+    reason = " ".join(str(error).split())
+    if len(reason) > LONGEST_REASON:
+        reason = reason[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
+    return ValueError(f"no target model at {str(source)!r}: {reason} (transformers {transformers.__version__})")
+
+
+def adapter_alone(folder: str) -> bool:
+    """Whether a folder holds a peft adapter and no model; transformers finds the model by what the adapter names."""
+    place = Path(folder)
+    return (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG_NAME).is_file()
+
+
+def model_loader(config: PreTrainedConfig) -> Any:
+    """Transformers' class that builds and loads the language model of a config, multimodal ones too.
+
+    Raises:
+        ValueError: a config of a model that this version of transformers knows under none of these classes.
+    """
+    loaders: list[Any] = [AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM]
+    for name in MULTIMODAL:
+        if hasattr(transformers, name):  # versions name them differently
+            loaders.append(getattr(transformers, name))
+    own_code = getattr(config, "auto_map", None) or {}
+    for loader in loaders:
+        if type(config) in loader._model_mapping or loader.__name__ in own_code:
+            return loader
+    raise ValueError(
+        f"a model of type {config.model_type!r} is no target: transformers {transformers.__version__} loads it "
+        "neither as a causal language model nor as a multimodal one"
+    )
 
 
 def downloaded_commit(
@@ -177,7 +219,6 @@ def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
 
 
 def load_model(
-    loader: Any,
     source: str | Path,
     dtype: torch.dtype | str,
     where: str | torch.device | dict[str, Any],
@@ -186,10 +227,16 @@ def load_model(
 ) -> PreTrainedModel:
     """A target's model, frozen and in eval mode; the arguments are those of `Target.from_pretrained`.
 
-    `loader` is AutoModelForCausalLM or AutoModelForSeq2SeqLM; `options` are named in `MODEL_OPTIONS`.
+    A multimodal model is loaded whole, and decodes as a text model. `options` are named in `MODEL_OPTIONS`.
+
+    Raises:
+        ValueError: nothing to load at `source`, or a model that is no language model.
     """
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
+    loader: Any = AutoModelForCausalLM  # a GGUF file, and an adapter whose folder has no config of a model
+    if gguf is None and not adapter_alone(folder):
+        loader = model_loader(cast(PreTrainedConfig, config_of(source, revision, options)))
     if gguf:
         given["gguf_file"] = gguf
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
@@ -201,8 +248,8 @@ def load_model(
         given["device_map"] = {"": where}
     try:
         model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **given)
-    except OSError as error:
-        raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+    except (OSError, ValueError, ImportError) as error:  # a tower of the model may need a package of its own
+        raise no_model(source, error) from error
     placed = model if "device_map" in given else model.to(where)
     return cast(PreTrainedModel, placed.eval().requires_grad_(False))
 

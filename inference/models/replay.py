@@ -46,12 +46,19 @@ class ReplayTarget(Target):
     def __init__(self, target: Target) -> None:
         super().__init__(target.model, target.name, target.commit)
         self.original = target
+        self.computes_logits = target.computes_logits  # tried now: later there is no forward
         self.lock = target.lock
         self.engine = ReplayEngine(self)
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         """By layers, texts_RT with padding, and their features_RTF."""
+
+    def check_decoding(self) -> None:
+        self.original.check_decoding()
+
+    def current_provenance(self) -> dict[str, Any]:
+        return self.original.current_provenance()
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
         """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""
@@ -78,8 +85,7 @@ class ReplayTarget(Target):
         output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):
-            self.texts[tuple(prompt.tolist())] = torch.cat([prompt.to(self.device), answer_T])
-        self._tables.clear()
+            self.keep(prompt, torch.cat([prompt.to(self.device), answer_T]))
 
     def table(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """All texts [R, T], padded by `UNKNOWN`, and their features [R, T, F]; read when they are first asked for."""
@@ -88,9 +94,17 @@ class ReplayTarget(Target):
                 return texts_RT, features_RTF[..., : len(layers) * self.info.hidden_size]
         texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
         texts_RT = pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
-        read = [self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)]
-        self._tables[layers] = texts_RT, torch.cat(read)
+        self._tables[layers] = texts_RT, self.features_of(texts_RT, layers)
         return self._tables[layers]
+
+    def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """Features [R, T, F] of texts that are padded by `UNKNOWN`; the target reads them."""
+        return torch.cat([self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)])
+
+    def keep(self, prompt_T: Tensor, text_T: Tensor) -> None:
+        """Know a text that begins with a prompt."""
+        self.texts[tuple(prompt_T.tolist())] = text_T.to(self.device)
+        self._tables.clear()
 
 
 class ReplayEngine(Engine):
@@ -101,7 +115,6 @@ class ReplayEngine(Engine):
 
     def __init__(self, target: ReplayTarget) -> None:
         super().__init__(target)
-        self._computes_logits = target.original.computes_logits  # tried now: later there is no forward
 
     @property
     def state_shapes(self) -> list[StateShape]:
@@ -110,10 +123,6 @@ class ReplayEngine(Engine):
     @property
     def lm_head(self) -> nn.Module:
         return self.target.original.engine.lm_head
-
-    @property
-    def computes_logits(self) -> bool:
-        return self._computes_logits
 
     @property
     def features_are_free(self) -> bool:

@@ -159,11 +159,13 @@ def tell_once(message: str, why: str = "") -> None:
         warnings.warn(message + why, stacklevel=3)
 
 
-def measured_once(device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value]) -> Value:
+def measured_once(
+    device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value], timing: bool = True
+) -> Value:
     """A measurement of this machine, made by this process, an earlier one, or now.
 
     `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError or AttributeError
-    for another one.
+    for another one. None, for what could not be measured, is not kept; nor is a `timing` of a busy machine.
     """
     machine = f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
     for kept in (_measured, _on_disk()):
@@ -174,8 +176,10 @@ def measured_once(device: torch.device, name: str, measure: Callable[[], Any], r
     began = _clocks()
     found = measure()
     wall, own = (after - before for after, before in zip(_clocks(), began, strict=True))
+    if found is None:
+        return read(found)
     _measured.setdefault(machine, {})[name] = found
-    if device.type == "cpu" and wall - own > max(WAITED, WAITED * wall):
+    if timing and device.type == "cpu" and wall - own > max(WAITED, WAITED * wall):
         return read(found)  # of a busy machine: the next process measures again
     on_disk = _on_disk()  # the file's other entries stay
     before = on_disk.get(machine)

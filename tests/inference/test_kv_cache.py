@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.inference.kv_cache import BUCKET, STEP, StateShape, TreeCache
 
@@ -49,6 +50,24 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
             cache.bucketed_length - STEP < whole.shape[3] <= cache.bucketed_length and cache.bucketed_length % STEP == 0
         )
         assert cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET and cache.capacity % BUCKET == 0
+
+
+def test_selecting_rows_copies_no_more_than_a_layer_at_once():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.index.Tensor, torch.ops.aten.clone.default):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    cache = cache_with_trees(2)
+    expected = [layer[[1, 0]] for layer in (*cache.keys, *cache.values)]
+    with Largest() as largest:
+        cache.select(torch.tensor([1, 0]))
+    assert all(torch.equal(layer, rows) for layer, rows in zip((*cache.keys, *cache.values), expected, strict=True))
+    assert 0 < largest.elements <= cache.keys[0].numel()
 
 
 def test_the_cache_keeps_the_accepted_path_of_each_row():

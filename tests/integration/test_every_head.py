@@ -28,6 +28,31 @@ from headstart.inference.verify import point_mass
 DEPTH = 3
 WIDTH = 3
 """Nodes of a frontier below the root."""
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+DEEPSEEK = SIZES | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Latent attention, whose keys and values differ in width, and a mixture of experts."""
+QWEN3_NEXT = SIZES | {
+    "model_type": "qwen3_next",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 0,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+"""Attention with a gate, norms whose weight is the gain less 1, positions in a part of each head."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cut": {"plain": {"depth": DEPTH}, "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"}},
     "dflash": {
@@ -72,6 +97,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "shared LM head": {"num_heads": DEPTH, "lm_head": "shared", "bias": False},
         "truncated": {"num_heads": DEPTH, "num_layers": 2, "draft_vocab_size": 3},
     },
+    "mtp": {
+        "plain": {"depth": DEPTH},
+        "as MiMo": {"depth": DEPTH + 1, "train_steps": 3, "hidden_first": True, "zero_first": True, "head_dim": 4},
+        "before the norm": {"depth": DEPTH, "norm_output": False, "start": "last", "qk_norm": False},
+        "a layer for each depth": {"depth": DEPTH, "num_layers": DEPTH, "layer": QWEN3_NEXT},
+        "as DeepSeek": {"depth": DEPTH, "layer": DEEPSEEK},
+    },
 }
 every_head = pytest.mark.parametrize(
     ("name", "options"),
@@ -108,11 +140,15 @@ def gradients(head: DraftHead, features: TargetFeatures) -> tuple[Tensor, list[T
     return output.losses_K, [parameter.grad for parameter in head.parameters() if parameter.grad is not None]
 
 
-def assert_same_step(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> None:
-    torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
+def assert_same_step(
+    one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]], options: dict[str, Any]
+) -> None:
+    # transformers' norms compute in float32.
+    close = 1e-5 if "layer" in options else 1e-9
+    torch.testing.assert_close(one[0], other[0], rtol=close, atol=close)
     assert len(one[1]) == len(other[1])
     for mine, theirs in zip(one[1], other[1], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(mine, theirs, rtol=10 * close, atol=close)
 
 
 @every_head
@@ -132,11 +168,11 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, 
     )
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     together = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
-    assert_same_step(gradients(head, together), gradients(head, apart))
+    assert_same_step(gradients(head, together), gradients(head, apart), options)
     blind = TargetFeatures(*states, tokens_BT, mask_BT, target.modules)  # the head alone takes a row for one text
     if any("attn" in part for part, _ in head.named_modules()):
         with pytest.raises(AssertionError):
-            assert_same_step(gradients(head, blind), gradients(head, apart))
+            assert_same_step(gradients(head, blind), gradients(head, apart), options)
 
 
 @every_head
@@ -154,7 +190,7 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
             training_time_test, "attend_step", lambda *given: by_chunks(*given[:3], given[3].sequences_BT)
         )
     head.recompute = True
-    assert_same_step(gradients(head, features), plain)
+    assert_same_step(gradients(head, features), plain, options)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

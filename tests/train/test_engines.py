@@ -98,13 +98,13 @@ def written(config):
     return str(path)
 
 
-def launch(config, launch_file, processes=2):
+def launch(config, launch_file, processes=2, by="accelerate.commands.launch"):
     """Start a run as its own processes; the text it prints comes through `stdout`."""
-    return started(launch_file, processes, "scripts/train.py", "--config", written(config))
+    return started(launch_file, processes, "scripts/train.py", "--config", written(config), by=by)
 
 
-def started(launch_file, processes, *script):
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+def started(launch_file, processes, *script, by="accelerate.commands.launch"):
+    command = [sys.executable, "-m", by]
     command += ["--config_file", str(launch_file), "--num_processes", str(processes), "--main_process_port", "0"]
     return subprocess.Popen(
         [*command, *script],
@@ -256,11 +256,16 @@ def stopped(options, tmp_path, wait_for, steps_logged):
     return run
 
 
-def test_stopped_on_two_processes_a_run_goes_on_alone_at_the_same_place_in_the_data(alone, stopped, capsys):
+def test_stopped_on_two_processes_a_run_goes_on_alone_with_other_forwards_and_data_in_another_folder(
+    alone, stopped, capsys, tmp_path
+):
     config, checkpoint = stopped("ddp")
-    train(config)
+    moved = shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved") / Path(config.data.sources[0]).name
+    data = dataclasses.replace(config.data, sources=[str(moved)])
+    train(dataclasses.replace(config, data=data, loop=dataclasses.replace(config.loop, micro_batch=4)))
     said = capsys.readouterr().out
     assert f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place" in said
+    assert "with loop.micro_batch 4; before it was None" in said
     assert_same_curve(config.output, alone)
 
 
@@ -288,6 +293,52 @@ def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
     assert checkpoints(config.output) and steps_logged(config.output) < STEPS
     train(config)
     assert_same_curve(config.output, alone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_status_0(
+    alone, options, tmp_path, wait_for, steps_logged, number
+):
+    loop = dataclasses.replace(options.loop, save_every=0)
+    config = dataclasses.replace(options, output=str(tmp_path / "stopped"), loop=loop)
+    process = launch(config, "configs/accelerate/ddp.yaml", by="headstart.scripts.launch")
+    wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
+    process.send_signal(number)
+    said = finished(process, seconds=60)
+    assert process.returncode == 0 and "Traceback" not in said, said
+    (checkpoint,) = checkpoints(config.output)
+    step = int(checkpoint.removeprefix("step-"))
+    assert said.count(f"stopped at step {step} of {STEPS}; the same command resumes from there") == 1
+    assert said.count("stopping after this step") == 1
+    train(config)
+    assert_same_curve(config.output, alone)
+
+
+@pytest.mark.parametrize("by", ["headstart.scripts.launch", "accelerate.commands.launch"])
+def test_where_a_process_dies_the_others_say_that_the_same_command_resumes(
+    options, tmp_path, wait_for, steps_logged, by
+):
+    loop = dataclasses.replace(options.loop, save_every=2)
+    config = dataclasses.replace(options, output=str(tmp_path / "dies"), loop=loop)
+    process = launch(config, "configs/accelerate/ddp.yaml", by=by)
+    wait_for(process, lambda: steps_logged(config.output) >= 5, "step 5")
+    os.kill(workers(process)[1], signal.SIGKILL)
+    said = finished(process, seconds=60)
+    assert process.returncode == 1
+    after = said[said.index("error: ") :]
+    assert "rank 0 lost another process while it stood at train/" in after
+    assert "the same command resumes from" in after and "checkpoints/step-" in after
+    ours = by == "headstart.scripts.launch"
+    assert ("Traceback" in after) == (not ours) and after.count("\n") < (8 if ours else 50), after
+    assert not ours or "error: rank 1 ended with signal SIGKILL; the same command resumes" in after
+
+
+def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options, tmp_path):
+    config = dataclasses.replace(options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon"))
+    process = launch(config, "configs/accelerate/fsdp2.yaml", by="headstart.scripts.launch")
+    said = finished(process, seconds=60)
+    assert process.returncode == 2 and "Traceback" not in said
+    assert "error: Muon needs whole matrices, which FSDP2 shards" in said
 
 
 # What cannot be is told before anything is loaded.

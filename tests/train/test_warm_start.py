@@ -226,5 +226,5 @@ def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tm
     target = Target.from_pretrained(taught, torch.float32)
     head = build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info)
     counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)  # no token is more frequent than another
-    warm_start(head, source, target.modules, counts_V, load_head(earlier / "last")[1].provenance)
+    warm_start(head, source, target, counts_V, load_head(earlier / "last")[1].provenance)
     assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))

@@ -56,6 +56,8 @@ class Batch:
     """The target's hidden states as a cache stores them, if they were read ahead."""
     scales_BTL: Tensor | None = None
     """Scales of states in int8."""
+    failure: str | None = None
+    """Why states that must be read could not be."""
 
     def places(self) -> Iterator[tuple[int, slice]]:
         """Row of every sequence and its slice of the row."""

@@ -38,6 +38,11 @@ class Example:
     conversation: int = -1
     """Index of its conversation, over all sources."""
 
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first answer."""
+        return self.tokens[: self.loss_mask.index(True)]
+
     def truncated(self, length: int) -> Example:
         """The sequence's first `length` tokens."""
         return Example(self.tokens[:length], self.loss_mask[:length], self.conversation)

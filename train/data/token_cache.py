@@ -173,6 +173,12 @@ class TokenizedSequences(Sequence[Example]):
         row = self.cache.rows[number]
         return Example(row["tokens"], row["loss_mask"], self.conversations[place])
 
+    def tokens_of(self, place: int) -> NDArray[np.int32]:
+        """The tokens of a sequence, without a Python object for each."""
+        column = self.cache.rows.data.table.column("tokens")
+        tokens: NDArray[np.int32] = column[int(self.chosen_N[place])].values.to_numpy()
+        return tokens
+
 
 @dataclass(frozen=True)
 class UnusedRow:
@@ -234,6 +240,20 @@ def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[
         return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
     masks = [example.loss_mask for example in examples]
     return np.array([sum(mask) for mask in masks], np.int64), np.array([mask[0] for mask in masks], np.int64)
+
+
+def tokens_of(examples: Sequence[Example], place: int) -> NDArray[np.int32]:
+    """The tokens of one of many sequences."""
+    if isinstance(examples, TokenizedSequences):
+        return examples.tokens_of(place)
+    return np.asarray(examples[place].tokens, dtype=np.int32)
+
+
+def conversations_of(examples: Sequence[Example]) -> NDArray[np.int64]:
+    """The conversation of each sequence; a cache's sequences are not read."""
+    if isinstance(examples, TokenizedSequences):
+        return examples.cache.conversations_N[examples.chosen_N]
+    return np.array([example.conversation for example in examples], np.int64)
 
 
 def digest_of(examples: Sequence[Example]) -> bytes:

@@ -17,10 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +33,8 @@ from ..run_folder import check_options
 MANIFEST = "manifest.json"
 SHARD_BYTES = 2**28
 """Size at which a shard is written."""
+OPEN_SHARDS = 256
+"""Shards whose memory maps are held; a process may have 65,530 maps, and a folder more shards."""
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 """Dtype of a stored state, by the name of the format."""
 Key = bytes
@@ -54,33 +58,42 @@ class FeatureCache:
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}
-        self._open: dict[Path, Any] = {}
+        self._known: set[Path] = set()
+        self._open: OrderedDict[Path, Any] = OrderedDict()
         self._checked: set[Key] = set()
         self._new: dict[Key, tuple[Tensor, Tensor | None]] = {}
         self._new_bytes = 0
         path = folder / MANIFEST
-        if path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if set(manifest["layers"]) <= set(before["layers"]):
-                manifest = {**manifest, "layers": before["layers"]}
-            check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
-        else:
+        if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(manifest, indent=1))
+        before = json.loads(path.read_text(encoding="utf-8"))  # another job may have written its own at the same time
+        if set(manifest["layers"]) <= set(before["layers"]):
+            manifest = {**manifest, "layers": before["layers"]}
+        if None in (manifest.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
+            manifest = {**manifest, "weights": before.get("weights")}
+        check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
         self.layers = tuple(manifest["layers"])
         self.refresh()
 
     def refresh(self) -> None:
-        """Open the shards that other processes wrote."""
-        for path in sorted(self.folder.glob("*.safetensors")):
-            if path in self._open:
-                continue
+        """Look up what the shards hold that other processes wrote."""
+        for path in sorted(set(self.folder.glob("*.safetensors")) - self._known):
             file = opened(path)
             ends = file.get_tensor("ends").tolist()
             keys, checksums = file.get_tensor("keys").numpy(), file.get_tensor("checksums").tolist()
             for key, start, stop, checksum in zip(keys, [0, *ends[:-1]], ends, checksums, strict=True):
                 self._locations.setdefault(key.tobytes(), _Location(path, start, stop, checksum))
-            self._open[path] = file
+            self._known.add(path)
+
+    def _shard(self, path: Path) -> Any:
+        """A shard's memory map; the one that was used longest ago is closed for it."""
+        if path not in self._open:
+            self._open[path] = opened(path)
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(path)
+        return self._open[path]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._locations or key in self._new
@@ -100,7 +113,7 @@ class FeatureCache:
         if key in self._new:
             return self._new[key]
         location = self._locations[key]
-        file, rows = self._open[location.shard], slice(location.start, location.stop)
+        file, rows = self._shard(location.shard), slice(location.start, location.stop)
         states = file.get_slice("states")[rows]
         scales = file.get_slice("scales")[rows] if self.format == "int8" else None
         if key not in self._checked:
@@ -164,9 +177,10 @@ def opened(path: Path) -> Any:
         raise ValueError(f"{path} is corrupt ({error}); `--features.repair` computes it again") from error
 
 
-def key_of(tokens_T: Tensor) -> Key:
+def key_of(tokens_T: Tensor | NDArray[Any]) -> Key:
     """Hash a sequence's tokens: the key of its states."""
-    return hashlib.blake2b(tokens_T.to(torch.int32).cpu().numpy().tobytes(), digest_size=16).digest()
+    tokens = tokens_T.cpu().numpy() if isinstance(tokens_T, Tensor) else tokens_T
+    return hashlib.blake2b(tokens.astype("int32", copy=False).tobytes(), digest_size=16).digest()
 
 
 def encoded(states_TLD: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,20 +13,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from ...console import ProgressBar, log
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
-from ..config import FeaturesConfig, TrainConfig
+from ..config import FeaturesConfig
 from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
-from ..data.token_cache import lengths_of
-from ..engines import any_process, from_main
-from .cached import FORMATS, MANIFEST, FeatureCache, corrupt_shards, decoded, key_of
+from ..data.token_cache import lengths_of, tokens_of
+from ..engines import all_agree, any_process
+from .cached import FORMATS, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
-from .server_states import take_server_states
+from .sources import States
 
 BATCH_TOKENS = 8192
 """Tokens of a batch, padding included, of states that are computed before training."""
@@ -36,7 +38,7 @@ def online_features(
 ) -> TargetFeatures:
     """Run the target over a batch of right-padded conversations; `dtype` is that of the head's weights."""
     features_BTF, last_BTD = target.read(
-        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, _on(target, batch.positions_BT)
+        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, on_target(target, batch.positions_BT)
     )
     return target_features(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
@@ -84,10 +86,14 @@ class CachedFeatures(OnlineFeatures):
         self._epoch: int | None = None
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        missing = batch.states_BTLD is None
+        # A sharded target runs on all processes or on none: one that lacks nothing still takes part in the decision.
+        if missing or self._together is not None:
+            keys = self.fill(batch)
+            batch = self._stored(batch, keys) if missing else batch
         # Decoded on the device, so that fewer bytes are copied.
-        if batch.states_BTLD is None:
-            batch = self._stored(batch, self.fill(batch))
-        states_BTLD = decoded(_on(self.target, batch.states_BTLD), _on(self.target, batch.scales_BTL)).to(dtype)
+        target = self.target
+        states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
@@ -100,27 +106,19 @@ class CachedFeatures(OnlineFeatures):
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
         """Return a batch with its states from the cache, in the cache's format."""
-        shape = (*batch.tokens_BT.shape, len(self.cache.layers))
-        states_BTLD = torch.zeros((*shape, self.target.info.hidden_size), dtype=FORMATS[self.cache.format])
-        scales_BTL = torch.zeros(shape) if self.cache.format == "int8" else None
-        for key, (row, place) in zip(keys, batch.places(), strict=True):
-            states_TLD, scales_TL = self.cache.stored(key)
-            states_BTLD[row, place] = states_TLD
-            if scales_BTL is not None and scales_TL is not None:
-                scales_BTL[row, place] = scales_TL
-        return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
+        states = [self.cache.stored(key) for key in keys]
+        return with_states(batch, states, len(self.cache.layers), self.target.info.hidden_size)
 
     def write(self, accelerator: Accelerator, examples: Sequence[Example]) -> None:
         """Compute all missing states, each process its part.
 
         Raises:
+            ValueError: they do not fit on the disk.
             Stopped: Ctrl-C or SIGTERM, once the states so far are written.
         """
         lengths = lengths_of(examples)
-        scanned = range(len(lengths)) if accelerator.is_main_process else ()
-        found = {key_of(torch.tensor(examples[i].tokens)): i for i in scanned}
-        lacking = [i for key, i in found.items() if key not in self.cache]
-        lacking = from_main(accelerator, lacking)  # another job may be writing: the processes need one list
+        lacking = lacking_in(accelerator, self.cache, examples)
+        check_room(accelerator, self.cache, self.head, sum(lengths[i] for i in lacking))
         lacking.sort(key=lambda i: -lengths[i])
         batches = budgeted(lacking, lengths, BATCH_TOKENS)
         with stop_on_signals() as stop:
@@ -154,52 +152,61 @@ class CachedFeatures(OnlineFeatures):
         if missing if self._together is None else any_process(self._together, missing):
             tokens_BT = batch.tokens_BT.to(self.target.device)
             layers = self.cache.layers
-            states_BTF, _ = self.target.read(tokens_BT, layers, _on(self.target, batch.positions_BT))
+            states_BTF, _ = self.target.read(tokens_BT, layers, on_target(self.target, batch.positions_BT))
             states_BTLD = states_BTF.unflatten(-1, (len(layers), -1))
             for key, (row, place) in zip(keys, batch.places(), strict=True):
                 self.cache.add(key, states_BTLD[row, place])
         return keys
 
 
-def feature_source(
-    accelerator: Accelerator,
-    target: Target,
-    head: DraftHead,
-    provenance: dict[str, Any],
-    examples: Sequence[Example],
-    config: TrainConfig,
-    epochs: float,
-) -> OnlineFeatures:
-    """Build the source that `features.mode` names.
+def with_states(batch: Batch, states: Sequence[States], layers: int, width: int) -> Batch:
+    """Return a batch with the states [T, L, D] of its sequences, in their order and their own dtype."""
+    shape = (*batch.tokens_BT.shape, layers)
+    first = states[0] if states else (torch.zeros(0), None)
+    states_BTLD = torch.zeros((*shape, width), dtype=first[0].dtype)
+    scales_BTL = None if first[1] is None else torch.zeros(shape)
+    for (states_TLD, scales_TL), (row, place) in zip(states, batch.places(), strict=False):
+        states_BTLD[row, place] = states_TLD
+        if scales_BTL is not None and scales_TL is not None:
+            scales_BTL[row, place] = scales_TL
+    return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
-    `auto` caches states that fit in its limit and are read again, or are there already.
+
+def lacking_in(accelerator: Accelerator, cache: FeatureCache, examples: Sequence[Example]) -> list[int]:
+    """Places of the sequences whose states a cache lacks, each text once; processes share the work.
+
+    Every process gets the same list, also while another job fills the folder.
     """
-    options = config.features
-    tokens = sum(lengths_of(examples))
-    gib = cache_bytes(head, options.format) * tokens / 2**30
-    begun = options.folder is not None and (Path(options.folder) / MANIFEST).exists()
-    if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
-        return OnlineFeatures(target, head)
-    cache = open_cache(accelerator, head, provenance, options, Path(config.output))
-    cached = CachedFeatures(target, head, cache, accelerator)
-    gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
-    log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
-    if options.from_server is not None:
-        if accelerator.is_main_process:
-            folder = Path(options.from_server)
-            added = take_server_states(cache, target, examples, folder, options.server_layers)
-            log.info(f"states of {added} sequences from {folder}")
-        cached.settle(accelerator)
-    if options.mode == "cached":
-        cached.write(accelerator, examples)
-    return cached
+    own = range(accelerator.process_index, len(examples), accelerator.num_processes)
+    found = {key_of(tokens_of(examples, place)): place for place in own}
+    lacking = [(key, place) for key, place in found.items() if key not in cache]
+    parts: list[list[tuple[bytes, int]]] = gather_object([lacking])
+    together = {key: place for part in parts for key, place in reversed(part)}
+    return sorted(together.values())
+
+
+def check_room(accelerator: Accelerator, cache: FeatureCache, head: DraftHead, tokens: int) -> None:
+    """Refuse, before anything is written, states of so many tokens that they do not fit on the disk."""
+    needed = cache_bytes(head, cache.format, cache.layers) * tokens
+    free = shutil.disk_usage(cache.folder).free
+
+    def check() -> None:
+        if needed > free:
+            raise ValueError(
+                f"the states of {tokens:,} tokens take {needed / 2**30:.1f} GiB, and the disk of {cache.folder} has "
+                f"{free / 2**30:.1f} GiB left; choose features.format int8, features.folder on another disk, "
+                "features.mode online, or less data"
+            )
+
+    all_agree(accelerator, check)
 
 
 def open_cache(
     accelerator: Accelerator, head: DraftHead, provenance: dict[str, Any], options: FeaturesConfig, output: Path
 ) -> FeatureCache:
     """Open a run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
-    model = {name: provenance[name] for name in ("target", "revision", "dtype", "quantization", "weights", "tokenizer")}
+    names = ("target", "revision", "dtype", "quantization", "weights", "tokenizer")
+    model = {name: provenance.get(name) for name in names}  # weights may be unknown
     manifest = {
         **model,
         "layers": list(kept_layers(head.feature_layers)),
@@ -232,10 +239,11 @@ def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD
         tokens_BT=batch.tokens_BT.to(target.device, non_blocking=True),
         loss_mask_BT=batch.loss_mask_BT,
         modules=target.modules,
-        positions_BT=_on(target, batch.positions_BT),
+        positions_BT=on_target(target, batch.positions_BT),
         documents_BT=batch.documents_BT,
     )
 
 
-def _on(target: Target, tensor: Tensor | None) -> Any:
+def on_target(target: Target, tensor: Tensor | None) -> Any:
+    """Copy a tensor, if there is one, to the target's device."""
     return None if tensor is None else tensor.to(target.device, non_blocking=True)

@@ -15,18 +15,24 @@ from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ...inference.models.dtypes import dtype_named
-from ...inference.models.loading import locate
+from ...inference.models.loading import locate, model_loader
+from ...inference.models.outer_modules import OuterTarget
 from ...inference.target import Target
 from ..config import TrainConfig
 
 
-def load_target(config: TrainConfig, accelerator: Accelerator) -> Target:
-    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it."""
+def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = False) -> Target:
+    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it.
+
+    With `outer` only its embedding, final norm and LM head are loaded, whole on every process.
+    """
     dtype, placement = dtype_named(config.target_dtype), config.target_placement
     options = loading_options(config)
+    if outer:
+        return OuterTarget.load(config.target, dtype, accelerator.device, config.target_revision, options)
     if placement == "whole":
         return Target.load(config.target, dtype, accelerator.device, config.target_revision, options)
     if (placement == "shard") != (accelerator.num_processes > 1):
@@ -76,7 +82,9 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
     target.provenance = broadcast_object_list(provenance)[0]
-    target.first_block_index  # noqa: B018  # by forwards, for which all processes must be here
+    # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a head starts from the
+    # target's weights, must not come first. All processes are here, as a forward of a sharded target needs them.
+    target.read(torch.zeros(1, 1, dtype=torch.int64, device=accelerator.device), ())
     return target
 
 
@@ -116,8 +124,9 @@ def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     folder, gguf = locate(config.target)
     options = {"gguf_file": gguf} if gguf else {}
     shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
+    loader = model_loader(shape)
     with init_empty_weights(include_buffers=False):
         given = {} if config.target_attention is None else {"attn_implementation": config.target_attention}
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(shape, dtype=dtype, **given))
+        model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **given))
     model.tie_weights()  # shared parameters were made twice
     return model

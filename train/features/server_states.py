@@ -1,117 +1,188 @@
-"""Import of the target's states that a vLLM server computed, in the files of the package speculators, into a cache.
+"""States that a vLLM server wrote to files, in the layout of the package speculators.
 
-hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its index in the data:
+hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its conversation's, counted over all data.sources:
 
     token_ids      [T]        the tokens
     hidden_states  [T, L, D]  the residual stream at each layer that the server was asked for; the last one is after
                               the last block, before the final norm
 
 speculators numbers a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
-stands for the stream after the last one. The trainer still loads the target, for its own modules and the evaluation.
+stands for the stream after the last one. Which file a sequence has is decided by its name, before any is read.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...inference.target import Target
+from ...heads.base import TargetInfo, TargetModules
 from ..data.chat_template import Example
-from .cached import FeatureCache, key_of
+from ..data.token_cache import conversations_of
+from .sources import States, StateSource
+
+NAME = re.compile(r"hs_(\d+)\.safetensors")
+WORSE = 1.0
+"""Nats by which the stream said to leave the last block may predict the text worse than another one."""
 
 
-def take_server_states(
-    cache: FeatureCache,
-    target: Target,
-    examples: Sequence[Example],
-    folder: Path,
-    server_layers: Sequence[int],
-) -> int:
-    """Add the states of every example to the cache; return the number of sequences that were added.
+@dataclass(frozen=True)
+class ServerLayers:
+    """The streams that a server gives of each token, and those of them that a cache or a head reads."""
 
-    The files hold `server_layers`, in their order and by speculators' numbers. An invalid file, or an example without
-    states, raises a ValueError.
-    """
-    blocks = target.info.num_layers
-    wanted = [blocks if layer == -1 else layer + 1 for layer in cache.layers]
-    if lacking := [layer for layer in wanted if layer not in server_layers]:
-        raise ValueError(
-            f"features.server_layers {list(server_layers)} lack {lacking}: the head reads {wanted} in the server's "
-            f"count (the input of a block; {blocks} is what leaves the last one)"
-        )
-    columns = [list(server_layers).index(layer) for layer in wanted]
-    files = sorted(folder.glob("hs_*.safetensors"))
-    if not files:
-        raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
-    missing = {key_of(torch.tensor(example.tokens)): example for example in examples}
-    missing = {key: example for key, example in missing.items() if key not in cache}
-    added = 0
-    for path in files:
-        tokens_T, states_TLD = _read(path, target, len(server_layers))
-        key = key_of(tokens_T)
-        if key in missing:
-            cache.add(key, _selected(states_TLD, target, cache.layers, columns))
-            del missing[key]
-            added += 1
-    if missing:
-        raise ValueError(_missing_states(list(missing.values()), len(examples), folder))
-    return added
+    given: tuple[int, ...]
+    """In the server's order and count: k is the input of block k, the number of blocks what leaves the last one."""
+    layers: tuple[int, ...]
+    """Feature layers that are read, -1 for what leaves the last block."""
+    columns: tuple[int, ...]
+    """Their places in `given`."""
+    info: TargetInfo
+
+    @classmethod
+    def of(cls, given: Sequence[int], layers: Sequence[int], info: TargetInfo) -> ServerLayers:
+        """Find the layers; a ValueError if some are not given."""
+        blocks = info.num_layers
+        wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
+        if lacking := [layer for layer in wanted if layer not in given]:
+            raise ValueError(
+                f"features.server_layers {list(given)} lack {lacking}: the head reads {wanted} in the server's "
+                f"count (the input of a block; {blocks} is what leaves the last one)"
+            )
+        return cls(tuple(given), tuple(layers), tuple(list(given).index(layer) for layer in wanted), info)
+
+    def read(self, path: Path, tokens_T: Tensor | None = None, about: str = "") -> tuple[Tensor, Tensor]:
+        """Read and check the tokens [T] of a file and the states [T, L, D] that are wanted.
+
+        With `tokens_T` the file must begin with these; what it holds after them is left out.
+
+        Raises:
+            ValueError: a file that is cut, of other layers or another model, or of other tokens.
+        """
+        info = self.info
+        try:
+            with safe_open(path, "pt") as file:
+                names = set(file.keys())
+                if lacking := {"token_ids", "hidden_states"} - names:
+                    held = ", ".join(sorted(names)) or "nothing"
+                    raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; it holds {held}")
+                found_T = file.get_tensor("token_ids")
+                kept = file.get_slice("hidden_states")
+                shape = tuple(kept.get_shape())
+                wanted = (len(found_T), len(self.given), info.hidden_size)
+                if shape != wanted:
+                    raise ValueError(
+                        f"{path} has hidden_states of {list(shape)}, not {list(wanted)}: tokens, "
+                        f"features.server_layers, hidden size of {info.name!r}"
+                    )
+                count = len(found_T) if tokens_T is None else len(tokens_T)
+                states_TLD: Tensor = kept[:count]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}; have the server write it again") from error
+        if len(found_T) and not 0 <= int(found_T.min()) <= int(found_T.max()) < info.vocab_size:
+            raise ValueError(
+                f"{path} has tokens from {int(found_T.min())} to {int(found_T.max())}, outside the vocabulary of "
+                f"{info.vocab_size}: it was made with another tokenizer"
+            )
+        if tokens_T is not None and not torch.equal(found_T[:count], tokens_T):
+            raise ValueError(f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}")
+        if not states_TLD.isfinite().all():
+            raise ValueError(f"{path} has hidden_states that are no numbers")
+        return found_T[:count], states_TLD[:, list(self.columns)]
+
+    def check_last(self, states_TLD: Tensor, tokens_T: Tensor, modules: TargetModules, where: str) -> None:
+        """Refuse states whose last layer predicts the text much worse than another one: their order is not this.
+
+        `states_TLD` and `tokens_T` are what `read` gives.
+        """
+        if len(tokens_T) < 2 or len(self.layers) < 2:
+            return
+        like = modules.lm_head.weight
+        losses = {}
+        for layer, states_TD in zip(self.layers, states_TLD.unbind(1), strict=True):
+            logits_TV = modules.logits(modules.norm(states_TD[:-1].to(like))).float()
+            losses[layer] = float(torch.nn.functional.cross_entropy(logits_TV, tokens_T[1:].to(like.device)))
+        best = min(losses, key=lambda layer: losses[layer])
+        if losses[-1] > losses[best] + WORSE:
+            better = f"and that of {best + 1} at {losses[best]:.1f}"
+            raise ValueError(
+                f"{where}: of features.server_layers {list(self.given)} the stream of {self.info.num_layers}, which "
+                f"should leave the last block, predicts the text at {losses[-1]:.1f} nats a token, {better}: give the "
+                "layers in the order in which the server was started with them"
+            )
 
 
-def _read(path: Path, target: Target, count: int) -> tuple[Tensor, Tensor]:
-    """Read and check the tokens and the states of a file."""
+def difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """How two sequences that should be equal differ first."""
+    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return f"{len(ours)} tokens here and {len(theirs)} there (data.max_length?)"
+    return f"token {place} is {ours[place]} here and {theirs[place]} there (tokenizer or chat template?)"
+
+
+def wait_until_written(path: Path) -> None:
+    """Wait while vLLM, which holds a lock on a file beside it, writes a file."""
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if lacking := {"token_ids", "hidden_states"} - tensors.keys():
-        raise ValueError(
-            f"{path} lacks {', '.join(sorted(lacking))}; it holds {', '.join(sorted(tensors)) or 'nothing'}"
-        )
-    tokens_T, states_TLD = tensors["token_ids"], tensors["hidden_states"]
-    wanted = (len(tokens_T), count, target.info.hidden_size)
-    if tuple(states_TLD.shape) != wanted:
-        raise ValueError(
-            f"{path} has hidden_states of {list(states_TLD.shape)}, not {list(wanted)}: tokens, "
-            f"features.server_layers, hidden size of {target.name!r}"
-        )
-    if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < target.info.vocab_size:
-        raise ValueError(
-            f"{path} has tokens from {int(tokens_T.min())} to {int(tokens_T.max())}, outside the vocabulary of "
-            f"{target.info.vocab_size}: it was made with another tokenizer"
-        )
-    if not states_TLD.isfinite().all():
-        raise ValueError(f"{path} has hidden_states that are no numbers")
-    return tokens_T, states_TLD
+        descriptor = os.open(f"{path}.lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
 
 
-@torch.no_grad()
-def _selected(states_TLD: Tensor, target: Target, layers: Sequence[int], columns: Sequence[int]) -> Tensor:
-    """Select the states that the cache holds, and apply the final norm to the one that heads know as -1."""
-    parts = []
-    for layer, column in zip(layers, columns, strict=True):
-        states_TD = states_TLD[:, column].to(target.device, target.dtype)
-        parts.append(target.modules.norm(states_TD) if layer == -1 else states_TD)
-    return torch.stack(parts, dim=1)
+class FileStates(StateSource):
+    """A folder of files, one a conversation, each read when it is needed."""
 
+    before_norm = True
 
-def _missing_states(missing: list[Example], count: int, folder: Path) -> str:
-    """Tell how many sequences have no states, and how the first one differs from the file of its number."""
-    first = missing[0]
-    summary = f"{len(missing)} of {count} sequences to train on have no states in {str(folder)!r}"
-    path = folder / f"hs_{first.conversation}.safetensors"
-    if not path.exists():
-        return f"{summary}; the first is of conversation {first.conversation}, for which there is no {path.name}"
-    theirs = load_file(path)["token_ids"].tolist()
-    place = next((i for i, pair in enumerate(zip(first.tokens, theirs, strict=False)) if pair[0] != pair[1]), None)
-    how = (
-        f"{len(first.tokens)} tokens here and {len(theirs)} there (data.max_length?)"
-        if place is None
-        else f"token {place} is {first.tokens[place]} here and {theirs[place]} there (tokenizer or chat template?)"
-    )
-    return f"{summary}; the first is of conversation {first.conversation}, where {path.name} differs: {how}"
+    def __init__(self, folder: Path, given: ServerLayers) -> None:
+        """List the folder; a ValueError if it holds no such file."""
+        self.folder = folder
+        self.given = given
+        self.layers = given.layers
+        if not folder.is_dir():
+            raise ValueError(f"features.from_server {str(folder)!r} is not a folder")
+        numbers = [int(name[1]) for entry in os.scandir(folder) if (name := NAME.fullmatch(entry.name))]
+        if not numbers:
+            raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
+        self.numbers_N: NDArray[np.int64] = np.array(sorted(numbers), np.int64)
+
+    def check(self, examples: Sequence[Example], what: str) -> None:
+        """Refuse, by name, sequences that have no file, or share one."""
+        wanted_N = conversations_of(examples)
+        lacking_N = wanted_N[~np.isin(wanted_N, self.numbers_N)]
+        if len(lacking_N):
+            raise ValueError(
+                f"{len(lacking_N)} of {len(examples)} sequences {what} have no states in {str(self.folder)!r}; the "
+                f"first is of conversation {lacking_N[0]}, for which there is no hs_{lacking_N[0]}.safetensors"
+            )
+        numbers_N, counts_N = np.unique(wanted_N, return_counts=True)
+        if (counts_N > 1).any():
+            shared = numbers_N[counts_N > 1]
+            raise ValueError(
+                f"conversation {shared[0]} gives {counts_N.max()} sequences {what}, and hs_{shared[0]}.safetensors "
+                f"holds one; so do {len(shared)} conversations: give data.sources with one sequence a row, or let the "
+                "states come from features.server"
+            )
+
+    def states(self, tokens_T: Tensor, conversation: int) -> States:
+        path = self.folder / f"hs_{conversation}.safetensors"
+        wait_until_written(path)
+        _, states_TLD = self.given.read(path, tokens_T, f" from conversation {conversation}")
+        return states_TLD, None
+
+    def check_first(self, example: Example, modules: TargetModules) -> None:
+        """Read one file; a ValueError for what is wrong with it, and so probably with all."""
+        tokens_T = torch.tensor(example.tokens)
+        states_TLD, _ = self.states(tokens_T, example.conversation)
+        self.given.check_last(states_TLD, tokens_T, modules, f"hs_{example.conversation}.safetensors")

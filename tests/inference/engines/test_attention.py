@@ -1,5 +1,6 @@
 """The attention that the target's layers are given: a model is left as it was, and asked in its own words."""
 
+import copy
 import threading
 
 import pytest
@@ -106,3 +107,16 @@ def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
         written = lm.generate(text, attention_mask=mask, past_key_values=past, **settings).sequences
         text = torch.cat([written, torch.arange(more)[None] % 64], dim=1)
     assert offsets == {0}
+
+
+def test_a_model_whose_layers_have_hooks_that_move_inputs(tiny_target):
+    target = tiny_target()
+    from accelerate import dispatch_model
+
+    prompt_11 = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    expected = target.model.generate(prompt_11, **settings)
+    hooked = dispatch_model(copy.deepcopy(target.model), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    for compile in (False, "auto"):
+        lm = SpeculativeLM.from_pretrained(Target(hooked), drafter="prompt-lookup", compile=compile, fallback=False)
+        assert torch.equal(lm.generate(prompt_11, **settings).sequences, expected)

@@ -6,15 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import build_head
 from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
+from headstart.train.features.by_mode import import_states
 from headstart.train.features.cached import FeatureCache
 from headstart.train.features.online import CachedFeatures, online_features
-from headstart.train.features.server_states import take_server_states
+from headstart.train.features.server_states import FileStates, ServerLayers
 
 LAYERS = [3, 1, 2]
 """What the files hold: what leaves the last of three blocks, and the inputs of blocks 1 and 2, our 0 and 1."""
@@ -67,7 +69,8 @@ def source(target, head, tmp_path):
 
 
 def take(source, target, examples, folder, layers=LAYERS):
-    return take_server_states(source.cache, target, examples, folder, layers)
+    files = FileStates(folder, ServerLayers.of(layers, source.cache.layers, target.info))
+    return import_states(Accelerator(), source.cache, files, target, source.head, examples)
 
 
 def test_they_are_the_targets_own(target, head, source, examples, served, monkeypatch):
@@ -102,7 +105,7 @@ def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
         ({"hidden_states": states, "token_ids": torch.full((length,), 24)}, "outside the vocabulary of 24"),
         (
             {"token_ids": torch.tensor([9, *examples[1].tokens[1:]]) % 24},
-            "conversation 1, where hs_1.* differs: token 0",
+            "hs_1.* differs from conversation 1: token 0",
         ),
     ]
     for tensors, message in cases:
@@ -126,12 +129,27 @@ def test_a_cut_sequence_is_told_by_its_length(target, source, examples, served):
         take(source, target, longer, served)
 
 
+def test_a_longer_file_serves_a_sequence_that_is_cut_here(target, head, source, examples, served):
+    cut = [example.truncated(len(example.tokens) - 3) for example in examples]
+    assert take(source, target, cut, served) == 3
+    batch = collate(cut)
+    found, wanted = source(batch), online_features(target, head, batch)
+    for row, place in batch.places():
+        torch.testing.assert_close(found.features_BTF[row, place], wanted.features_BTF[row, place])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"from_server": "f", "mode": "cached"}, "from_server and features.server_layers belong together"),
-        ({"server_layers": [1], "mode": "cached"}, "from_server and features.server_layers belong together"),
-        ({"from_server": "f", "server_layers": [1]}, "features.from_server needs features.mode cached, not online"),
+        ({"from_server": "f", "mode": "cached"}, "features.server_layers, belong together"),
+        ({"server_layers": [1], "mode": "cached"}, "features.server_layers, belong together"),
+        ({"server": "http://h/v1", "mode": "served"}, "features.server_layers, belong together"),
+        ({"from_server": "f", "server_layers": [1]}, "from_server needs features.mode stored or cached, not online"),
+        ({"server": "http://h/v1", "server_layers": [1]}, "features.server needs features.mode served or stored"),
+        ({"mode": "served"}, "features.mode served needs features.server"),
+        ({"server": "host:8000", "server_layers": [1], "mode": "served"}, "is a URL such as http://HOST:8000/v1"),
+        ({"server": "http://h/v1", "from_server": "f", "mode": "stored"}, "are two sources of the same states"),
+        ({"server_seconds": 0}, "server_seconds must be above 0, not 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(run_options, tmp_path, given, message):

@@ -1,0 +1,423 @@
+"""MTP heads that a model's own checkpoint brings: read from it, and written back under the names of its family.
+
+    mtp.fc.weight, mtp.layers.0.*                     Qwen3-Next, Qwen3.5, Mellum
+    model.layers.{L}.eh_proj.weight, ...              DeepSeek, GLM: layers after the model's own L
+    model.mtp_layers.0.input_proj.weight, ...         MiMo
+    mtp_layers.0.input_proj.weight, ...               the package speculators
+
+transformers drops these tensors on loading; here only the files that hold them are opened.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..base import TargetInfo
+from ..by_name import build_head
+from ..mtp import MtpHead
+from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
+from .hub import local_folder
+from .save_load import build_unloaded
+
+NATIVE = "mtp"
+"""The head of a target that brings its own, where a command or a program names a head."""
+RECURRENT_DEPTH = 8
+"""Most tokens that one layer drafts, used again and again."""
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+MTP_FILE = "model-mtp.safetensors"
+"""The file that a written MTP head gets in its model's checkpoint."""
+MODELS = ("model.", "model.language_model.", "language_model.model.")
+"""How the names of a decoder's tensors begin, of multimodal models too."""
+REST_FILE = "model-rest.safetensors"
+"""The file of all other tensors of a checkpoint that had one: beside an index, its own name would be read alone."""
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+"""One expert's matrix, which transformers keeps in one tensor for all."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of models names the tensors of its MTP layers, and what these compute."""
+
+    names: dict[str, str]
+    """Beginnings of names to those here; {l} counts layers, {n} too, from the number of the model's own blocks on."""
+    marks: str
+    """A name that only a checkpoint with an MTP head of this family has."""
+    copies: tuple[str, ...] = ()
+    """Ends of names of copies of the model's embedding and LM head, which are not read."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of `MtpConfig`."""
+
+
+def _deepseek(model: str) -> Family:
+    layer = f"{model}layers.{{n}}."
+    return Family(
+        {
+            f"{layer}enorm.": "mtp_layers.{l}.token_layernorm.",
+            f"{layer}hnorm.": "mtp_layers.{l}.hidden_layernorm.",
+            f"{layer}eh_proj.": "mtp_layers.{l}.input_proj.",
+            f"{layer}shared_head.norm.": "mtp_layers.{l}.final_layernorm.",
+            layer: "mtp_layers.{l}.",
+        },
+        f"{layer}eh_proj.weight",
+        (".embed_tokens.weight", ".shared_head.head.weight"),
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen": Family(
+        {
+            "mtp.fc.": "mtp_layers.{l}.input_proj.",
+            "mtp.norm.": "mtp_layers.{l}.final_layernorm.",
+            "mtp.pre_fc_norm_hidden.": "mtp_layers.{l}.hidden_layernorm.",
+            "mtp.pre_fc_norm_embedding.": "mtp_layers.{l}.token_layernorm.",
+            "mtp.layers.{l}.": "mtp_layers.{l}.",
+        },
+        "mtp.fc.weight",
+        ("mtp.embed_tokens.weight", "mtp.lm_head.weight"),
+    ),
+    **{f"deepseek ({model})": _deepseek(model) for model in MODELS},
+    "mimo": Family(
+        {"model.mtp_layers.{l}.": "mtp_layers.{l}."},
+        "model.mtp_layers.{l}.input_proj.weight",
+        options={"hidden_first": True, "zero_first": True},
+    ),
+    "speculators": Family(
+        {"mtp_layers.{l}.": "mtp_layers.{l}."},
+        "mtp_layers.{l}.input_proj.weight",
+        ("embed_tokens.weight", "lm_head.weight"),
+    ),
+}
+"""By name."""
+OTHERS = re.compile(r"(^|\.)mtp[._]|eh_proj|(^|\.)nextn")
+"""Names that MTP tensors of other families have."""
+
+
+class Found(NamedTuple):
+    """MTP tensors of a checkpoint, by the names that it gives them."""
+
+    family: Family
+    names: dict[str, str]
+    """Names in the checkpoint to those here."""
+    copies: tuple[str, ...]
+    """Names of copies of the model's embedding and LM head."""
+
+
+def find(names: Iterable[str], blocks: int, where: str) -> Found:
+    """The MTP tensors among a checkpoint's names, of a model with so many blocks of its own.
+
+    Raises:
+        ValueError: there are none, or they are named as no family here names them.
+    """
+    names = sorted(names)
+    for family in FAMILIES.values():
+        mark = _pattern(family.marks, blocks)
+        if any(mark.fullmatch(name) for name in names):
+            return _found(family, names, blocks)
+    others = [name for name in names if OTHERS.search(name)]
+    if others:
+        raise ValueError(
+            f"{where} brings an MTP head whose tensors are named as in no family here: {', '.join(others[:3])}, ...; "
+            f"known are {', '.join(FAMILIES)}"
+        )
+    raise ValueError(
+        f"{where} brings no MTP head: none of its {len(names)} tensors is called as in the families "
+        f"{', '.join(FAMILIES)}. Train one: `headstart train --head.type mtp`"
+    )
+
+
+def _pattern(template: str, blocks: int) -> re.Pattern[str]:
+    """A template of names as a pattern, whose group is the number of a layer, if it has one."""
+    text = re.escape(template).replace(r"\{l\}", r"(\d+)").replace(r"\{n\}", r"(\d+)")
+    return re.compile(text)
+
+
+def _found(family: Family, names: list[str], blocks: int) -> Found:
+    found: dict[str, str] = {}
+    copies = []
+    for name in names:
+        for theirs, ours in family.names.items():
+            match = _pattern(theirs, blocks).match(name)
+            if match is None:
+                continue
+            layer = int(match[1]) if match.groups() else 0
+            if "{n}" in theirs:
+                layer -= blocks
+            if layer < 0:
+                continue
+            if name.endswith(family.copies or ("\0",)):
+                copies.append(name)
+            else:
+                found[name] = ours.format(l=layer) + name[match.end() :]
+            break
+    return Found(family, found, tuple(copies))
+
+
+def read_native_mtp(
+    source: str | Path,
+    target: TargetInfo,
+    layer: dict[str, Any],
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> MtpHead:
+    """The MTP head in a model's own checkpoint.
+
+    Args:
+        source: the model's folder or Hub id.
+        target: its dimensions.
+        layer: its text config, see `layers.target_layer.described`.
+        revision: revision of the Hub id.
+        token: access token of the Hub.
+        cache_dir: folder of the Hub's cache.
+
+    Raises:
+        ValueError: a checkpoint without an MTP head or in another format than safetensors, or tensors that are
+            missing, unknown or of another shape; each named.
+    """
+    folder = _folder_with_index(source, revision, token, cache_dir)
+    files = _files_of_tensors(folder, source)
+    found = find(files, target.num_layers, repr(str(source)))
+    wanted = sorted({files[name] for name in found.names})
+    if not all((folder / file).is_file() for file in wanted):
+        folder = local_folder(source, revision, token, cache_dir, wanted)
+    tensors: dict[str, Tensor] = {}
+    for file in wanted:
+        tensors |= _read(folder / file, [name for name in found.names if files[name] == file])
+    return head_of_tensors(found, tensors, target, layer, repr(str(source)))
+
+
+def head_of_tensors(
+    found: Found,
+    tensors: dict[str, Tensor],
+    target: TargetInfo,
+    layer: dict[str, Any] | None,
+    where: str,
+    options: dict[str, Any] | None = None,
+) -> MtpHead:
+    """A head of MTP tensors by their names in a checkpoint; see `read_native_mtp`."""
+    state: dict[str, Tensor] = {}
+    theirs: dict[str, str] = {}
+    for name, tensor in _dequantized(tensors).items():
+        state[found.names[name]] = tensor
+        theirs[found.names[name]] = name
+    state = _joined_experts(state)
+    numbers = {int(name.split(".")[1]) for name in state}
+    layers = max(numbers) + 1
+    depth = layers if layers > 1 else RECURRENT_DEPTH
+    chosen = {"num_layers": layers, "depth": depth, "layer": layer, **found.family.options, **(options or {})}
+    try:
+        expected = build_unloaded("mtp", chosen, target, len(state)).state_dict()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    named = {ours: name for name, ours in _names_there(found.family, expected, target.num_layers).items()}
+    problems = [f"missing tensor {named[name]!r}" for name in expected if name not in state]
+    problems += [f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected]
+    for name in expected.keys() & state.keys():
+        shape, own = tuple(state[name].shape), tuple(expected[name].shape)
+        if shape != own:
+            problems.append(f"tensor {named[name]!r} of shape {shape} instead of {own}")
+        elif not state[name].isfinite().all():
+            problems.append(f"tensor {named[name]!r} has values that are no numbers or infinite")
+    if problems:
+        raise ValueError(f"{where}: its MTP head cannot be read: " + "; ".join(sorted(problems)))
+    head = build_head("mtp", chosen, target)
+    assert isinstance(head, MtpHead)
+    for name, parameter in head.named_parameters():
+        parameter.data = parameter.data.to(state[name].dtype)
+    head.load_state_dict(state)
+    return head
+
+
+def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, str]:
+    """Names in a checkpoint of a family to those here."""
+    found: dict[str, str] = {}
+    for name in ours:
+        layer = int(name.split(".")[1])
+        for theirs, own in family.names.items():
+            beginning = own.format(l=layer)
+            if name.startswith(beginning):
+                found[theirs.format(l=layer, n=blocks + layer) + name[len(beginning) :]] = name
+                break
+    return found
+
+
+def _folder_with_index(
+    source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
+) -> Path:
+    """A model's folder with the index of its weights, or with its one file."""
+    folder = local_folder(source, revision, token, cache_dir, [CONFIG_FILE, INDEX_FILE])
+    if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+        folder = local_folder(source, revision, token, cache_dir, [CONFIG_FILE, WEIGHTS_FILE])
+    return folder
+
+
+def _files_of_tensors(folder: Path, source: str | Path) -> dict[str, str]:
+    """The file of each of a checkpoint's tensors."""
+    if (folder / INDEX_FILE).is_file():
+        files = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map of tensors to files")
+        return files
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(
+            f"{str(source)!r} has no {WEIGHTS_FILE} and no {INDEX_FILE}, in which an MTP head is looked for"
+        )
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), WEIGHTS_FILE)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read, or was truncated: {error}") from error
+
+
+def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
+    """Some of the tensors of a file."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            held = set(file.keys())
+            missing = [name for name in names if name not in held]
+            if missing:
+                raise ValueError(f"{path} lacks tensor {missing[0]!r}, which the index has there")
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+
+
+def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with those in fp8 multiplied by the scales of their blocks, as DeepSeek stores them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scales = tensors.get(f"{name}_scale_inv")
+        if scales is not None:
+            rows, columns = tensor.shape
+            tall = -(-rows // scales.shape[0])
+            wide = -(-columns // scales.shape[1])
+            # A block's side is a power of two; the last block may be cut off.
+            side = 1 << (max(tall, wide) - 1).bit_length()
+            factor = scales.float().repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
+            tensor = (tensor.float() * factor).to(torch.bfloat16)
+        found[name] = tensor
+    return found
+
+
+def _joined_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state in which the matrices of all experts are one tensor, as transformers has them."""
+    joined: dict[str, Tensor] = {}
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name, tensor in state.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            joined[name] = tensor
+        else:
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for name, matrices in experts.items():
+        numbers = range(1 + max(number for number, _ in matrices))
+        for number in numbers:
+            for kind in ("gate_proj", "up_proj", "down_proj"):
+                if (number, kind) not in matrices:
+                    raise ValueError(f"the MTP head lacks tensor {f'{name}.{number}.{kind}.weight'!r}")
+        gate_up = [torch.cat([matrices[number, "gate_proj"], matrices[number, "up_proj"]]) for number in numbers]
+        joined[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        joined[f"{name}.down_proj"] = torch.stack([matrices[number, "down_proj"] for number in numbers])
+    return joined
+
+
+def _split_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state with a tensor for each matrix of an expert, as checkpoints have them."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        beginning, _, last = name.rpartition(".")
+        if not beginning.endswith(".experts"):
+            split[name] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            if last == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                split[f"{beginning}.{number}.gate_proj.weight"] = gate
+                split[f"{beginning}.{number}.up_proj.weight"] = up
+            else:
+                split[f"{beginning}.{number}.{last}.weight"] = matrix
+    return split
+
+
+def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revision: str | None = None) -> None:
+    """Write a copy of a model's checkpoint with this head in the place of the MTP head that it brings.
+
+    The tensors get the names and dtypes that they have there. Files without any of them are copied as they are.
+
+    Args:
+        head: an MTP head for this model.
+        source: the model's folder or Hub id.
+        output: folder to write, which appears whole or not at all.
+        revision: revision of the Hub id.
+
+    Raises:
+        ValueError: a model that brings none, so that its family has no names for it, or one of another shape.
+    """
+    folder = local_folder(source, revision, None, None, ["*"])
+    where = repr(str(source))
+    files = _files_of_tensors(folder, source)
+    found = find(files, head.target.num_layers, where)
+    old: dict[str, Tensor] = {}
+    for file in sorted({files[name] for name in found.names}):
+        old |= _read(folder / file, [name for name in found.names if files[name] == file])
+    if any(name.endswith("_scale_inv") for name in old):
+        raise ValueError(f"{where} holds its MTP head in fp8, which is not written: export it as a folder of its own")
+    before = head_of_tensors(found, old, head.target, head.config.layer, where)
+    for option in ("num_layers", "hidden_first", "zero_first"):
+        if getattr(before.config, option) != getattr(head.config, option):
+            raise ValueError(
+                f"{where} brings an MTP head with {option} {getattr(before.config, option)}, and this one has "
+                f"{getattr(head.config, option)}"
+            )
+    state = head.state_dict()
+    if any(EXPERT.fullmatch(ours) for ours in found.names.values()):
+        state = _split_experts(state)
+    new = {}
+    for name, ours in found.names.items():
+        new[name] = state[ours].detach().to("cpu", old[name].dtype).contiguous()
+    with new_folder(output, Contents("a model with an MTP head", ("*",), _written_here)) as partial:
+        rest = _copy_rest(folder, partial, files, set(new))
+        save_file(new, partial / MTP_FILE, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": dict(sorted((rest | dict.fromkeys(new, MTP_FILE)).items()))}
+        (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[str]) -> dict[str, str]:
+    """Copy a model's files, those with replaced tensors without these; returns the files of the other tensors."""
+    touched = {files[name] for name in replaced}
+    rest = {name: file for name, file in files.items() if name not in replaced}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file() or name == INDEX_FILE or name.startswith("."):
+            continue
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        if name not in touched:
+            shutil.copyfile(path, output / name)
+            continue
+        kept = [tensor for tensor, file in rest.items() if file == name]
+        if not kept:
+            continue
+        place = REST_FILE if name == WEIGHTS_FILE else name
+        rest |= dict.fromkeys(kept, place)
+        save_file(_read(path, kept), output / place, metadata={"format": "pt"})
+    return rest
+
+
+def _written_here(folder: Path) -> bool:
+    """Whether a folder is a model into which an MTP head was written."""
+    return (folder / MTP_FILE).is_file()

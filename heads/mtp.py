@@ -1,0 +1,457 @@
+"""MTP, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a decoder layer of the target's own kind.
+
+With h_t the target's state after its final norm, x the tokens and E the target's embedding:
+
+    z_t = proj([norm_e(E(x_{t+1})), norm_h(h_t)])         proj: 2 D -> D, no bias
+    y_t = norm_out(block(z_t))
+    logits of x_{t+2} = lm_head(y_t)                      embedding and LM head are the target's, frozen
+
+One layer is used again and again: deeper drafts put y, its own output, in the place of h, and so does training
+(FastMTP, arXiv:2509.18362). Several layers draft one depth each, as DeepSeek-V3 was trained: layer k reads
+y^{k-1}_t and x_{t+1+k}. Its keys and values of the text therefore come from layer k - 1 at *one token before*, and
+`observe` runs all layers over what was accepted.
+
+Many models bring such a head in their own checkpoint: `checkpoints.native_mtp` reads and writes it. Tensor names are
+those of the package speculators, whose folders vLLM reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .base import (
+    LONGEST_DRAFT,
+    DraftHead,
+    DraftState,
+    DraftTreeState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
+from .draft_positions import DraftPositions
+from .eagle import STEP, BlocksConfig
+from .layers.constants import counting
+from .layers.decoder_layer import KVView, LayerShape, at_least_fp32
+from .layers.draft_cache import DraftCache, KVEntries
+from .layers.starting_values import block_tensors, required_gain
+from .layers.target_layer import build_layers
+from .layers.training_time_test import TrainingTimeTest
+from .losses import draft_loss
+from .objective import Objective
+
+STEPS = 3
+"""Steps of training-time test unless a config says otherwise; FastMTP's K."""
+BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+"""Modules of an MTP layer that a decoder layer does not have."""
+SERVED_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Kinds of layers in whose speculators' folders vLLM finds an MTP head."""
+OF_LLAMA = (
+    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    "rope_parameters",
+)
+"""Options of a layer that no config of the target describes."""
+
+
+@dataclass(frozen=True)
+class MtpConfig(BlocksConfig):
+    """Options of an MTP head."""
+
+    num_layers: int = 1
+    """Decoder layers: one for all depths, or as many as the head drafts, one for each depth."""
+    depth: int = 3
+    """Maximum draft length: tokens drafted after the root."""
+    train_steps: int | None = None
+    """Steps of training-time test; null for 3, or `depth` if that is less."""
+    layer: dict[str, Any] | None = None
+    """The target's text config with its model_type, which says of what kind the layers are; null for the target's own
+    kind in training, and else for Llama's, with the target's dimensions or those of the options above."""
+    qk_norm: bool = False
+    """With `layer` null: norms of queries and keys, which makes it Qwen3's layer."""
+    hidden_first: bool = False
+    """Join norm_h(h) and norm_e(E) in this order, as MiMo and Inkling do."""
+    zero_first: bool = False
+    """Read zeros in the place of the embedding that goes with the text's first state, as MiMo does."""
+    norm_output: bool = True
+    """Feed back y, the output after `final_layernorm`; false for the output before it, as vLLM does for DeepSeek."""
+
+    def __post_init__(self) -> None:
+        self.check("mtp")
+        if self.depth < 1 or self.num_layers < 1:
+            raise ValueError(f"mtp needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}")
+        if self.depth > LONGEST_DRAFT:
+            raise ValueError(f"mtp depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
+        if self.num_layers > 1 and self.depth != self.num_layers:
+            raise ValueError(
+                f"with several layers each drafts one depth, so mtp depth must be num_layers, not {self.depth} and "
+                f"{self.num_layers}; one layer drafts to any depth"
+            )
+        if self.num_layers > 1 and self.train_steps not in (None, self.depth):
+            raise ValueError(f"mtp train_steps must be the depth {self.depth}, or some layers would not be trained")
+        if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
+            raise ValueError(f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}")
+        both = [name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)]
+        if self.layer is not None and both:
+            raise ValueError(f"mtp layer says of what kind and size the layers are; leave {both[0]} out, or layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDepthsState(DraftTreeState):
+    """State of a head with a layer for each depth, whose layers run on all nodes above the frontier too.
+
+    Keys and values of committed tokens and nodes lie in the cache as usual. After those of all layers the cache has
+    the outputs of all layers but the last, which the next layer reads one token later.
+    """
+
+    tokens_BN: Tensor
+    """Tokens of all nodes below the root."""
+    positions_BN: Tensor
+    above_BN: Tensor
+    """Slot of each node's parent."""
+    mask_BNS: Tensor
+    """True at the slots that each node attends to: the text, its ancestors and itself."""
+    frontier: int = 0
+    """Slot of the first node of the newest frontier."""
+
+
+class MtpHead(DraftHead):
+    """MTP head."""
+
+    config_class = MtpConfig
+    config: MtpConfig
+    computes = ("hidden_first", "zero_first", "norm_output")
+
+    def __init__(self, config: MtpConfig, target: TargetInfo) -> None:
+        super().__init__(config, target)
+        self.max_depth = config.depth
+        self.feature_layers = (-1,)
+        self.cached_layers = config.num_layers
+        kind = config.layer or llama_layer(config, target)
+        draft_layers = build_layers(kind, config.num_layers)
+        built = draft_layers.config
+        if built.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"an MTP head is as wide as its target {target.name!r}, {target.hidden_size}, and mtp layer has "
+                f"hidden_size {built.hidden_size}"
+            )
+        self.shape = LayerShape(
+            hidden_size=built.hidden_size,
+            intermediate_size=built.intermediate_size,
+            num_attention_heads=built.num_attention_heads,
+            num_key_value_heads=draft_layers.groups,
+            head_dim=draft_layers.head_dim,
+            hidden_act=built.hidden_act,
+            rms_norm_eps=built.rms_norm_eps,
+            qk_norm=config.qk_norm,
+        )
+        self.draft_layers = draft_layers
+        width = target.hidden_size
+        self.mtp_layers = draft_layers.blocks
+        for layer in self.mtp_layers:
+            # Among the decoder layer's own modules, because that is where checkpoints name them.
+            layer.add_module("input_proj", nn.Linear(2 * width, width, bias=False))
+            for name in BESIDE_THE_LAYER[1:]:
+                layer.add_module(name, draft_layers.norm())
+        self.kind: str = kind["model_type"]
+        self._say_who_reads_it()
+
+    def _say_who_reads_it(self) -> None:
+        """Servers that cannot read this head, with the reason."""
+        config = self.config
+        own = "it reads MTP heads in their model's own checkpoint alone: `headstart export --to checkpoint`"
+        self.unread_by = {"sglang": own, "llama.cpp": own}
+        plain = not config.hidden_first and not config.zero_first and config.norm_output
+        if self.kind not in SERVED_KINDS:
+            self.unread_by["vllm"] = f"its MTP folders hold layers of {', '.join(SERVED_KINDS)}, not of {self.kind}"
+        elif config.num_layers > 1 or not plain:
+            self.unread_by["vllm"] = (
+                "its MTP folders hold one layer, with the embedding first, that feeds back its output"
+            )
+
+    @classmethod
+    def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
+        named = [name for name in (*OF_LLAMA, "qk_norm", "layer") if options.get(name) not in (None, False)]
+        if named:
+            return options
+        return {**options, "layer": target_config}
+
+    @torch.no_grad()
+    def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
+        start = self.config.start
+        for layer in self.mtp_layers:
+            if type(layer.final_layernorm) is type(modules.norm):
+                layer.final_layernorm.load_state_dict(block_tensors(modules.norm))
+        if start == "random":
+            return
+        number = -1 if start == "last" else int(start)
+        if not -len(modules.blocks) <= number < len(modules.blocks):
+            raise ValueError(f"mtp cannot start from block {number}: the target has {len(modules.blocks)}")
+        where = f"mtp cannot start from {self.target.name!r}: its norm"
+        gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
+        gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
+        for k, layer in enumerate(self.mtp_layers):
+            self._start_from(layer, modules.blocks[number])
+            # With h = g x / rms(x), the block is to read x: its direction is h / g. Its own norm takes the size out of
+            # what it reads, so the size alone decides how far it moves the residual stream: by STEP, as blocks do.
+            weight = layer.input_proj.weight
+            weight.zero_()
+            part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
+            weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
+            draw = torch.Generator().manual_seed(0)
+            hidden_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
+            z_BTD = nn.functional.linear(layer.hidden_layernorm(hidden_BTD.to(weight)), weight[:, part])
+            positions_BT = torch.arange(64, device=weight.device)[None]
+            attend = partial(TrainingTimeTest(len(self.mtp_layers)).at(0).attend, k)
+            moved = (self.draft_layers.run(layer, z_BTD, positions_BT, attend) - z_BTD).norm()
+            weight.mul_(moved / (STEP * z_BTD.norm()))
+
+    def _start_from(self, layer: nn.Module, block: nn.Module) -> None:
+        """Copy the weights of one of the target's blocks, which must be of the layer's kind."""
+        tensors = block_tensors(block)
+        own = {
+            name: tensor for name, tensor in layer.state_dict().items() if name.split(".")[0] not in BESIDE_THE_LAYER
+        }
+        for name in sorted(own.keys() ^ tensors.keys()):
+            raise ValueError(
+                f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}: {name!r} is in only "
+                f"one of it and {type(layer).__name__}; choose start: random"
+            )
+        for name, tensor in tensors.items():
+            if tensor.shape != own[name].shape:
+                raise ValueError(
+                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is {tuple(tensor.shape)} "
+                    f"there and {tuple(own[name].shape)} here; choose start: random"
+                )
+        layer.load_state_dict(layer.state_dict() | tensors)
+
+    @classmethod
+    def default_objective(cls, config: MtpConfig) -> Objective:
+        """FastMTP's: the true tokens, each depth weighted 0.6 of the one before."""
+        return Objective({"ce": 1.0}, decay=0.6)
+
+    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+        objective = objective or self.default_objective(self.config)
+        steps = self.max_depth
+        if self.training and self.config.num_layers == 1:
+            steps = self.config.train_steps or min(STEPS, self.max_depth)
+        positions = DraftPositions.of(features, steps)
+        weight = features.modules.lm_head.weight
+        hiddens = []
+        for state_BTD in self.drafts(features, steps):
+            hiddens.append(state_BTD.flatten(0, 1)[positions.index_N].to(weight.dtype))
+        return draft_loss(hiddens, [weight] * steps, None, features, positions, objective, ranks)
+
+    def drafts(self, features: TargetFeatures, steps: int) -> list[Tensor]:
+        """Teacher-forced outputs y [B, T, D] of every step; step k at t predicts x_{t+2+k}."""
+        test = TrainingTimeTest(self.config.num_layers, features.sequences_BT)
+        state_BTD = features.features_BTF
+        if self.config.num_layers == 1:
+            fed_back = partial(self._fed_back, 0)
+            outputs = test.outputs(partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back)
+            return [self._normed(0, out_BTD) for out_BTD in outputs]
+        found = []
+        time = features.tokens_BT.shape[1]
+        column_T = torch.arange(time, device=features.tokens_BT.device)
+        for k in range(steps):
+            run: Callable[..., Tensor] = partial(self._run, k)
+            if self.recompute and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False)
+            # Past the end, where no draft is judged, the last token stands for the next ones.
+            next_tokens_BT = features.tokens_BT[:, (column_T + 1 + k).clamp(max=time - 1)]
+            positions_BT = features.position_ids_BT + k
+            out_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(0), features.modules)
+            found.append(self._normed(k, out_BTD))
+            state_BTD = self._fed_back(k, out_BTD)
+        return found
+
+    def _run(
+        self,
+        k: int,
+        next_tokens_BT: Tensor,
+        hidden_BTD: Tensor,
+        positions_BT: Tensor,
+        kv: KVView,
+        modules: TargetModules,
+    ) -> Tensor:
+        """Output of layer k, before its last norm, from the target's states or from a layer's outputs."""
+        layer: Any = self.mtp_layers[k]
+        dtype = layer.input_proj.weight.dtype
+        embeds_BTD = modules.embed(next_tokens_BT).to(dtype)
+        if self.config.zero_first:
+            embeds_BTD = embeds_BTD.masked_fill((positions_BT == 0)[..., None], 0.0)
+        embeds_BTD = layer.token_layernorm(embeds_BTD)
+        hidden_BTD = layer.hidden_layernorm(hidden_BTD.to(dtype))
+        halves = [hidden_BTD, embeds_BTD] if self.config.hidden_first else [embeds_BTD, hidden_BTD]
+        z_BTD = layer.input_proj(torch.cat(halves, dim=-1))
+        return self.draft_layers.run(layer, z_BTD, positions_BT, partial(kv.attend, k))
+
+    def _normed(self, k: int, out_BTD: Tensor) -> Tensor:
+        """Y of layer k: its output as the LM head reads it."""
+        layer: Any = self.mtp_layers[k]
+        normed_BTD: Tensor = layer.final_layernorm(out_BTD)
+        return normed_BTD
+
+    def _fed_back(self, k: int, out_BTD: Tensor) -> Tensor:
+        """The output of layer k as the next step reads it."""
+        return self._normed(k, out_BTD) if self.config.norm_output else out_BTD
+
+    # Drafting.
+
+    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
+        state = super().begin(modules, batch_size, capacity, max_depth, nodes)
+        if self.config.num_layers == 1:
+            return state
+        none_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=next(self.parameters()).device)
+        return MtpDepthsState(
+            **vars(state),
+            tokens_BN=none_BN,
+            positions_BN=none_BN,
+            above_BN=none_BN,
+            mask_BNS=none_BN[..., None].bool(),
+        )
+
+    def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
+        cache = super().empty_cache(batch_size, nodes, capacity)
+        like = next(self.parameters())
+        for _ in range(self.config.num_layers - 1):
+            cache.keys.append(like.new_zeros(batch_size, 1, nodes + capacity, self.shape.hidden_size))
+            cache.values.append(like.new_zeros(batch_size, 1, nodes + capacity, 0))
+        return cache
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        width = (self.config.num_layers - 1) * self.shape.hidden_size
+        return super().cache_bytes(rows, tokens) + rows * tokens * width * next(self.parameters()).element_size()
+
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftTreeState:
+        assert isinstance(state, DraftTreeState)
+        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        if not isinstance(state, MtpDepthsState):
+            out_BAD = self._run(0, next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
+            return state.committed(out_BAD, lengths_B)
+        assert kv.slots_BT is not None
+        # Slot of the newest token so far. Without one, what layers read there is seen by no draft: see `_seen_by`.
+        before_B1 = (state.cache.nodes + state.lengths_B - 1)[:, None]
+        hidden_BAD = features_BAF
+        first_BAD = None
+        for k in range(self.config.num_layers):
+            mask_BAS = self._seen_by(k, kv.mask_BTS, kv.slots_BT, state)
+            view = replace(kv, mask_BTS=mask_BAS)
+            out_BAD = self._run(k, next_tokens_BA, hidden_BAD, positions_BA, view, state.modules)
+            first_BAD = out_BAD if first_BAD is None else first_BAD
+            if k + 1 < self.config.num_layers:
+                before_B1D = self._outputs(k, state, before_B1)
+                kv.store(self.config.num_layers + k, out_BAD[:, None], out_BAD[:, None, :, :0])
+                hidden_BAD = self._fed_back(k, torch.cat([before_B1D, out_BAD[:, :-1]], dim=1))
+        none_BN = next_tokens_BA[:, :0]
+        empty = replace(
+            state,
+            tokens_BN=none_BN,
+            positions_BN=none_BN,
+            above_BN=none_BN,
+            mask_BNS=kv.mask_BTS[:, :0],
+            frontier=0,
+        )
+        assert first_BAD is not None
+        return empty.committed(first_BAD, lengths_B)
+
+    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
+        assert isinstance(state, DraftTreeState)
+        k = 0
+        if state.depth > 0:  # `observe` has run the root's own step
+            if isinstance(state, MtpDepthsState):
+                k = state.depth
+                state = self._expand_by(k, state, tokens_BW, parents_BW)
+            else:
+                width = state.hidden_BWD.shape[-1]
+                above_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, width))
+                positions_BW, kv, state = state.below(parents_BW)
+                out_BWD = self._run(0, tokens_BW, self._fed_back(0, above_BWD), positions_BW, kv, state.modules)
+                state = replace(state, hidden_BWD=out_BWD)
+        logits_BWV = state.modules.logits(self._normed(k, state.hidden_BWD))
+        return logits_BWV, replace(state, depth=state.depth + 1)
+
+    def _expand_by(self, k: int, state: MtpDepthsState, tokens_BW: Tensor, parents_BW: Tensor) -> MtpDepthsState:
+        """Run layer k on all nodes down to the frontier at depth k: it has no keys and values of those above yet."""
+        before = state
+        positions_BW, kv, below = state.below(parents_BW)
+        assert isinstance(below, MtpDepthsState)
+        if k == 1:
+            above_BW = (before.cache.nodes + before.lengths_B - 1)[:, None].expand_as(parents_BW)
+        else:
+            above_BW = before.frontier + parents_BW
+        nodes = replace(
+            below,
+            tokens_BN=torch.cat([before.tokens_BN, tokens_BW], dim=1),
+            positions_BN=torch.cat([before.positions_BN, positions_BW], dim=1),
+            above_BN=torch.cat([before.above_BN, above_BW], dim=1),
+            mask_BNS=torch.cat([before.mask_BNS, kv.mask_BTS], dim=1),
+            frontier=before.nodes,
+        )
+        slots_BN = counting(nodes.nodes, tokens_BW.device).expand_as(nodes.tokens_BN)
+        view = KVEntries(nodes.cache, self._seen_by(k, nodes.mask_BNS, slots_BN, nodes), None)
+        hidden_BND = self._fed_back(k - 1, self._outputs(k - 1, nodes, nodes.above_BN))
+        out_BND = self._run(k, nodes.tokens_BN, hidden_BND, nodes.positions_BN, view, nodes.modules)
+        if k + 1 < self.config.num_layers:
+            view.store(self.config.num_layers + k, out_BND[:, None], out_BND[:, None, :, :0])
+        return replace(nodes, hidden_BWD=out_BND[:, out_BND.shape[1] - tokens_BW.shape[1] :])
+
+    def _outputs(self, k: int, state: MtpDepthsState, slots_BT: Tensor) -> Tensor:
+        """Outputs [B, T, D] of layer k in some slots."""
+        outputs_BSD = state.cache.keys[self.config.num_layers + k][:, 0]
+        slots_BT = slots_BT.clamp(min=0)
+        return outputs_BSD.gather(1, slots_BT[..., None].expand(-1, -1, outputs_BSD.shape[-1]))
+
+    def _seen_by(self, k: int, mask_BTS: Tensor, slots_BT: Tensor, state: MtpDepthsState) -> Tensor:
+        """The part of a mask that layer k sees: it has no true entries at the first k tokens.
+
+        At a position t its entry is made of x_{t+1} and the state at t - k. Every query sees itself, so that none sees
+        nothing.
+        """
+        device, nodes = mask_BTS.device, state.cache.nodes
+        slot_S = counting(mask_BTS.shape[-1], device)
+        position_BS = (slot_S - nodes).expand(len(mask_BTS), -1)
+        drafted = state.positions_BN.shape[1]
+        if drafted:
+            position_BS = torch.cat([state.positions_BN, position_BS[:, drafted:]], dim=1)
+        true_BS = position_BS >= k
+        return mask_BTS & (true_BS[:, None] | (slot_S == slots_BT[..., None]))
+
+    def server_config(self) -> dict[str, Any]:
+        layer = dict(self.config.layer or llama_layer(self.config, self.target))
+        return {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "mtp",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.max_depth}],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": self.target.name, "architectures": layer.get("architectures") or []},
+            },
+            "transformer_layer_config": layer,
+            "num_nextn_predict_layers": self.config.num_layers,
+            "tie_word_embeddings": False,
+        }
+
+
+def llama_layer(config: MtpConfig, target: TargetInfo) -> dict[str, Any]:
+    """Config of Llama's layer, or Qwen3's with norms of queries and keys, with the target's dimensions or own ones."""
+    shape = asdict(LayerShape.of(target, config))
+    qk_norm = shape.pop("qk_norm")
+    return {
+        "model_type": "qwen3" if qk_norm else "llama",
+        **shape,
+        "num_hidden_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_positions,
+        "rope_parameters": dict(config.rope_parameters or target.rope_parameters),
+    }

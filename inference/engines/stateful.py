@@ -1,0 +1,241 @@
+"""Forwards of a transformers model whose layers keep states, see `state_cache`: its own modules, lane by lane.
+
+Letters in tensor names: B batch, T tokens of a lane, N nodes, R lanes, S slots of the cache, D hidden size, F width of
+the chosen layers side by side, X columns of a framed tree attention.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...heads.layers.constants import counting
+from ..kv_cache import TreeCache
+from ..state_cache import Lanes, Path, StateCache
+from ..target_model import TargetModel
+from ..tree import DraftTree
+from .attention import Mark, causal_mask
+from .base import Runner, TargetOutput
+from .cpu import PackedLinearEngine
+from .eager import EagerEngine, Masks, in_window
+
+MOST_PENDING = 8
+"""Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
+benchmarks/hybrids.md."""
+CAUSAL = 32
+"""Tokens from which on a lane is read by causal attention without a mask."""
+
+
+class StatefulEngine(EagerEngine):
+    """The transformers model as it is, over the paths of each row's tree side by side."""
+
+    pads_prompts = False  # a state would read the padding
+
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        """`runner` is not used: the number of lanes and their width change from round to round."""
+        super().__init__(target)
+        self.most_pending = MOST_PENDING
+
+    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> StateCache:
+        target = self.target
+        assert target.stateful is not None
+        layers = target.stateful.layers
+        return StateCache(self.state_shapes, layers, batch_size, target.device, tokens, rows, target.pool)
+
+    @cached_property
+    def own_attention(self) -> bool:
+        target = self.target
+        if self.spread or self.model.config._attn_implementation != "sdpa" or not target.attention_kinds:
+            return False
+        asked: list[nn.Module] = []
+        with torch.inference_mode():
+            cache = self.new_cache(1)
+            cache.reserve(1, 0)
+            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+            cache.tree_lanes(token_11, [[[0]]])
+            visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
+            visible_111[..., 0] = True
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=asked))
+            self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
+        return len(asked) == len(self.state_shapes) // 2
+
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        assert isinstance(cache, StateCache)
+        size = tokens_BT.shape[1]
+        cache.reserve(size, max(longest - size, 0))
+        output = self._forward_lanes(cache, tokens_BT, _chains(tokens_BT), layers, kept)
+        cache.advance(torch.full_like(cache.lengths_B, size))
+        cache.prefilled += size
+        return output
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        assert isinstance(cache, StateCache)
+        cache.reserve(tree.tokens_BN.shape[1], longest)
+        paths = _chains(tree.tokens_BN) if tree.in_order else leaf_paths(tree)
+        return self._forward_lanes(cache, tree.tokens_BN, paths, layers)
+
+    def forward_nodes(
+        self,
+        tokens_BN: Tensor,
+        framed_BNX: Tensor,
+        depths_BM: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> TargetOutput:
+        """One forward over a chain of tokens after the committed ones."""
+        assert isinstance(cache, StateCache)
+        assert tokens_BN.shape[1] == depths_BM.shape[1]  # drafters that go level by level are refused
+        cache.reserve(tokens_BN.shape[1], longest)
+        kept = None if kept_K is None else kept_K.tolist()
+        return self._forward_lanes(cache, tokens_BN, _chains(tokens_BN), layers, kept)
+
+    def _forward_lanes(
+        self,
+        cache: StateCache,
+        tokens_BN: Tensor,
+        paths: list[list[Path]],
+        layers: tuple[int, ...],
+        kept: list[int] | None = None,
+    ) -> TargetOutput:
+        """Forward over the paths of each row's tree, for whose nodes there is room.
+
+        Returns the logits of the nodes `kept`, None for all, and the features of all.
+        """
+        cache.settle()
+        self._read_pending(cache, tokens_BN.shape[1])
+        cache.tree_lanes(tokens_BN, paths)
+        assert cache.lanes is not None
+        lanes = cache.lanes
+        nodes = tokens_BN.shape[1]
+        wanted = list(range(nodes)) if kept is None else kept
+        masks = self._lane_masks(cache)
+        # The nodes of one chain a row, all after as many pending tokens, stand in the model's output as they are.
+        before = lanes.width - nodes
+        if lanes.rows_R is None and min(lanes.lengths) == lanes.width:
+            logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
+            return _output(logits_BKV, features_BTF[:, before:])
+        wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
+        if not self.computes_logits:
+            logits_RTV, features_RTF = self._lane_forward(cache, masks, layers, list(range(lanes.width)))
+            return _output(_of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes))
+        # The LM head reads each node once, not each lane's every token.
+        with_last = (*layers, -1)
+        _, features_RTF = self._lane_forward(cache, masks, with_last, [])
+        features_BNF = _of_nodes(features_RTF, lanes)
+        width = self.target.info.hidden_size
+        logits_BKV = self.logits(features_BNF[:, wanted_N, -width:])
+        return _output(logits_BKV, features_BNF[..., :-width])
+
+    def _read_pending(self, cache: StateCache, nodes: int) -> None:
+        """Read pending tokens alone, where later forwards would read too many of them again."""
+        while True:
+            pending = cache.pending()
+            rows = [row for row, count in enumerate(pending) if count >= self.most_pending]
+            if not rows and nodes == 1 and len(set(pending)) > 1:
+                # Rows with fewer pending tokens are padded, so that their states are not kept either: with one token a
+                # round none would ever catch up.
+                most = max(pending)
+                rows = [row for row, count in enumerate(pending) if count == most]
+            if not rows:
+                return
+            count = min(pending[row] for row in rows)  # lanes of one length need no padding
+            cache.advance_lanes(rows, count)
+            self._lane_forward(cache, self._lane_masks(cache), (), [])
+            cache.advanced()
+
+    def _lane_forward(
+        self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The model's logits at the indices `kept` of every lane, and the features of all its tokens."""
+        assert cache.lanes is not None
+        lanes = cache.lanes
+        wanted: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
+        if self.spread:  # the LM head may lie on another device than a tensor of positions
+            wanted = lanes.width - kept[0] if kept else 1
+        positions_RT = lanes.positions_RT.clamp(max=self.target.max_positions - 1)
+        given: Any = (lanes.tokens_RT, positions_RT, masks, cache, layers, wanted)
+        logits_RKV, features_RTF = self.runner.run_unrecorded(self._model_forward, *given)
+        if self.spread:
+            logits_RKV = logits_RKV[:, [at - kept[0] for at in kept]]
+        return logits_RKV, features_RTF
+
+    def _lane_masks(self, cache: StateCache) -> Masks | None:
+        """Masks of the slots that each lane's tokens see: the committed ones up to their own, and their path."""
+        target, lanes = self.target, cache.lanes
+        assert lanes is not None
+        kinds = target.attention_kinds
+        if not kinds:
+            return None
+        last = int(lanes.slots_RT[0, -1]) + 1 if lanes.in_line else 0  # sync: as the others of a round
+        if lanes.in_line and lanes.width >= CAUSAL and self.own_attention and kinds == ("full_attention",):
+            cache.attended = last
+            return causal_mask(lanes.width, last)
+        short = self.on_cpu and self.own_attention
+        slots = cache.bucketed_length if short else cache.capacity
+        visible_RTS, slot_positions_RS = _visible(lanes, slots)
+        visible = dict.fromkeys(kinds, visible_RTS)
+        if "sliding_attention" in visible:
+            visible["sliding_attention"] = in_window(target, lanes.positions_RT, slot_positions_RS, visible_RTS)
+        masks = self._masks(visible)
+        if isinstance(masks, dict):  # layers with a state alone read no mask
+            return {"linear_attention": None, "conv": None, **masks}
+        return masks
+
+
+class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
+    """The same with linear layers in our CPU kernels."""
+
+
+def _output(logits: Tensor, features: Tensor) -> TargetOutput:
+    return TargetOutput(logits.to(torch.promote_types(logits.dtype, torch.float32)), features)
+
+
+def _of_nodes(values_RTX: Tensor, lanes: Lanes) -> Tensor:
+    """The lanes' values at the nodes, [B, N, X]."""
+    return values_RTX[lanes.first_BN, lanes.index_BN]
+
+
+def _visible(lanes: Lanes, slots: int) -> tuple[Tensor, Tensor]:
+    """Slots that each token of a lane sees [R, T, S], and the position of each slot's token, [R, S]."""
+    device = lanes.slots_RT.device
+    slots_S = counting(slots, device)
+    before_RT = torch.minimum(lanes.slots_RT, lanes.committed_R[:, None] - 1)
+    visible_RTS = slots_S <= before_RT[..., None]
+    # Among a lane's own tokens each sees those up to itself; padding repeats the last token's slot, and sees it.
+    index_T = counting(lanes.width, device)
+    index_RT = torch.minimum(index_T, lanes.last_R[:, None])
+    own_RTT = index_RT[:, None] <= index_RT[..., None]
+    visible_RTS.scatter_(2, lanes.slots_RT[:, None].expand_as(own_RTT), own_RTT)
+    positions_RS = slots_S.expand(len(lanes.slots_RT), -1).scatter(1, lanes.slots_RT, lanes.positions_RT)
+    return visible_RTS, positions_RS
+
+
+def _chains(tokens_BN: Tensor) -> list[list[Path]]:
+    """The one path of each row's chain."""
+    batch, nodes = tokens_BN.shape
+    return [[list(range(nodes))] for _ in range(batch)]
+
+
+def leaf_paths(tree: DraftTree) -> list[list[Path]]:
+    """For each row, the path to each leaf of its tree, root first; padding has none."""
+    paths_of_rows = []
+    parents_of_rows = tree.parents_BN.tolist()  # sync: as the lanes, which are made on the host
+    for parents, size in zip(parents_of_rows, tree.sizes_B.tolist(), strict=True):
+        inner = set(parents[:size])
+        paths = []
+        for node in range(size):
+            if node in inner:
+                continue
+            path = [node]
+            while path[0] > 0:
+                path.insert(0, parents[path[0]])
+            paths.append(path)
+        paths_of_rows.append(paths)
+    return paths_of_rows

@@ -1,0 +1,60 @@
+"""`accelerate launch` that ends in one line: `python -m headstart.scripts.launch --config_file F scripts/train.py ...`.
+
+The arguments are those of `accelerate launch`. Ctrl-C and SIGTERM are passed on to the processes, which stop after
+their step with a checkpoint, however long that takes; the exit status is then 0. If a process fails, one line names
+it; `accelerate launch` prints a traceback of its own in both cases, and ends processes 30 seconds after a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from headstart.stopping import SIGNALS
+
+HANDLED_BY_TORCH = "SIGHUP,SIGQUIT"
+"""Signals at which torch's launcher ends the processes itself."""
+
+
+def main(arguments: list[str]) -> int:
+    """Launch processes with the arguments of `accelerate launch`; return the exit status."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = launch_command_parser().parse_args(arguments)
+    options.signals_to_handle = HANDLED_BY_TORCH
+    for number in SIGNALS:
+        signal.signal(number, pass_on)
+    try:
+        launch_command(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode in (1, 2):  # the process has said why
+            return int(failure.exitcode)
+        print(
+            f"error: rank {rank} ended with {ended_by(failure.exitcode)}; the same command resumes from the newest "
+            "checkpoint",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def ended_by(status: int) -> str:
+    """Describe a negative exit status by its signal."""
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal to the launched processes, unless the terminal has sent it to them already."""
+    import psutil  # accelerate needs it
+
+    for process in psutil.Process().children():
+        if number != signal.SIGINT or os.getpgid(process.pid) != os.getpgid(0):
+            process.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

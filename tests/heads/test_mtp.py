@@ -1,0 +1,455 @@
+"""MTP heads: what they compute, against transformers' own MTP model; options; starting values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from headstart.heads import CheckpointMetadata, MtpHead, TargetFeatures, build_head
+from headstart.heads.checkpoints.import_formats import import_head
+from headstart.heads.checkpoints.native_mtp import read_native_mtp, write_native_mtp
+from headstart.heads.checkpoints.save_load import save_head
+from headstart.heads.layers.target_layer import described
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.models.info import target_info, target_modules
+from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.head import head_of
+from headstart.train.loop import warm_start
+
+modeling = pytest.importorskip("transformers.modeling_layers")
+needs_mtp = pytest.mark.skipif(not hasattr(modeling, "MtpModel"), reason="this version of transformers has no MtpModel")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 13,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_next": EXPERTS
+    | {"num_experts": 4, "shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 3},
+    "qwen3_5_text": {"layer_types": ["full_attention"] * 3},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": EXPERTS
+    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    | {
+        "head_dim": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+"""Options of tiny models by type; hybrids have attention alone."""
+FIRST_LAYER = 3
+"""Number by which a checkpoint of DeepSeek's or GLM's family calls its first MTP layer: that of the model's blocks."""
+
+
+def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
+    """A random model of a type in float32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | {"vocab_size": vocab_size}))
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval().requires_grad_(False)
+
+
+def random_mtp(model: PreTrainedModel, **options: Any) -> MtpHead:
+    """An MTP head of the model's own kind, of whose weights none is silent."""
+    torch.manual_seed(1)
+    info = target_info(model.config, "tiny", model.config.vocab_size)
+    head = build_head("mtp", MtpHead.options_for(options, described(model.config)), info)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim > 1 else 0.5)
+    assert isinstance(head, MtpHead)
+    return head.to(model.dtype).eval()
+
+
+@torch.no_grad()
+def features_of(model: PreTrainedModel, tokens_BT: torch.Tensor) -> TargetFeatures:
+    """What the head reads, from the model itself: hybrids are no targets for trees."""
+    last_BTD = model(tokens_BT, output_hidden_states=True).hidden_states[-1]
+    mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+    return TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, target_modules(model))
+
+
+def mtp_model_of(model: PreTrainedModel, head: MtpHead) -> Any:
+    """transformers' MTP model with a head's weights."""
+    model.config.num_mtp_layers = head.config.num_layers
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(model.config, kinds, None) is not None:
+            setattr(model.config, f"mtp_{kinds}", [getattr(model.config, kinds)[-1]] * head.config.num_layers)
+    theirs = modeling.MtpModel(model, head.config.num_layers).to(model.dtype).eval()
+    names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj"}
+    names["final_layernorm"] = "post_norm"
+    state = {}
+    for name, tensor in head.state_dict().items():
+        _, layer, part, *rest = name.split(".")
+        own = names.get(part)
+        state[".".join(["layers", layer, *([own] if own else ["mtp_block", part]), *rest])] = tensor
+    missing = theirs.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert not [name for name in missing.missing_keys if name.startswith("layers.")]
+    return theirs
+
+
+@needs_mtp
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
+    """Every depth, at every position, of a head with a layer for each."""
+    model = tiny_model(kind)
+    head = random_mtp(model, num_layers=2, depth=2)
+    theirs = mtp_model_of(model, head)
+    tokens_BT = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(2))
+    features = features_of(model, tokens_BT)
+    expected_BTD = features.features_BTF
+    with torch.no_grad():
+        drafts = head.drafts(features, 2)
+        for k, draft_BTD in enumerate(drafts):
+            next_BT = F.pad(tokens_BT[:, 1 + k :], (0, 1 + k), value=int(tokens_BT[0, -1]))
+            positions_BT = torch.arange(1 + k, 13 + k).expand(2, -1)
+            expected_BTD = theirs.forward_layer(k, expected_BTD, positions_BT, None, input_ids=next_BT)
+            true = slice(0, 11 - k)
+            found_BTV = features.modules.logits(draft_BTD)[:, true]
+            expected_BTV = theirs._project_to_logits(expected_BTD)[:, true]
+            assert expected_BTV.abs().max() > 0.5
+            torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max()))
+
+
+# Heads in a model's own checkpoint.
+
+NAMES = {
+    "qwen": {
+        "input_proj": "mtp.fc",
+        "final_layernorm": "mtp.norm",
+        "hidden_layernorm": "mtp.pre_fc_norm_hidden",
+        "token_layernorm": "mtp.pre_fc_norm_embedding",
+        "": "mtp.layers.0",
+    },
+    "deepseek": {
+        "input_proj": "model.layers.{n}.eh_proj",
+        "final_layernorm": "model.layers.{n}.shared_head.norm",
+        "hidden_layernorm": "model.layers.{n}.hnorm",
+        "token_layernorm": "model.layers.{n}.enorm",
+        "": "model.layers.{n}",
+    },
+    "mimo": {"": "model.mtp_layers.{l}"},
+    "speculators": {"": "mtp_layers.{l}"},
+}
+"""How families call the parts of an MTP layer; "" is all that the decoder layer has itself."""
+
+
+def as_named(head: MtpHead, family: str) -> dict[str, torch.Tensor]:
+    """A head's tensors by a family's names, each expert by itself."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in head.state_dict().items():
+        _, layer, part, *rest = name.split(".")
+        names = NAMES[family]
+        place = names.get(part, names[""]).format(l=layer, n=FIRST_LAYER + int(layer))
+        tail = rest if part in names else [part, *rest]
+        if "experts" not in tail or family == "speculators":
+            found[".".join([place, *tail])] = tensor.clone()
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = (
+                {"down_proj": matrix} if tail[-1] == "down_proj" else {"gate_proj": matrix[:16], "up_proj": matrix[16:]}
+            )
+            for kind, weight in parts.items():
+                found[".".join([place, *tail[:-1], str(number), kind, "weight"])] = weight.clone()
+    return found
+
+
+def save_with(model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: Path, shards: bool = True) -> None:
+    """A model's checkpoint that brings an MTP head, in a file of its own or all in one."""
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    if not shards:
+        save_file(saved | tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    (folder / "model.safetensors").unlink()
+    save_file(saved, folder / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model-00002-of-00002.safetensors", metadata={"format": "pt"})
+    files = dict.fromkeys(saved, "model-00001-of-00002.safetensors")
+    files |= dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def read(model: PreTrainedModel, folder: Path) -> MtpHead:
+    info = target_info(model.config, str(folder), model.config.vocab_size)
+    return read_native_mtp(folder, info, described(model.config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "layers", "shards"),
+    [
+        ("qwen3_next", "qwen", 1, True),
+        ("qwen3_5_text", "qwen", 1, False),
+        ("deepseek_v3", "deepseek", 1, True),
+        ("glm4_moe", "deepseek", 2, False),
+        ("qwen2", "mimo", 3, True),
+        ("qwen3", "speculators", 1, True),
+    ],
+)
+def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(kind, family, layers, shards, tmp_path) -> None:
+    model = tiny_model(kind)
+    order = {"hidden_first": True, "zero_first": True} if family == "mimo" else {}
+    head = random_mtp(model, num_layers=layers, depth=layers, **order)
+    tensors = as_named(head, family)
+    if family == "deepseek":  # copies of the model's own
+        tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(2, 2)
+        tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(2, 2)
+    save_with(model, tensors, tmp_path, shards)
+    found = read(model, tmp_path)
+    assert found.config.num_layers == layers
+    assert (found.config.hidden_first, found.config.zero_first) == (family == "mimo", family == "mimo")
+    state = head.state_dict()
+    assert found.state_dict().keys() == state.keys()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
+def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(kind, tmp_path) -> None:
+    family, norm = {"glm4_moe": ("deepseek", "model.layers.3.hnorm.weight"), "qwen3_next": ("qwen", "mtp.norm.weight")}[
+        kind
+    ]
+    model = tiny_model(kind)
+    tensors = as_named(random_mtp(model), family)
+    less = {name: tensor for name, tensor in tensors.items() if name != norm}
+    expert = next(name for name in tensors if name.endswith("experts.2.up_proj.weight"))
+    cases = {
+        f"missing tensor '{norm}'": less,
+        f"tensor '{norm}' of shape (31,) instead of (32,)": less | {norm: torch.ones(31)},
+        f"'{norm}' has values that are no numbers": less | {norm: torch.full((32,), torch.nan)},
+        f"unknown tensor '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
+        "lacks tensor 'mtp_layers.0.mlp.experts.2.up_proj.weight'": {
+            name: tensor for name, tensor in tensors.items() if name != expert
+        },
+        "brings no MTP head": {},
+        "named as in no family here: mtp.strange.weight": {"mtp.strange.weight": torch.ones(2)},
+    }
+    for number, (message, given) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
+        save_with(model, given, folder, shards=number % 2 == 0)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(model, folder)
+
+
+def test_experts_of_a_head_in_fp8_are_scaled_by_their_blocks(tmp_path) -> None:
+    model = tiny_model("glm4_moe")
+    head = random_mtp(model)
+    tensors = as_named(head, "deepseek")
+    name = "model.layers.3.eh_proj.weight"
+    scale = torch.tensor([[0.5]])
+    tensors |= {f"{name}_scale_inv": scale, name: (tensors[name] / 0.5).to(torch.float8_e4m3fn)}
+    save_with(model, tensors, tmp_path)
+    found = read(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
+    torch.testing.assert_close(found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01)
+
+
+# Decoding with the target's own head.
+
+
+@needs_mtp
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers, tmp_path) -> None:
+    """The same tokens as `generate(use_mtp=True)`, by the same drafts; a tree accepts more of them."""
+    model = tiny_model(kind, vocab_size=4)
+    save_with(model, as_named(random_mtp(model, num_layers=layers, depth=layers), "deepseek"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model.config.num_mtp_layers = layers
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{FIRST_LAYER + k}\..*" for k in range(layers)]
+    prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt_1T)}
+    forwards: list[int] = []
+    hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    theirs = model.generate(prompt_1T, use_mtp=True, **settings)
+    hook.remove()
+    rounds = len(forwards) - 1  # the first reads the prompt
+    # Without kernels, which round a head's weights to 8 bits.
+    lm = SpeculativeLM.from_pretrained(model, "mtp", tree=f"chain:{layers}", fallback=False, compile=False)
+    chain = lm.generate(prompt_1T, pad_token_id=0, **settings)
+    assert torch.equal(chain.sequences, theirs)
+    assert chain.stats.rounds == rounds < 39, "no draft was accepted, so nothing was shown"
+    tree = SpeculativeLM.from_pretrained(model, "mtp", tree=f"dynamic:10:{layers}:3", fallback=False)
+    output = tree.generate(prompt_1T, pad_token_id=0, **settings)
+    assert torch.equal(output.sequences, theirs)
+    assert output.stats.rounds < rounds
+
+
+def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeypatch) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"brings no MTP head.*headstart train --head\.type mtp"):
+        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp")
+    with pytest.raises(ValueError, match="no head at"):
+        SpeculativeLM.from_pretrained(model, "mtp")
+    with pytest.raises(ValueError, match="has no revision of its own"):
+        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp", head_revision="main")
+    monkeypatch.chdir(tmp_path)
+    Path("mtp").mkdir()
+    Path("mtp/config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"write '\./mtp' for that"):
+        SpeculativeLM.from_pretrained(tmp_path / "plain", "mtp")
+
+
+# Heads written back, imported, and started from.
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "shards"), [("deepseek_v3", "deepseek", False), ("qwen3_next", "qwen", True)]
+)
+def test_a_head_is_written_into_its_models_checkpoint_and_read_again(kind, family, shards, tmp_path) -> None:
+    """By the names of the family; all other tensors are what they were, and the model is loaded as before."""
+    model = tiny_model(kind)
+    head = random_mtp(model)
+    save_with(model, as_named(head, family), tmp_path / "before", shards)
+    tuned = random_mtp(model)
+    for parameter in tuned.parameters():
+        parameter.data += 1
+    write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")
+    write_native_mtp(tuned, tmp_path / "before", tmp_path / "after")  # over an earlier one
+    found = read(model, tmp_path / "after").state_dict()
+    for name, tensor in tuned.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    assert all_tensors(tmp_path / "after").keys() == all_tensors(tmp_path / "before").keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    plain = tmp_path / "plain"
+    model.save_pretrained(plain)
+    with pytest.raises(ValueError, match="brings no MTP head"):
+        write_native_mtp(tuned, plain, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+    with pytest.raises(ValueError, match="holds files that are not those of a model with an MTP head"):
+        write_native_mtp(tuned, tmp_path / "before", plain)
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all files that an index names."""
+    found: dict[str, torch.Tensor] = {}
+    index = folder / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    for file in files:
+        found |= load_file(folder / file)
+    return found
+
+
+def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path) -> None:
+    """The folder that `save_head` writes, without the section that only headstart reads."""
+    model = tiny_model("qwen3")
+    head = random_mtp(model, depth=4)
+    save_head(head, tmp_path, CheckpointMetadata())
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["headstart"]
+    info = target_info(model.config, "tiny", 13)
+    found, source = import_head(config, load_file(tmp_path / "model.safetensors"), info)
+    assert source.form == "speculators-mtp" and found.max_depth == 8
+    state = head.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.state_dict().items())
+    config["transformer_layer_config"]["hidden_size"] = 64
+    with pytest.raises(ValueError, match="has hidden_size 64, and the target 'tiny' has 32"):
+        import_head(config, load_file(tmp_path / "model.safetensors"), info)
+
+
+def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
+    model = tiny_model("glm4_moe")
+    native = random_mtp(model)
+    save_with(model, as_named(native, "deepseek"), tmp_path)
+    target = Target.from_pretrained(tmp_path, torch.float32)
+    config = TrainConfig(target=str(tmp_path), output="run", data=DataConfig(["data"]), head={"type": "mtp"})
+    head = head_of(config, target.info, target.config)
+    assert isinstance(head, MtpHead) and head.kind == "glm4_moe"
+    warm_start(head, "mtp", target, torch.ones(13), {"tokenizer": "any"})
+    state = native.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+    other = dataclasses.replace(config, head={"type": "mtp", "hidden_first": True})
+    with pytest.raises(ValueError, match="hidden_first False, and this head has True"):
+        warm_start(head_of(other, target.info, target.config), "mtp", target, torch.ones(13), {"tokenizer": "any"})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(kind) -> None:
+    model = tiny_model(kind)
+    head = random_mtp(model, start="last")
+    head.initialize(target_modules(model), torch.ones(13))
+    block, layer = model.model.layers[-1].state_dict(), head.mtp_layers[0].state_dict()
+    assert all(torch.equal(layer[name], tensor) for name, tensor in block.items())
+    assert torch.equal(layer["final_layernorm.weight"], model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 0}, "depth and num_layers of at least 1, not 0 and 1"),
+        ({"num_layers": 2, "depth": 3}, "each drafts one depth, so mtp depth must be num_layers, not 3 and 2"),
+        ({"num_layers": 3, "train_steps": 2}, "train_steps must be the depth 3"),
+        ({"train_steps": 4}, "train_steps must be from 1 to the depth 3, not 4"),
+        ({"start": "first"}, "start must be random, last or the number of a block"),
+        ({"layer": {"model_type": "llama"}, "qk_norm": True}, "leave qk_norm out, or layer"),
+        ({"layer": {"model_type": "unheard"}}, "knows no model_type 'unheard'"),
+        ({"layer": {"model_type": "gpt2"}}, "no draft layer can be made of the layers of 'gpt2'"),
+        ({"layer": SIZES | {"model_type": "gemma2"}}, "Gemma2Attention caps its attention scores"),
+        ({"layer": SIZES | {"model_type": "llama", "hidden_size": 64}}, "is as wide as its target 'tiny', 32"),
+    ],
+)
+def test_options_that_no_head_can_have_are_told(options, message) -> None:
+    info = target_info(AutoConfig.for_model("llama", **SIZES), "tiny", 13)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_head("mtp", options, info)
+
+
+def test_a_conversation_goes_on_after_a_head_with_a_layer_for_each_depth_was_cropped() -> None:
+    """What deeper layers read of the last kept token is what they read when all was read at once."""
+    model = tiny_model("llama")
+    head = random_mtp(model, num_layers=3, depth=3)
+    tokens_BT = torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3))
+    features = features_of(model, tokens_BT)
+
+    def read(state: Any, start: int, stop: int) -> Any:
+        part = slice(start, stop)
+        next_BA = tokens_BT[:, start + 1 : stop + 1]
+        return head.observe(state, features.features_BTF[:, part], next_BA, torch.tensor([stop - start]))
+
+    @torch.no_grad()
+    def drafts(state: Any) -> list[torch.Tensor]:
+        found = []
+        for token in (4, 7, 2):
+            logits, state = head.expand(state, torch.tensor([[token]]), torch.tensor([[0 if found else -1]]))
+            found.append(logits)
+        return found
+
+    def begin() -> Any:
+        return head.begin(features.modules, 1, 20, 3, 3)
+
+    with torch.no_grad():
+        whole = drafts(read(begin(), 0, 12))
+        cropped = read(read(begin(), 0, 9).resume(6, 30), 6, 12)
+    for one, other in zip(whole, drafts(cropped), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

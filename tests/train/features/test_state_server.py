@@ -1,0 +1,269 @@
+"""States from a running server: a stand-in that answers as vLLM does, and everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.heads import build_head
+from headstart.inference import Target
+from headstart.inference.models.outer_modules import OuterTarget
+from headstart.train.config import FeaturesConfig
+from headstart.train.data.batches import collate
+from headstart.train.data.chat_template import Example
+from headstart.train.features import state_server
+from headstart.train.features.online import online_features
+from headstart.train.features.server_states import ServerLayers
+from headstart.train.features.state_server import StateServer
+from headstart.train.features.stored import StoredFeatures
+from headstart.train.loop import train
+
+GIVEN = [2, 1]
+"""What leaves the last of two blocks, and the input of block 1."""
+
+
+class Served:
+    """A stand-in for vLLM's extract_hidden_states, which computes with the target itself."""
+
+    def __init__(self, target, folder, given=GIVEN):
+        self.target, self.folder, self.given = target, folder, given
+        self.names = [target.name]
+        self.requests = 0
+        self.fail = 0  # this many requests
+        self.seconds = 0.0
+        self.change = lambda tensors: tensors
+        self.states = True
+        self.lock = threading.Lock()
+        served = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                self.reply(200, {"data": [{"id": name, "root": name} for name in served.names]})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with served.lock:
+                    served.requests += 1
+                    failing = served.fail > 0
+                    served.fail -= failing
+                    number = served.requests
+                time.sleep(served.seconds)
+                if failing:
+                    self.reply(503, {"error": "loading"})
+                elif len(body["prompt"]) > 500:
+                    self.reply(400, {"error": "the prompt is too long"})
+                else:
+                    self.reply(200, served.answer(body, number))
+
+            def reply(self, code, value):
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(json.dumps(value).encode())
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    @torch.no_grad()
+    def answer(self, body, number):
+        with self.lock:
+            tokens, logprobs = list(body["prompt"]), []
+            for _ in range(body["max_tokens"]):
+                logits_V = self.target.model(torch.tensor([tokens])).logits[0, -1].float()
+                tokens.append(int(logits_V.argmax()))
+                logprobs.append(float(logits_V.log_softmax(-1).max()))
+            read = tokens[:-1] if body["kv_transfer_params"]["include_output_tokens"] else body["prompt"]
+            streams = {}
+            hooks = [
+                block.register_forward_hook(
+                    lambda module, given, output, n=n: streams.update({n + 1: first(output)[0]})
+                )
+                for n, block in enumerate(self.target.modules.blocks)
+            ]
+            self.target.model(torch.tensor([read]))
+            for hook in hooks:
+                hook.remove()
+        states = torch.stack([streams[layer] for layer in self.given], 1)
+        path = self.folder / f"cmpl-{number}.safetensors"
+        save_file(self.change({"token_ids": torch.tensor(read), "hidden_states": states}), path)
+        new = {"token_ids": tokens[len(body["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
+        found = {"choices": [new]}
+        if self.states:
+            found["kv_transfer_params"] = {"hidden_states_path": str(path)}
+        return found
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.fixture
+def served(taught, tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = Served(Target.load(str(taught), torch.float32, "cpu"), folder)
+    yield server
+    server.server.shutdown()
+
+
+@pytest.fixture
+def outer(taught):
+    return OuterTarget.load(str(taught), torch.float32, "cpu")
+
+
+@pytest.fixture
+def examples():
+    random = torch.Generator().manual_seed(2)
+    rows = [torch.randint(258, (8 + 3 * i,), generator=random).tolist() for i in range(4)]
+    return [Example(row, [t > 2 for t in range(len(row))], number) for number, row in enumerate(rows)]
+
+
+def source_of(served, outer, layers=(0, -1), given=GIVEN, **options):
+    options = {"model": None, "seconds": 20.0, **options}
+    return StateServer(served.url, ServerLayers.of(given, layers, outer.info), **options)
+
+
+def connect(served, outer, examples, **options):
+    source_of(served, outer, **options).connect(outer.name, outer.modules, examples[0])
+
+
+def test_its_states_are_the_targets_own_and_its_files_are_removed(served, outer, examples):
+    head = build_head("eagle3", {"feature_layers": [0, -1]}, outer.info)
+    batch = collate(examples)
+    source = StoredFeatures(outer, head, source_of(served, outer))
+    source.source.connect(outer.name, outer.modules, examples[0])
+    for found in (source(batch), source(source.read_ahead(batch, 0))):
+        wanted = online_features(served.target, head, batch)
+        for row, place in batch.places():
+            for name in ("features_BTF", "last_BTD"):
+                torch.testing.assert_close(getattr(found, name)[row, place], getattr(wanted, name)[row, place])
+    assert served.requests == 1 + 2 * len(examples)
+    assert list(served.folder.iterdir()) == []
+
+
+def test_an_answer_and_its_states_are_those_of_greedy_decoding(served, outer, examples):
+    source = source_of(served, outer)
+    source.model = outer.name
+    text_T, (states_TLD, _) = source.answer(examples[1], 5)
+    prompt_T = torch.tensor([examples[1].prompt])
+    wanted = served.target.model.generate(prompt_T, max_new_tokens=5, do_sample=False, eos_token_id=[], pad_token_id=0)
+    assert text_T.tolist() == wanted[0].tolist()
+    assert states_TLD.shape == (len(text_T), 2, 32)
+
+
+def spoilt(**changes):
+    return lambda tensors: {**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"names": ["other/model"]}, r"serves 'other/model', and the target is .*; start it with this target, or name"),
+        ({"states": False}, "answers without states: start it with --speculative-config"),
+        ({"change": spoilt(hidden_states=lambda states: states[:, :1].clone())}, r"hidden_states of \[8, 1, 32\], not"),
+        ({"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())}, "log-probability|nats a token"),
+        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that are no numbers"),
+        (
+            {"change": spoilt(token_ids=lambda tokens: (tokens + 1) % 258)},
+            "the states of other tokens than it was asked",
+        ),
+        ({"change": spoilt(token_ids=lambda tokens: tokens + 300)}, "made with another tokenizer"),
+        ({"change": spoilt(hidden_states=lambda states: states[:-1].clone())}, r"hidden_states of \[7, 2, 32\]"),
+    ],
+)
+def test_a_server_of_something_else_is_refused_by_name(served, outer, examples, fault, message):
+    for name, value in fault.items():
+        setattr(served, name, value)
+    with pytest.raises(ValueError, match=message):
+        connect(served, outer, examples)
+
+
+def test_a_server_of_other_weights_is_refused(served, outer, examples):
+    served.target.model.lm_head.weight.data.neg_()
+    with pytest.raises(ValueError, match=r"it serves other weights, or features.server_layers"):
+        connect(served, outer, examples)
+
+
+def test_a_name_that_the_user_gives_is_looked_up(served, outer, examples):
+    served.names = ["alias"]
+    connect(served, outer, examples, model="alias")
+    with pytest.raises(ValueError, match=r"serves 'alias', not features.server_model 'base'"):
+        connect(served, outer, examples, model="base")
+
+
+def test_the_folder_may_have_another_path_here(served, outer, examples, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ValueError, match=r"which this machine does not see at .*elsewhere.*features.server_folder"):
+        connect(served, outer, examples, folder=tmp_path / "elsewhere")
+    connect(served, outer, examples, folder=served.folder)
+
+
+def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, examples, monkeypatch):
+    monkeypatch.setattr(state_server, "PAUSE", 0.01)
+    served.fail = 3
+    source = source_of(served, outer)
+    source.model = outer.name
+    states_TLD, _ = source.states(torch.tensor(examples[0].tokens), 0)
+    assert len(states_TLD) == len(examples[0].tokens) and served.requests == 4
+    with pytest.raises(
+        ValueError, match=r"conversation 7: features.server http://127.* refuses a request \(400\): .*long"
+    ):
+        source.states(torch.zeros(600, dtype=torch.int64), 7)
+    assert served.requests == 5, "a refusal is final"
+    served.fail, source.seconds = 10**6, 0.3
+    with pytest.raises(ValueError, match=r"gave nothing for 0.3 s \(features.server_seconds\): 503.*resumes"):
+        source.states(torch.tensor(examples[0].tokens), 0)
+    served.fail, served.seconds = 0, 2.0
+    with pytest.raises(ValueError, match=r"gave nothing for 0.3 s .*timed out.*Start it again, or give it more time"):
+        source.states(torch.tensor(examples[0].tokens), 0)
+    dead = dataclasses.replace(source, url="http://127.0.0.1:9/v1")
+    with pytest.raises(ValueError, match=r"gave nothing for 0.3 s .*[Rr]efused"):
+        dead.states(torch.tensor(examples[0].tokens), 0)
+
+
+def run_on(config, served, **features):
+    given = {"mode": "served", "server": served.url, "server_layers": GIVEN, **features}
+    head = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
+    return dataclasses.replace(config, head=head, features=FeaturesConfig(**given))
+
+
+def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(short, served, changed, monkeypatch):
+    config = run_on(short, served)
+    online = dataclasses.replace(config, output=short.output + "-online", features=FeaturesConfig())
+    wanted = load_file(train(online) / "last" / "model.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "load", None)
+        folder = train(config)
+    found = load_file(folder / "last" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0, msg=name)
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    others = [json.loads(line) for line in (folder.parent / "run-online" / "log.jsonl").read_text().splitlines()]
+    assert [row["eval"] for row in rows if "eval" in row] == [row["eval"] for row in others if "eval" in row]
+    assert all(row["step_seconds"]["data"] > 0 for row in rows if "loss" in row)
+
+
+def test_a_server_that_dies_is_told_in_the_process_of_the_user(short, served, changed, monkeypatch, caplog):
+    monkeypatch.setattr(state_server, "PAUSE", 0.01)
+    config = changed(run_on(short, served, server_seconds=0.5), loop={"max_steps": 40})
+    answer = served.answer
+
+    def dies(body, number):
+        if number > 15:
+            served.fail = 10**6
+        return answer(body, number)
+
+    monkeypatch.setattr(served, "answer", dies)
+    with pytest.raises(ValueError, match=r"^conversation \d+: features.server .* gave nothing for 0.5 s .* resumes"):
+        train(config)

@@ -1,0 +1,321 @@
+"""A run resumes with other options where they change no weights or are named, and with data and target elsewhere."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from headstart.heads import MedusaHead
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.scripts.command_line import options as options_of
+from headstart.stopping import Stopped
+from headstart.train import loop
+from headstart.train.config import FeaturesConfig, TrainConfig
+from headstart.train.evaluate import difference_interval
+from headstart.train.loop import Callback, train
+from headstart.train.resume_with import with_changes
+
+STEPS = 14
+STOP = 6
+
+
+@pytest.fixture(scope="module")
+def plain(run_options, changed):
+    def build(folder):
+        loop_options = {"max_steps": STEPS, "eval_every": 5, "save_every": 0, "log_every": 1}
+        return changed(run_options(folder, STEPS), loop=loop_options)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def whole(plain, tmp_path_factory):
+    """A run that nothing happened to."""
+    return train(plain(tmp_path_factory.mktemp("whole") / "run"))
+
+
+@pytest.fixture(scope="module")
+def half(plain, tmp_path_factory):
+    """A run that was stopped in the middle; tests copy its folder."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        original = loop.MetricsLogger.end_step
+
+        def end_step(self, *given):
+            row = original(self, *given)
+            if self.progress.step == STOP:
+                signal.raise_signal(signal.SIGTERM)
+            return row
+
+        patch.setattr(loop.MetricsLogger, "end_step", end_step)
+        with pytest.raises(Stopped):
+            train(plain(folder))
+    return folder
+
+
+@pytest.fixture
+def options(half, plain, tmp_path):
+    """The options of a copy of that run."""
+    shutil.copytree(half, tmp_path / "run")
+    return plain(tmp_path / "run")
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+def assert_same_weights(folder, other, atol=0.0):
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(weights(folder)[name], tensor, atol=atol, rtol=0, msg=name)
+
+
+FREE = [
+    {"loop": {"micro_batch": 2}},
+    {"loop": {"recompute": True, "save_every": 3, "keep": 1, "patience": 9, "save_minutes": 100.0}},
+    {"target_attention": "eager"},
+    {"features": FeaturesConfig(mode="cached")},
+    {"features": FeaturesConfig(mode="auto")},
+    {"eval": {"prompts": 2, "new_tokens": 4}},
+]
+
+
+@pytest.mark.parametrize("change", FREE, ids=str)
+def test_options_that_change_no_weights_may_change(options, whole, change, changed, capsys):
+    exact = change.keys() == {"eval"}
+    config = changed(options, **change)
+    train(config)
+    rounding = 1e-3 if "features" in change else 2e-6
+    assert_same_weights(config.output, whole, 0.0 if exact else rounding)
+    assert f"from step {STOP} on with " in capsys.readouterr().out
+    history = [json.loads(line) for line in (Path(config.output) / "changes.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in history} == {STOP} and {row["name"].partition(".")[0] for row in history} == {
+        *change
+    }
+    _, metadata = load_head(Path(config.output) / "last")
+    assert metadata.training["changes"] == history
+    train(config)  # it is finished, and the options are its own now
+
+
+@pytest.mark.parametrize("moved", ["data", "target"])
+def test_data_and_target_may_be_found_at_another_path(options, whole, tmp_path, moved, changed):
+    if moved == "data":
+        path = shutil.copy(options.data.sources[0], tmp_path / "elsewhere.jsonl")
+        config = changed(options, data={"sources": [str(path)]})
+    else:
+        config = changed(options, target=str(shutil.copytree(options.target, tmp_path / "elsewhere")))
+    train(config)
+    assert_same_weights(config.output, whole)
+
+
+def test_other_data_at_any_path_are_refused_unless_they_are_named(options, tmp_path, changed):
+    lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "less.jsonl"
+    path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
+    before = (Path(options.output) / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=r"whose data had the digest \w+; with data.sources .*less.jsonl.* it is \w+"):
+        train(changed(options, data={"sources": [str(path)]}))
+    assert (Path(options.output) / "config.yaml").read_text() == before
+    train(changed(options, resume_with=[f"data.sources=[{path}]"]))
+    assert rows_of(options.output)[-1]["step"] == STEPS
+
+
+def test_another_target_is_refused(options, tmp_path, changed):
+    folder = shutil.copytree(options.target, tmp_path / "other")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if "down_proj" in name)
+    save_file({**tensors, name: tensors[name] * 1.01}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"whose weights had the digest .*give what the run began with"):
+        train(changed(options, target=str(folder)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
+    plain, tmp_path, optimizer, changed, monkeypatch, stop_after
+):
+    config = changed(plain(tmp_path / "run"), optim={"name": optimizer})
+    with monkeypatch.context() as patch:
+        stop_after(patch, STOP)
+        with pytest.raises(Stopped):
+            train(config)
+    lower = changed(config, resume_with="optim.lr=3e-4")
+    with pytest.raises(ValueError, match=r"optim.lr = 0.003, not 0.0003.*--resume_with NAME=VALUE"):
+        train(changed(config, optim={"lr": 3e-4}))
+    train(lower)
+    rates = {row["step"]: row["lr"] for row in rows_of(config.output) if "lr" in row}
+    train(changed(config, output=str(tmp_path / "before")))
+    before = {row["step"]: row["lr"] for row in rows_of(tmp_path / "before") if "lr" in row}
+    for step in range(1, STEPS + 1):
+        assert rates[step] == pytest.approx(before[step] / (10 if step > STOP else 1), rel=1e-6, abs=1e-12), step
+    saved = yaml.safe_load((Path(config.output) / "config.yaml").read_text())
+    assert saved["optim"]["lr"] == 3e-4
+    _, metadata = load_head(Path(config.output) / "last")
+    assert metadata.training["changes"] == [{"step": STOP, "name": "optim.lr", "before": 3e-3, "now": 3e-4}]
+    assert not torch.equal(
+        *(weights(folder)[sorted(weights(folder))[0]] for folder in (config.output, tmp_path / "before"))
+    )
+
+
+def test_a_change_outlives_further_starts(options, changed, monkeypatch, stop_after):
+    lower = changed(options, resume_with=["optim.lr=3e-4", "optim.betas=[0.8, 0.9]"])
+    with monkeypatch.context() as patch:
+        stop_after(patch, STOP + 2)
+        with pytest.raises(Stopped):
+            train(lower)
+    train(lower)  # the same command
+    history = [json.loads(line) for line in (Path(options.output) / "changes.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in history] == ["optim.betas.0", "optim.betas.1", "optim.lr"]
+    with pytest.raises(ValueError, match=r"optim.betas.0 = 0.8, not 0.9"):
+        train(options)
+
+
+def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, changed, monkeypatch):
+    forward = MedusaHead.forward
+
+    def poisoned(self, *given, **more):
+        output = forward(self, *given, **more)
+        return output._replace(loss=output.loss * torch.nan) if torch.is_grad_enabled() else output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaHead, "forward", poisoned)
+        with pytest.raises(ValueError, match="loss is nan") as caught:
+            train(options)
+    (advice,) = re.findall(r"--resume_with (\S+)", str(caught.value))
+    path = Path(options.output).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(options)))), encoding="utf-8")
+    config = options_of(TrainConfig, "train", "", ["--config", str(path), "--resume_with", advice])
+    train(config)
+    assert rows_of(options.output)[-1]["step"] == STEPS
+    assert yaml.safe_load((Path(options.output) / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optim.lr", "takes NAME=VALUE, such as optim.lr=5e-4, not 'optim.lr'"),
+        ("head.num_heads=3", "cannot change head.num_heads: what a checkpoint holds follows from it"),
+        ("optim.name=muon", "cannot change optim.name"),
+        ("optim.rl=1", "unknown option optim.rl; choose from name, lr, betas"),
+        ("optim=1", "optim is a group of options"),
+        ("optim.lr=fast", "optim.lr cannot be 'fast'; its type is float"),
+        ("optim.lr=-1", "optim.lr must be above 0, not -1"),
+        ("loop.batch_size=1.5", "loop.batch_size cannot be 1.5; its type is int"),
+        ("optim.schedule=square", "optim.schedule cannot be 'square'"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(plain, tmp_path, change, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        with_changes(plain(tmp_path), change)
+
+
+def test_changes_have_the_types_of_their_options(plain, tmp_path):
+    config = with_changes(plain(tmp_path), ["optim.lr=1e-4", "data.pack=2048", "loop.max_steps=null", "optim.clip=2"])
+    assert (config.optim.lr, config.data.pack, config.loop.max_steps, config.optim.clip) == (1e-4, 2048, None, 2)
+
+
+# Saving.
+
+
+def test_minutes_make_checkpoints_between_those_of_steps(plain, tmp_path, changed, monkeypatch):
+    """Every step takes a minute here."""
+    clock = collections.Counter()
+
+    def monotonic():
+        return 60.0 * clock["steps"]
+
+    saved = []
+
+    class Saves(Callback):
+        def on_step(self, progress, row):
+            clock["steps"] += 1
+
+        def on_save(self, progress, checkpoint):
+            saved.append(progress.step)
+
+    monkeypatch.setattr(loop.time, "monotonic", monotonic)
+    train(changed(plain(tmp_path / "run"), loop={"save_minutes": 4.0}), [Saves()])
+    assert saved == [5, 10, STEPS]  # it is seen when the next step begins
+
+
+@pytest.mark.parametrize("what", ["a checkpoint to resume from", "what features.mode cached keeps"])
+def test_a_disk_that_is_too_small_is_told_before_anything_long_is_written(plain, tmp_path, what, monkeypatch):
+    config = plain(tmp_path / "run")
+    if "cached" in what:
+        config = dataclasses.replace(config, features=FeaturesConfig(mode="cached"))
+        monkeypatch.setattr(loop, "checkpoint_bytes", lambda _: 0)
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
+    with pytest.raises(OSError, match=rf"{what}.* takes about \d.\d\d GiB, and .* has 0.00 GiB free; make room"):
+        train(config)
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+# Which head is the best one.
+
+
+def test_a_difference_within_chance_is_none():
+    prompts = [[20, 10], [30, 11], [25, 12], [18, 9]]
+    low, high = difference_interval(prompts, prompts)
+    assert low == high == 0
+    better = [[tokens + 5, rounds] for tokens, rounds in prompts]
+    low, high = difference_interval(better, prompts)
+    assert 0 < low < high
+    assert difference_interval(prompts, better) == (pytest.approx(-high), pytest.approx(-low))
+    noisy = [[30, 10], [20, 11], [35, 12], [10, 9]]
+    low, high = difference_interval(noisy, prompts)
+    assert low < 0 < high
+
+
+def test_the_interval_holds_the_true_difference_in_95_of_100_cases():
+    generator = torch.Generator().manual_seed(0)
+    inside = 0
+    for _ in range(400):
+        level_N = torch.rand(64, generator=generator)  # a prompt is easy or hard for both heads
+        sides = []
+        for gain in (0.3, 0.0):
+            rounds_N = torch.randint(20, 40, (64,), generator=generator)
+            per_round_N = 2 + gain + level_N + 0.3 * torch.randn(64, generator=generator)
+            sides.append([[float(r * p), int(r)] for r, p in zip(rounds_N, per_round_N, strict=True)])
+        low, high = difference_interval(*sides)
+        inside += low <= 0.3 <= high
+    assert 0.92 < inside / 400 < 0.98
+
+
+def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(plain, tmp_path, changed, monkeypatch):
+    lengths = {
+        5: [[40, 10], [42, 10], [38, 10]],
+        10: [[39, 10], [43, 10], [37, 10]],
+        STEPS: [[20, 10], [21, 10], [19, 10]],
+    }
+    steps = iter(lengths)
+    monkeypatch.setattr(
+        "headstart.train.evaluate.Evaluation.prompts", property(lambda self: lengths[self.__dict__["step"]])
+    )
+    judge = loop.evaluate
+
+    def evaluate(*given):
+        found = judge(*given)
+        found.__dict__["step"] = next(steps)
+        rows = lengths[found.__dict__["step"]]
+        found.acceptance_length = sum(tokens for tokens, _ in rows) / sum(rounds for _, rounds in rows)
+        return found
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    folder = train(plain(tmp_path / "run"))
+    _, metadata = load_head(folder / "best")
+    assert metadata.training["step"] == 10 and metadata.training["longest_length"] == 4.0
+    assert "longest_prompts" not in metadata.training

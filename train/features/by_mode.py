@@ -1,0 +1,198 @@
+"""The source of a run's features that `features.mode` names, and what is found out about it before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ...console import ProgressBar, log
+from ...heads.base import DraftHead
+from ...inference.models.outer_modules import OuterTarget
+from ...inference.target import Target
+from ...stopping import Stopped, stop_on_signals
+from ..config import TrainConfig
+from ..data.chat_template import Example
+from ..data.token_cache import conversations_of, lengths_of, tokens_of
+from ..engines import all_agree, any_process, from_main
+from .cached import MANIFEST, FeatureCache, key_of
+from .online import (
+    CachedFeatures,
+    OnlineFeatures,
+    cache_bytes,
+    check_room,
+    kept_layers,
+    lacking_in,
+    open_cache,
+)
+from .server_states import FileStates, ServerLayers
+from .sources import StateSource
+from .state_server import StateServer
+from .stored import FILL, FolderStates, StoredFeatures
+
+IMPORTED = 16
+"""Sequences that a process takes from a server at once."""
+
+
+def needs_no_target(config: TrainConfig) -> bool:
+    """Whether a run computes no states, and so loads no more of the target than its outer modules."""
+    return config.features.mode in ("stored", "served")
+
+
+def open_source(
+    config: TrainConfig, accelerator: Accelerator, target: OuterTarget, head: DraftHead, provenance: dict[str, Any]
+) -> StateSource:
+    """Open the source of states that the config names; a ValueError if it cannot be the target's."""
+    options = config.features
+    layers = kept_layers(head.feature_layers)
+    if options.mode == "stored" and options.from_server is None:
+        folder = Path(options.folder or Path(config.output) / "features")
+        if not (folder / MANIFEST).exists():
+            raise ValueError(f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}")
+        return FolderStates(open_cache(accelerator, head, provenance, options, Path(config.output)))
+    return server_source(config, target, layers)
+
+
+def server_source(config: TrainConfig, target: OuterTarget, layers: tuple[int, ...]) -> FileStates | StateServer:
+    """The states of a server: those in files, or those of a running one."""
+    options = config.features
+    given = ServerLayers.of(options.server_layers, layers, target.info)
+    if options.from_server is not None:
+        return FileStates(Path(options.from_server), given)
+    assert options.server is not None
+    folder = None if options.server_folder is None else Path(options.server_folder)
+    return StateServer(options.server, given, options.server_model, options.server_seconds, folder)
+
+
+def check_source(
+    source: StateSource,
+    accelerator: Accelerator,
+    target: OuterTarget,
+    training: Sequence[Example],
+    held_out: list[Example],
+) -> None:
+    """Find out before the first step whether a source has all states of a run, and the right ones."""
+
+    def check() -> None:
+        if isinstance(source, FolderStates):
+            source.check(accelerator, training, "to train on")
+            source.check(accelerator, held_out, "that are held out")
+        elif isinstance(source, FileStates):
+            source.check(training, "to train on")
+            source.check(held_out, "that are held out")
+            source.check_first(held_out[0], target.modules)
+        elif isinstance(source, StateServer):
+            source.connect(target.name, target.modules, held_out[0])
+
+    all_agree(accelerator, check)
+
+
+def feature_source(
+    accelerator: Accelerator,
+    target: Target,
+    head: DraftHead,
+    provenance: dict[str, Any],
+    examples: Sequence[Example],
+    config: TrainConfig,
+    epochs: float,
+    source: StateSource | None = None,
+) -> OnlineFeatures:
+    """Build the features that `features.mode` names; `source` is that of a run without the target.
+
+    `auto` caches states that fit in its limit and on the disk, and are read again or are there already.
+    """
+    if source is not None:
+        assert isinstance(target, OuterTarget)
+        return StoredFeatures(target, head, source)
+    options = config.features
+    tokens = sum(lengths_of(examples))
+    gib = cache_bytes(head, options.format) * tokens / 2**30
+    # The main process's answer: a folder that another job begins now would divide the processes.
+    begun = from_main(accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists())
+    if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
+        return OnlineFeatures(target, head)
+    cache = open_cache(accelerator, head, provenance, options, Path(config.output))
+    if options.mode == "auto":
+        lengths = lengths_of(examples)
+        lacking = sum(lengths[place] for place in lacking_in(accelerator, cache, examples))
+        needed = cache_bytes(head, options.format, cache.layers) * lacking
+        if from_main(accelerator, needed > shutil.disk_usage(cache.folder).free):
+            log.info(f"{needed / 2**30:.2f} GiB of states do not fit on the disk of {cache.folder}: none are kept")
+            return OnlineFeatures(target, head)
+    cached = CachedFeatures(target, head, cache, accelerator)
+    gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
+    log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
+    if options.from_server is not None:
+        import_states(accelerator, cache, server_source(config, target, cache.layers), target, head, examples)
+    if options.mode == "cached":
+        cached.write(accelerator, examples)
+    return cached
+
+
+def import_states(
+    accelerator: Accelerator,
+    cache: FeatureCache,
+    source: FileStates | StateServer,
+    target: Target,
+    head: DraftHead,
+    examples: Sequence[Example],
+) -> int:
+    """Add a server's states of all sequences to the cache, each process its part; return how many were added.
+
+    Raises:
+        ValueError: sequences without states, or states that are not theirs.
+        Stopped: Ctrl-C or SIGTERM, once the states so far are written.
+    """
+    lacking = lacking_in(accelerator, cache, examples)
+    lengths = lengths_of(examples)
+    check_room(accelerator, cache, head, sum(lengths[place] for place in lacking))
+    if isinstance(source, FileStates):
+        source.check([examples[place] for place in lacking], "to train on")
+    process, processes = accelerator.process_index, accelerator.num_processes
+    step = IMPORTED * processes
+    with stop_on_signals() as stop, ProgressBar("tokens", sum(lengths[place] for place in lacking)) as bar:
+        stopping = False
+        for begin in range(0, len(lacking), step):
+            group = lacking[begin : begin + step]
+            stopping = any_process(accelerator, stop.wanted)
+            if stopping:
+                break
+            own = group[process::processes]
+            all_agree(accelerator, partial(_take, cache, source, target, examples, own))
+            bar.update(bar.done + sum(lengths[place] for place in group))
+    cache.flush()
+    accelerator.wait_for_everyone()
+    cache.refresh()
+    if stopping:
+        raise Stopped("stopped; the same command resumes from there")
+    log.info(f"states of {len(lacking)} sequences are in {cache.folder}")
+    return len(lacking)
+
+
+def _take(
+    cache: FeatureCache, source: StateSource, target: Target, examples: Sequence[Example], places: list[int]
+) -> None:
+    """Add the states of some sequences to a cache."""
+    conversations_N = conversations_of(examples)
+    tokens = [torch.from_numpy(tokens_of(examples, place).astype(np.int64)) for place in places]
+    sequences = [(tokens_T, int(conversations_N[place])) for tokens_T, place in zip(tokens, places, strict=True)]
+    for tokens_T, (states_TLD, _) in zip(tokens, source.many(sequences), strict=True):
+        cache.add(key_of(tokens_T), normed(source, target, states_TLD))
+
+
+@torch.no_grad()
+def normed(source: StateSource, target: Target, states_TLD: Tensor) -> Tensor:
+    """States with the final norm applied to the layer -1, as a cache holds them."""
+    if not source.before_norm:
+        return states_TLD
+    found = states_TLD.to(target.device, target.dtype, copy=True)
+    last = source.layers.index(-1)
+    found[:, last] = target.modules.norm(found[:, last])
+    return found

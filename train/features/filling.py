@@ -1,0 +1,109 @@
+"""Filling a folder with all states of a run, of its evaluations too: the work of `headstart features`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate import Accelerator
+
+from ...console import log
+from ...inference.models.outer_modules import OuterTarget
+from ...inference.models.replay import BEYOND
+from ...inference.probe import probe_text
+from ..config import TrainConfig
+from ..data.chat_template import Example
+from ..engines import all_agree, from_main
+from ..evaluate import eval_prompts, judged
+from .by_mode import import_states, normed, server_source
+from .cached import FeatureCache, key_of
+from .online import CachedFeatures
+from .sources import own_answer
+from .state_server import StateServer
+from .stored import PROBE_TOKENS, answer_path, write_answer
+
+if TYPE_CHECKING:  # loop.py imports this package
+    from ..loop import Inputs
+
+
+def fill_folder(config: TrainConfig, accelerator: Accelerator, inputs: Inputs, cache: FeatureCache) -> None:
+    """Write what a folder lacks for `features.mode stored`; processes share the work.
+
+    Raises:
+        ValueError: a server without these states, or a full disk.
+        Stopped: Ctrl-C or SIGTERM; the same command resumes.
+    """
+    held_out = judged(inputs.held_out, config.eval)
+    if isinstance(inputs.target, OuterTarget):
+        _from_server(config, accelerator, inputs, inputs.target, cache, held_out)
+        return
+    cached = CachedFeatures(inputs.target, inputs.head, cache, accelerator)
+    cached.write(accelerator, inputs.training)
+    cached.write(accelerator, held_out)
+    probe = probe_text(inputs.target.info.vocab_size, PROBE_TOKENS).tolist()
+    texts = [probe]
+    if inputs.replay is None:
+        log.info("the target is sharded: evaluations without it will replay the conversations' own answers")
+        texts += [own_answer(example).tolist() for example in held_out]
+    else:
+        prompts = eval_prompts(inputs.target, held_out, config.eval)
+        if accelerator.is_main_process:
+            inputs.replay.learn(prompts, config.eval.new_tokens)
+            texts += [inputs.replay.texts[tuple(prompt.tolist())].tolist() for prompt in prompts]
+        texts = from_main(accelerator, texts)
+    cached.write(accelerator, [Example(text, [True] * len(text)) for text in texts])
+    if inputs.replay is not None and accelerator.is_main_process:
+        for prompt, text in zip(prompts, texts[1:], strict=True):
+            write_answer(cache.folder, prompt.tolist(), text)
+    accelerator.wait_for_everyone()
+
+
+def _from_server(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    target: OuterTarget,
+    cache: FeatureCache,
+    held_out: list[Example],
+) -> None:
+    """Copy a server's states, and ask a running one for answers to the prompts of evaluations."""
+    source = server_source(config, target, cache.layers)
+
+    def check() -> None:
+        if isinstance(source, StateServer):
+            source.connect(target.name, target.modules, held_out[0])
+        else:
+            source.check(held_out, "that are held out")
+            source.check_first(held_out[0], target.modules)
+
+    all_agree(accelerator, check)
+    import_states(accelerator, cache, source, target, inputs.head, inputs.training)
+    import_states(accelerator, cache, source, target, inputs.head, held_out)
+    own = [own_answer(example).tolist() for example in held_out]
+    answers = [Example(text, [True] * len(text), held.conversation) for text, held in zip(own, held_out, strict=True)]
+    if not isinstance(source, StateServer):
+        import_states(accelerator, cache, source, target, inputs.head, answers)
+        return
+
+    def ask() -> None:
+        if not accelerator.is_main_process:
+            return
+        examples = {tuple(example.prompt): example for example in held_out}
+        for prompt_T in eval_prompts(target, held_out, config.eval):
+            prompt = prompt_T.tolist()
+            if answer_path(cache.folder, prompt).exists():
+                continue
+            room = target.max_positions - len(prompt)
+            new_tokens = min(config.eval.new_tokens + BEYOND, room)
+            text_T, (states_TLD, _) = source.answer(examples[tuple(prompt)], new_tokens)
+            cache.add(key_of(text_T), normed(source, target, states_TLD))
+            cache.flush()
+            write_answer(cache.folder, prompt, text_T.tolist())
+        probe_T = probe_text(target.info.vocab_size, PROBE_TOKENS)
+        if key_of(probe_T) not in cache:
+            known = source.probe(probe_T)
+            assert known is not None
+            cache.add(key_of(probe_T), normed(source, target, known[0]))
+            cache.flush()
+
+    all_agree(accelerator, ask)
+    accelerator.wait_for_everyone()

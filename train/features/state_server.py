@@ -1,0 +1,195 @@
+"""States from a running vLLM, by its method `extract_hidden_states` and a connector that writes them to files.
+
+A request holds a sequence's token ids and asks for one new token. The answer names the file that the server writes,
+which is read once its lock is free, and removed. Server and trainer share the folder of these files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...heads.base import TargetModules
+from ...heads.checkpoints.public import public_url
+from ..data.chat_template import Example
+from .server_states import ServerLayers, wait_until_written
+from .sources import States, StateSource
+
+KEY = "OPENAI_API_KEY"
+"""Environment variable of the server's key, if it asks for one."""
+TOGETHER = 32
+"""Most requests of a process at once."""
+PAUSE = 1.0
+"""Seconds before a request is repeated that the server did not answer."""
+LOGPROB_NOISE = {torch.float32: 0.02, torch.bfloat16: 0.25, torch.float16: 0.1}
+"""Largest difference, in nats, of a token's log-probability by the server and by the target's LM head on its states, by
+the dtype of these."""
+SHOWN = 300
+"""Characters of a server's error that are shown."""
+
+
+class Refused(ValueError):
+    """The server refuses a request, and would refuse it again."""
+
+
+@dataclass
+class StateServer(StateSource):
+    """A running vLLM that serves the target."""
+
+    url: str
+    """Address of its API, such as http://HOST:8000/v1."""
+    given: ServerLayers
+    model: str | None
+    """Its name of the model; None for the one that it serves."""
+    seconds: float
+    """Longest time that a sequence may take."""
+    folder: Path | None = None
+    """Where this machine sees the folder to which the server writes; None for the server's own path."""
+
+    before_norm = True
+    greedy = True
+
+    def __post_init__(self) -> None:
+        self.layers = self.given.layers
+        self.url = self.url.rstrip("/")
+
+    def connect(self, target: str, modules: TargetModules, example: Example) -> None:
+        """Find the server's model and try one sequence.
+
+        Raises:
+            ValueError: no server, one without states, or one of another model, tokenizer or list of layers.
+        """
+        served = self._repeated(lambda: self._get("/models"))["data"]
+        names = {model["id"]: Path(str(model.get("root") or model["id"])).name for model in served}
+        if self.model is None:
+            own = [name for name, root in names.items() if Path(target).name in (root, Path(name).name)]
+            if not own:
+                raise ValueError(
+                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is {target!r}; start it with "
+                    "this target, or name the same weights by features.server_model"
+                )
+            self.model = own[0]
+        elif self.model not in names:
+            raise ValueError(
+                f"{self.where} serves {', '.join(map(repr, names))}, not features.server_model {self.model!r}"
+            )
+        tokens_T = torch.tensor(example.tokens)
+        reply, states_TLD = self._answer(tokens_T, 1, logprobs=1)
+        self.given.check_last(states_TLD, tokens_T, modules, self.where)
+        choice = reply["choices"][0]
+        token, theirs = int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+        like = modules.lm_head.weight
+        last_D = modules.norm(states_TLD[-1, self.layers.index(-1)].to(like)[None])[0]
+        ours = float(modules.logits(last_D).float().log_softmax(-1)[token])
+        if abs(ours - theirs) > LOGPROB_NOISE.get(states_TLD.dtype, 0.25):
+            raise ValueError(
+                f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM head of {target!r} "
+                f"gives it {ours:.2f} on the server's states: it serves other weights, or features.server_layers "
+                f"{list(self.given.given)} are not in its order"
+            )
+
+    @property
+    def where(self) -> str:
+        """The server, for messages."""
+        return f"features.server {public_url(self.url)}"
+
+    def states(self, tokens_T: Tensor, conversation: int) -> States:
+        try:
+            return self._answer(tokens_T, 1)[1], None
+        except ValueError as error:
+            raise ValueError(f"conversation {conversation}: {error}") from None
+
+    def many(self, sequences: Sequence[tuple[Tensor, int]]) -> list[States]:
+        with ThreadPoolExecutor(max(1, min(TOGETHER, len(sequences)))) as threads:  # the server batches them
+            return list(threads.map(lambda each: self.states(*each), sequences))
+
+    def text_of(self, example: Example) -> Tensor | None:
+        return None
+
+    def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
+        # The last token was never read, and has no states.
+        reply, states_TLD = self._answer(torch.tensor(example.prompt), new_tokens + 1)
+        text = [*example.prompt, *reply["choices"][0]["token_ids"]]
+        return torch.tensor(text[: len(states_TLD)]), (states_TLD, None)
+
+    def probe(self, tokens_T: Tensor) -> States | None:
+        return self.states(tokens_T, -1)
+
+    def _answer(self, tokens_T: Tensor, new_tokens: int, **more: Any) -> tuple[dict[str, Any], Tensor]:
+        """The server's greedy answer, and states of all tokens but the last one of it."""
+        request = {
+            "model": self.model,
+            "prompt": tokens_T.tolist(),
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": new_tokens > 1},
+            **more,
+        }
+        return self._repeated(lambda: self._once(request, tokens_T))
+
+    def _once(self, request: dict[str, Any], tokens_T: Tensor) -> tuple[dict[str, Any], Tensor]:
+        reply = self._get("/completions", request)
+        named = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not named:
+            raise Refused(
+                f"{self.where} answers without states: start it with --speculative-config of the method "
+                "extract_hidden_states and a --kv-transfer-config that writes them (docs/training.md)"
+            )
+        path = Path(named) if self.folder is None else self.folder / Path(named).name
+        wait_until_written(path)
+        if not path.exists():
+            raise Refused(
+                f"{self.where} wrote states to {named}, which this machine does not see at {path}: share that folder, "
+                "and name it by features.server_folder if it has another path here"
+            )
+        found_T, states_TLD = self.given.read(path)
+        path.unlink()
+        Path(f"{path}.lock").unlink(missing_ok=True)
+        if not torch.equal(found_T[: len(tokens_T)], tokens_T):
+            raise Refused(f"{self.where} gave the states of other tokens than it was asked for")
+        return reply, states_TLD
+
+    def _repeated(self, work: Callable[[], Any]) -> Any:
+        """Do what asks the server, again while it does not answer, for at most `seconds`."""
+        deadline = time.monotonic() + self.seconds
+        while True:
+            try:
+                return work()
+            except urllib.error.HTTPError as error:
+                told = error.read().decode("utf-8", "replace")[:SHOWN]
+                if error.code < 500 and error.code != 429:
+                    raise Refused(f"{self.where} refuses a request ({error.code}): {told!r}") from None
+                failure = f"{error.code} {told!r}"
+            except (OSError, TimeoutError) as error:
+                failure = str(getattr(error, "reason", error)) or type(error).__name__
+            if time.monotonic() + PAUSE > deadline:
+                raise ValueError(
+                    f"{self.where} gave nothing for {self.seconds:g} s (features.server_seconds): {failure}. Start it "
+                    "again, or give it more time; the same command then resumes from the newest checkpoint"
+                ) from None
+            time.sleep(PAUSE)
+
+    def _get(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=self.seconds) as response:
+            try:
+                return json.load(response)
+            except ValueError as error:
+                raise Refused(f"{self.where} answers {path} with something else than JSON: {error}") from None

@@ -1,0 +1,225 @@
+"""Training and evaluation without the target's blocks: every state comes from files, or from a server.
+
+`StoredFeatures` trains on them. `StoredReplay` measures acceptance: it replays texts whose states are known, as
+`ReplayTarget` does, and runs no forward either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ...files import write_whole
+from ...heads.base import DraftHead, TargetFeatures
+from ...inference.models.outer_modules import OuterTarget
+from ...inference.models.replay import BEYOND, ReplayTarget
+from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
+from ...inference.sequences import Sequences
+from ...inference.target import Target
+from ..config import EvalConfig
+from ..data.batches import Batch
+from ..data.chat_template import Example
+from ..data.token_cache import tokens_of
+from .cached import FeatureCache, decoded, key_of
+from .online import OnlineFeatures, on_target, target_features, with_states
+from .sources import States, StateSource
+
+PROBE_TOKENS = PROBE_ENDS[-1] + 64
+"""Tokens of the probe's text whose states are kept; a deeper head has no probe."""
+ANSWERS = "answers"
+"""Folder, in that of the states, of the target's answers to held-out prompts: a file for each, named by its key."""
+
+
+class FolderStates(StateSource):
+    """A folder of states that `headstart features` wrote."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self.cache = cache
+        self.layers = cache.layers
+        self.greedy = (cache.folder / ANSWERS).is_dir()
+
+    def states(self, tokens_T: Tensor, conversation: int) -> States:
+        key = key_of(tokens_T)
+        if key not in self.cache:
+            raise ValueError(f"{self.cache.folder} holds no states of conversation {conversation}; {FILL}")
+        return self.cache.stored(key)
+
+    def text_of(self, example: Example) -> Tensor | None:
+        if not self.greedy:
+            return super().text_of(example)
+        path = answer_path(self.cache.folder, example.prompt)
+        if not path.exists():
+            return torch.tensor(example.prompt)
+        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["text"])
+
+    def probe(self, tokens_T: Tensor) -> States | None:
+        key = key_of(tokens_T)
+        return self.cache.stored(key) if key in self.cache else None
+
+    def check(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
+        """Refuse sequences whose states the folder lacks; processes share the work."""
+        process, processes = accelerator.process_index, accelerator.num_processes
+        own = range(process, len(examples), processes)
+        lacking = [place for place in own if key_of(tokens_of(examples, place)) not in self.cache]
+        if lacking:
+            raise ValueError(
+                f"{self.cache.folder} lacks the states of {len(lacking)} of {len(own)} sequences {what}; the first is "
+                f"of conversation {examples[lacking[0]].conversation}; {FILL}"
+            )
+
+
+FILL = "write them by `headstart features` with the same options (data.max_length and data.held_out, too)"
+
+
+def answer_path(folder: Path, prompt: Sequence[int]) -> Path:
+    """The file of the target's answer to a prompt."""
+    return folder / ANSWERS / f"{key_of(torch.tensor(list(prompt))).hex()}.json"
+
+
+def write_answer(folder: Path, prompt: Sequence[int], text: Sequence[int]) -> None:
+    """Keep the target's answer: a text that begins with the prompt."""
+    path = answer_path(folder, prompt)
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, json.dumps({"prompt": len(prompt), "text": list(text)}))
+
+
+class StoredFeatures(OnlineFeatures):
+    """Features of which every state comes from a source."""
+
+    def __init__(self, target: OuterTarget, head: DraftHead, source: StateSource) -> None:
+        super().__init__(target, head)
+        self.source = source
+
+    def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
+        if batch.failure is not None:
+            raise ValueError(batch.failure)
+        if batch.states_BTLD is None:
+            batch = self._filled(batch)
+        target = self.target
+        states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL))
+        return target_features(
+            target, batch, *chosen_states(self.source, target, self.head.feature_layers, states_BTLD, dtype)
+        )
+
+    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+        try:
+            return self._filled(batch)
+        except ValueError as error:  # the step raises it, in the process that the user sees
+            return replace(batch, failure=str(error))
+
+    def _filled(self, batch: Batch) -> Batch:
+        places = list(batch.places())
+        sequences = [
+            (batch.tokens_BT[row, place], conversation)
+            for (row, place), conversation in zip(places, batch.conversations, strict=True)
+        ]
+        return with_states(batch, self.source.many(sequences), len(self.source.layers), self.target.info.hidden_size)
+
+
+def chosen_states(
+    source: StateSource, target: Target, layers: tuple[int, ...], states: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The features [..., F] of some layers and the states [..., D] after the final norm, from a source's."""
+    last = states[..., source.layers.index(-1), :]
+    if source.before_norm:
+        with torch.no_grad():
+            last = target.modules.norm(last.to(target.dtype))
+    last = last.to(dtype)
+    parts = [last if layer == -1 else states[..., source.layers.index(layer), :].to(dtype) for layer in layers]
+    return (torch.cat(parts, -1) if parts else last[..., :0]), last
+
+
+class StoredReplay(ReplayTarget):
+    """A target that repeats texts whose states a source has."""
+
+    def __init__(self, target: OuterTarget, source: StateSource, held_out: list[Example]) -> None:
+        """`held_out` are the conversations whose prompts may be answered."""
+        super().__init__(target)
+        self.source = source
+        self._examples = {tuple(example.prompt): example for example in held_out}
+        self._states: dict[tuple[int, ...], Tensor] = {}
+        """By prompt, the states [T, L, D] of its text."""
+
+    def usable(self, held_out: list[Example], config: EvalConfig) -> list[Example]:
+        """Held-out conversations whose prompts can be answered, the first ones.
+
+        Raises:
+            ValueError: the source has answers of the target, and lacks some of those that are to be replayed.
+        """
+        found = []
+        for example in held_out:
+            if len(found) == config.prompts:
+                break
+            if not 0 < len(example.prompt) <= self.max_positions - config.new_tokens:
+                continue
+            text_T = self.source.text_of(example)
+            if text_T is None or self._reaches(text_T.tolist(), len(example.prompt), config.new_tokens):
+                found.append(example)
+            elif self.source.greedy:
+                raise ValueError(
+                    f"no answer of {config.new_tokens} tokens (eval.new_tokens) to the held-out conversation "
+                    f"{example.conversation} is stored; {FILL}, or lower eval.prompts or eval.new_tokens"
+                )
+        if not found:
+            raise ValueError(
+                f"none of the {len(held_out)} held-out conversations has an answer of {config.new_tokens} tokens "
+                "(eval.new_tokens) whose states are stored; lower eval.new_tokens or hold out more"
+            )
+        return found
+
+    def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
+        found = {}
+        for prompt_T in prompts:
+            prompt = tuple(prompt_T.tolist())
+            text = self.texts.get(prompt)
+            if text is None or not self._reaches(text.tolist(), len(prompt), new_tokens):
+                found[prompt] = prompt_T
+        return list(found.values())
+
+    def learn(
+        self,
+        prompts: Sequence[Tensor],
+        new_tokens: int,
+        round_callbacks: Sequence[Callable[[Sequences], None]] = (),
+    ) -> None:
+        """Look up, or ask the server for, the answers to prompts of which none is known yet."""
+        for prompt_T in self.unknown(prompts, new_tokens):
+            prompt = tuple(prompt_T.tolist())
+            room = self.max_positions - len(prompt)
+            text_T, (states, scales) = self.source.answer(self._examples[prompt], min(new_tokens + BEYOND, room))
+            self._states[prompt] = decoded(states, scales)
+            self.keep(prompt_T, text_T)
+
+    def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
+        found = []
+        for prompt in sorted(self.texts, key=len):
+            states_TLD = self._states[prompt].to(self.device)
+            features_TF, _ = chosen_states(self.source, self.original, layers, states_TLD, self.dtype)
+            found.append(features_TF)
+        return pad_sequence(found, batch_first=True)
+
+    def probe(self, head: DraftHead) -> dict[str, list[float]] | None:
+        """As `probe_drafts`; None where the states of its text are not known."""
+        if head.max_depth > PROBE_TOKENS - PROBE_ENDS[-1]:
+            return None
+        text_T = probe_text(self.info.vocab_size, PROBE_TOKENS)
+        text = tuple(text_T.tolist())
+        if text not in self.texts:
+            known = self.source.probe(text_T)
+            if known is None:
+                return None
+            self._states[text] = decoded(*known)
+            self.keep(text_T, text_T)
+        return probe_drafts(self, head)
+
+    def _reaches(self, text: list[int], prompt: int, new_tokens: int) -> bool:
+        """Whether a text is known as far as an answer goes: to its last token, or to one that ends it."""
+        needed = min(prompt + new_tokens, self.max_positions)
+        return len(text) >= needed or bool(self.end_tokens.intersection(text[prompt:]))

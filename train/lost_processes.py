@@ -1,0 +1,53 @@
+"""What a process says when another one of its launch has died, or waits elsewhere."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+"""Words in the RuntimeErrors of gloo; those of NCCL have a class of their own."""
+
+
+@contextmanager
+def lost_processes_explained(accelerator: Accelerator, newest: Callable[[], Path | None]) -> Iterator[None]:
+    """Explain in one message that another process has died, or did not come to an exchange in time.
+
+    Args:
+        accelerator: of this process.
+        newest: returns the checkpoint from which the run would resume.
+
+    Raises:
+        ConnectionError: with the place where this process waited.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if accelerator.num_processes == 1 or not of_other_processes(error):
+            raise
+        raise ConnectionError(
+            f"rank {accelerator.process_index} lost another process while it stood at {own_place(error)}: one has "
+            f"died, or came to no exchange within loop.timeout ({' '.join(str(error).split())[:160]}); the same "
+            f"command resumes from {newest() or 'the start: there is no checkpoint yet'}"
+        ) from error
+
+
+def of_other_processes(error: RuntimeError) -> bool:
+    """Whether an error of torch's exchange means that another process is gone, or late."""
+    return isinstance(error, torch.distributed.DistError) or any(words in str(error) for words in OF_GLOO)
+
+
+def own_place(error: BaseException) -> str:
+    """The innermost line of this project at which an error was raised, such as train/engines.py:216 in any_process."""
+    root = Path(__file__).resolve().parents[1]
+    places = ["an unknown place"]
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename).resolve()
+        if path.is_relative_to(root):
+            places.append(f"{path.relative_to(root)}:{frame.lineno} in {frame.name}")
+    return places[-1]
