@@ -11,10 +11,10 @@ If all its tokens are accepted, the states that come out are the next snapshot a
 stays, and the accepted tokens are pending: a rejected draft costs a few tokens more in the next forward, and no other.
 Where many are pending, the engine reads them alone (`advance_lanes`).
 
-A recurrence follows one path, so the paths of a tree are read side by side, each a lane with a copy of its row's states:
+A recurrence follows one path. So the paths of a tree are read side by side, each a lane with a copy of the snapshot:
 
-    tree  root - a - b          lane 0   pending  root  a  b
-              \\ c               lane 1   pending  root  c  (padding)
+    paths  root a b, root c          lane 0   pending  root  a  b
+                                     lane 1   pending  root  c  (padding)
 
 Attention layers store a node's keys and values once, from the first lane with it, in the node's slot. What padding, on
 the right, does to the states of a lane does not matter: that lane's states are not kept.
