@@ -500,7 +500,7 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a process, or any process, wants after a step."""
+    """Wishes of a process, or of any process, for the end of a step."""
 
     stop: bool = False
     save: bool = False
