@@ -42,7 +42,7 @@ from .models.loading import (
     refuse_loading_options,
     without_peft,
 )
-from .models.trial import check_architecture
+from .models.trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
 from .target_model import TargetModel
 from .tree import DraftTree
 
@@ -260,6 +260,25 @@ class Target(TargetModel):
     def was_tried(self) -> None:
         """Another target of the same model has passed `check_decoding`."""
         self._tried = True
+
+    def check_features(self) -> None:
+        super().check_features()
+        vocab_size = self.info.vocab_size
+        length = min(6, self.max_positions)
+        tokens_1T = torch.tensor([[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]])
+        tokens_1T = tokens_1T.to(self.device)
+        with self.lock, as_loaded(self.model), torch.inference_mode():
+            trained_BTD, _ = self.states(tokens_1T, (-1,))
+            decoded = self.engine.read_chunk(tokens_1T, length, self.new_cache(1), (-1,), [length - 1])
+        by_median = tolerance(self.model) == ROUNDING_IN_16_BITS
+        different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
+        if different is not None and different > tolerance(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than generate does: its "
+                f"last states differ by {different:.2g} of their spread (positions or a mask that it makes only while "
+                "it generates), so a head would learn from other features than it drafts with; train for a target of "
+                "another family, or another version of transformers"
+            )
 
     def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
         """The target of a model that shares this one's weights, and the engine that runs it as it is."""
