@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa check-versions format test test-gpu test-slow peers test-peers demo docs dist clean
+.PHONY: help setup types check check-isa check-versions format test test-gpu test-slow census peers test-peers demo docs dist clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor 
 
 test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(PYTEST) -m slow --timeout=7200
+
+census: $(STAMP)  ## every type of language model of transformers as a target, and docs/models.md; resumes where it stopped
+	$(BIN)/python tests/census/census.py
 
 check-versions: $(STAMP)  ## what must not depend on versions, with the oldest to the newest transformers and torch (long)
 	$(BIN)/python benchmarks/versions.py $(VERSIONS)

@@ -231,6 +231,19 @@ class DraftTreeState(DraftState):
     """True at the cached nodes on the path to each frontier node."""
     nodes: int = 0
     """Nodes in the cache since the last `observe`."""
+    first_B: Tensor | None = None
+    """With a window: the first position of each row that the cache holds."""
+
+    def resume(self, tokens: int | None, capacity: int) -> Self:
+        """The state cropped; with a window, without the tokens that those after the crop have overwritten."""
+        resumed = super().resume(tokens, capacity)
+        if self.cache.window is None or tokens is None:
+            return resumed
+        assert self.first_B is not None
+        held_B = torch.maximum(self.first_B, self.lengths_B - self.cache.window + 1)
+        cropped_B = resumed.lengths_B < self.lengths_B
+        first_B = torch.where(cropped_B, torch.minimum(held_B, resumed.lengths_B), self.first_B)
+        return replace(resumed, first_B=first_B)
 
     def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
         """The state at the root after the layers ran on new tokens, of which row b commits the first `lengths_B[b]`."""
@@ -249,11 +262,12 @@ class DraftTreeState(DraftState):
         device, width, cache = parents_BW.device, parents_BW.shape[1], self.cache
         own_WN = counting(cache.nodes, device) == counting(width, device, self.nodes, column=True)
         paths_BWN = self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
-        slots = cache.keys[0].shape[2]
-        attended = slots if cache.attended is None else min(slots, cache.attended)
-        text_BS = counting(attended - cache.nodes, device) < self.lengths_B[:, None]
-        mask_BWS = torch.cat([paths_BWN, text_BS[:, None].expand(-1, width, -1)], dim=-1)
         positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
+        if cache.window is None:
+            text_B1S = (counting(cache.attended_slots - cache.nodes, device) < self.lengths_B[:, None])[:, None]
+        else:  # all nodes of a frontier have the same position
+            text_B1S = cache.window_mask(self.lengths_B, positions_BW[:, :1], self.first_B)
+        mask_BWS = torch.cat([paths_BWN, text_B1S.expand(-1, width, -1)], dim=-1)
         state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
@@ -284,6 +298,8 @@ class DraftHead(nn.Module, ABC):
     """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
     cached_layers: int = 0
     """Decoder layers with a KV cache while decoding."""
+    window: int | None = None
+    """Newest positions that its layers see, a token's own included; None for all of the text."""
     whole_layers: bool = True
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
     computes: ClassVar[tuple[str, ...]] = ()
@@ -397,12 +413,14 @@ class DraftHead(nn.Module, ABC):
         `nodes` nodes together.
         """
         like = next(self.parameters())
+        zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
         return DraftTreeState(
             modules,
             depth=0,
             max_depth=max_depth,
             cache=self.empty_cache(batch_size, nodes, capacity),
-            lengths_B=torch.zeros(batch_size, dtype=torch.int64, device=like.device),
+            lengths_B=zeros_B,
+            first_B=None if self.window is None else zeros_B.clone(),
             hidden_BWD=like.new_zeros(batch_size, 1, self.shape.hidden_size),
             paths_BWN=torch.zeros(batch_size, 1, nodes, dtype=torch.bool, device=like.device),
         )
@@ -444,16 +462,18 @@ class DraftHead(nn.Module, ABC):
 
     def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
         """KV cache for `nodes` drafts and `capacity` committed tokens in each row, in the head's dtype."""
-        size = (batch_size, self.shape.num_key_value_heads, nodes + capacity, self.shape.head_dim)
+        slots = nodes + DraftCache.slots_for(capacity, self.window)
+        size = (batch_size, self.shape.num_key_value_heads, slots, self.shape.head_dim)
         like = next(self.parameters())
         keys, values = ([like.new_zeros(size) for _ in range(self.cached_layers)] for _ in range(2))
-        return DraftCache(nodes, keys, values)
+        return DraftCache(nodes, keys, values, window=self.window)
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of KV cache for `rows` x `tokens`."""
         if not self.cached_layers:
             return 0
         width = self.shape.num_key_value_heads * self.shape.head_dim
+        tokens = DraftCache.slots_for(tokens, self.window)
         return 2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:

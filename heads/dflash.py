@@ -36,7 +36,16 @@ from .base import (
 from .draft_positions import DraftPositions
 from .eagle import BlocksConfig
 from .layers.constants import counting
-from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, at_least_fp32, llama_config
+from .layers.decoder_layer import (
+    DecoderLayer,
+    KVView,
+    LayerShape,
+    RMSNorm,
+    Rotary,
+    at_least_fp32,
+    llama_config,
+    sliding_keys,
+)
 from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
@@ -290,10 +299,11 @@ class DFlashHead(OffsetVocabularyHead):
         }
 
     def _window_keys(self) -> dict[str, Any]:
-        """Keys by which transformers describes layers with a sliding window, and one that vLLM reads first."""
+        """Keys of layers with a sliding window, and one that vLLM reads first."""
+        assert self.config.sliding_window is not None
         kinds = ["sliding_attention" if sliding else "full_attention" for sliding in self.sliding]
         causal = {} if self.config.sliding_causal else {"is_causal": False}
-        return causal | {"layer_types": kinds, "sliding_window": self.config.sliding_window, "use_sliding_window": True}
+        return causal | sliding_keys(kinds, self.config.sliding_window)
 
 
 def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:

@@ -31,7 +31,17 @@ from .base import (
 )
 from .draft_positions import DraftPositions
 from .eagle import LayersConfig
-from .layers.decoder_layer import Attention, DecoderLayer, GatedMLP, KVView, LayerShape, RMSNorm, Rotary, llama_config
+from .layers.decoder_layer import (
+    Attention,
+    DecoderLayer,
+    GatedMLP,
+    KVView,
+    LayerShape,
+    RMSNorm,
+    Rotary,
+    llama_config,
+    sliding_keys,
+)
 from .layers.draft_vocab import most_frequent
 from .layers.starting_values import norm_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
@@ -64,9 +74,17 @@ class Eagle3Config(LayersConfig):
     """Begin the residual stream after `hidden_norm` instead of before it (speculators)."""
     start_lm_head: bool = True
     """Start the LM head and the final norm from the target's."""
+    sliding_window: int | None = None
+    """Newest positions that drafts see, their own included, so that drafting takes no longer after a long text; null
+    for all of the text."""
 
     def __post_init__(self) -> None:
         self.check("eagle3")
+        if self.sliding_window is not None and self.sliding_window < self.depth:
+            raise ValueError(
+                f"eagle3 sliding_window {self.sliding_window} is shorter than a draft; choose at least the depth, "
+                f"{self.depth}, or null for no window"
+            )
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
 
@@ -120,6 +138,7 @@ class Eagle3Head(OffsetVocabularyHead):
         self.feature_layers = layers
         shape = LayerShape.of(target, config)
         self.shape, self.cached_layers = shape, config.num_layers
+        self.window = config.sliding_window
         fused = len(self.feature_layers)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused))
@@ -145,7 +164,12 @@ class Eagle3Head(OffsetVocabularyHead):
             return
         if unknown:
             self.unread_by["sglang"] = f"it does not know {', '.join(unknown)}"
-        unknown = [name for name in ("fc_norm", "norm_output", "qk_norm") if getattr(config, name)]
+        elif config.sliding_window is not None:
+            self.unread_by["sglang"] = (
+                "it reads no window from a checkpoint; a version that has the option needs "
+                f"--speculative-draft-window-size {config.sliding_window}"
+            )
+        unknown = [name for name in ("fc_norm", "norm_output", "qk_norm", "sliding_window") if getattr(config, name)]
         unknown += ["num_layers above 1"] if config.num_layers > 1 else []
         unknown += [f"{fused} feature_layers, where it has 3"] if fused != 3 else []
         if unknown:
@@ -182,7 +206,9 @@ class Eagle3Head(OffsetVocabularyHead):
         objective = objective or self.default_objective(self.config)
         steps = (self.training and self.config.train_steps) or self.max_depth
         positions = DraftPositions.of(features, steps)
-        test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
+        test = TrainingTimeTest(
+            self.config.num_layers, features.sequences_BT, positions.index_N, self.config.sliding_window
+        )
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
         heads = [self.lm_head.weight] * steps
         return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
@@ -196,7 +222,7 @@ class Eagle3Head(OffsetVocabularyHead):
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
         assert isinstance(state, DraftTreeState)
-        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1], state.first_B)
         out_BAD = self._run(next_tokens_BA, self._fuse(features_BAF), positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
@@ -229,9 +255,12 @@ class Eagle3Head(OffsetVocabularyHead):
         return state_BTD
 
     def server_config(self) -> dict[str, Any]:
+        layers, window = self.config.num_layers, self.config.sliding_window
+        windowed = {} if window is None else sliding_keys(["sliding_attention"] * layers, window)
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
+            **llama_config(self.shape, layers, self.target, self.config.rope_parameters),
+            **windowed,
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.lm_head.out_features,
             "norm_before_residual": self.config.norm_before_residual,

@@ -12,7 +12,7 @@ y^{k-1}_t and x_{t+1+k}. Its keys and values of the text therefore come from lay
 `observe` runs all layers over what was accepted.
 
 Many models bring such a head in their own checkpoint: `checkpoints.native_mtp` reads and writes it. Tensor names are
-those of the package speculators, whose folders vLLM reads.
+those of the package speculators.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .base import (
     LONGEST_DRAFT,
+    SERVERS,
     DraftHead,
     DraftState,
     DraftTreeState,
@@ -51,8 +52,6 @@ STEPS = 3
 """Steps of training-time test unless a config says otherwise; FastMTP's K."""
 BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 """Modules of an MTP layer that a decoder layer does not have."""
-SERVED_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Kinds of layers in whose speculators' folders vLLM finds an MTP head."""
 OF_LLAMA = (
     *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
     "rope_parameters",
@@ -80,7 +79,7 @@ class MtpConfig(BlocksConfig):
     zero_first: bool = False
     """Read zeros in the place of the embedding that goes with the text's first state, as MiMo does."""
     norm_output: bool = True
-    """Feed back y, the output after `final_layernorm`; false for the output before it, as vLLM does for DeepSeek."""
+    """Feed back y, the output after `final_layernorm`; false for the output before it."""
 
     def __post_init__(self) -> None:
         self.check("mtp")
@@ -160,20 +159,8 @@ class MtpHead(DraftHead):
             for name in BESIDE_THE_LAYER[1:]:
                 layer.add_module(name, draft_layers.norm())
         self.kind: str = kind["model_type"]
-        self._say_who_reads_it()
-
-    def _say_who_reads_it(self) -> None:
-        """Servers that cannot read this head, with the reason."""
-        config = self.config
         own = "it reads MTP heads in their model's own checkpoint alone: `headstart export --to checkpoint`"
-        self.unread_by = {"sglang": own, "llama.cpp": own}
-        plain = not config.hidden_first and not config.zero_first and config.norm_output
-        if self.kind not in SERVED_KINDS:
-            self.unread_by["vllm"] = f"its MTP folders hold layers of {', '.join(SERVED_KINDS)}, not of {self.kind}"
-        elif config.num_layers > 1 or not plain:
-            self.unread_by["vllm"] = (
-                "its MTP folders hold one layer, with the embedding first, that feeds back its output"
-            )
+        self.unread_by = dict.fromkeys(SERVERS, own)
 
     @classmethod
     def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
@@ -185,9 +172,10 @@ class MtpHead(DraftHead):
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         start = self.config.start
-        for layer in self.mtp_layers:
-            if type(layer.final_layernorm) is type(modules.norm):
-                layer.final_layernorm.load_state_dict(block_tensors(modules.norm))
+        for own in self.mtp_layers:
+            norm = own.get_submodule("final_layernorm")
+            if type(norm) is type(modules.norm):
+                norm.load_state_dict(block_tensors(modules.norm))
         if start == "random":
             return
         number = -1 if start == "last" else int(start)
@@ -196,7 +184,8 @@ class MtpHead(DraftHead):
         where = f"mtp cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
-        for k, layer in enumerate(self.mtp_layers):
+        for k in range(len(self.mtp_layers)):
+            layer: Any = self.mtp_layers[k]
             self._start_from(layer, modules.blocks[number])
             # With h = g x / rms(x), the block is to read x: its direction is h / g. Its own norm takes the size out of
             # what it reads, so the size alone decides how far it moves the residual stream: by STEP, as blocks do.

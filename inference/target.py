@@ -96,12 +96,12 @@ class Target(TargetModel):
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        if self.counted and self.eager_engine is EagerEngine:
-            self.eager_engine = CountingEngine
-            self.packed_engine = PackedCountingEngine
-        if self.stateful is not None:
+        if self.stateful is not None and self.eager_engine is EagerEngine:
             self.eager_engine = StatefulEngine
             self.packed_engine = PackedStatefulEngine
+        elif self.counted and self.eager_engine is EagerEngine:
+            self.eager_engine = CountingEngine
+            self.packed_engine = PackedCountingEngine
         self.engine: Engine = self.eager_engine(self)
         """Runs the forwards; `compile` chooses another."""
 
@@ -257,6 +257,10 @@ class Target(TargetModel):
                 self.computes_logits  # noqa: B018 - a config has a scale or a cap that the model may not apply
         self._tried = True
 
+    def was_tried(self) -> None:
+        """Another target of the same model has passed `check_decoding`."""
+        self._tried = True
+
     def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
         """The target of a model that shares this one's weights, and the engine that runs it as it is."""
         other = type(self)(model, self.name, self.commit)
@@ -299,7 +303,16 @@ class Target(TargetModel):
 
         Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`
         is 0 at the start of every sequence, which attends to no other.
+
+        Raises:
+            ValueError: packed rows for a model whose layers keep states, which would run from one sequence into the
+                next.
         """
+        if self.stateful is not None and positions_BT is not None:
+            raise ValueError(
+                f"{self.name!r} has layers with a convolution or recurrent state, which would run from one packed "
+                "conversation into the next; train with data.pack: null, one conversation a row"
+            )
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         with kernels_without_plans(self.device):  # the lengths of training rows keep changing

@@ -23,7 +23,7 @@ from .models.interface import CacheInterface, cache_interface, first_block_index
 from .models.loading import end_tokens_of
 from .models.positions import counts_positions
 from .models.segments import segments_of
-from .models.states import check_states, keeps_states
+from .models.states import keeps_states, stateful_interface
 
 
 class TargetModel:
@@ -45,10 +45,10 @@ class TargetModel:
         self.dtype: torch.dtype = model.dtype
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
-        self.counted = counts_positions(model)
-        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
-        self.stateful = check_states(model) if keeps_states(model) else None
+        self.stateful = stateful_interface(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
+        self.counted = "" if self.stateful else counts_positions(model)
+        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         self.pool = Pool()
@@ -96,10 +96,9 @@ class TargetModel:
         """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
         info, size = self.info, torch.finfo(self.dtype).bits // 8
         if self.stateful is not None:
-            of_token = sum(
-                shape.heads * shape.size * shape.dtype.itemsize for shape in self.stateful.cache.state_shapes
-            )
-            return rows * (tokens * of_token + 2 * self.stateful.row_bytes())
+            shapes = self.stateful.cache.state_shapes
+            token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)
+            return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property
@@ -153,13 +152,17 @@ class TargetModel:
         Raises:
             ValueError: its logits are not made by its LM head alone, or it does not return its blocks' states.
         """
-        self.first_block_index  # noqa: B018 - found now
+        self.check_states_returned()
         if not self.computes_logits:
             raise ValueError(
                 f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM head's matrix and "
                 "the scale and soft cap of its config, so a head would learn from logits that are not the model's; "
                 "train for a target of another family, or decode this one with a drafter without a head"
             )
+
+    def check_states_returned(self) -> None:
+        """Refuse a model whose forward does not return its blocks' states, by a ValueError."""
+        self.first_block_index  # noqa: B018 - found now
 
     def last_features(self, states: Tensor) -> Tensor:
         """The features [..., D] of layer -1, from which the LM head's matrix makes logits: of the final norm's output.

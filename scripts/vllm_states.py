@@ -32,7 +32,7 @@ class Done:
         return True
 
 
-class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):
     """Writes the states of each finished request to a file, at once."""
 
     def _submit_async_write(self, pending: Any) -> None:

@@ -16,6 +16,7 @@ from ..dspark import DSparkHead
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
 from ..medusa import MedusaHead
+from ..mtp import MtpHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
 from .formats import DFLASH, DSPARK, EAGLE3, FORMATS, LLAMA, places
 from .public import public
@@ -33,7 +34,10 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
 """By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
 PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
 """Weight files of the projects whose code reads no safetensors."""
-SAFEAILAB_LACKS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
+SAFEAILAB_LACKS = (
+    *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias"),
+    "sliding_window",
+)
 """Options of EAGLE-3 that its authors' code does not have."""
 
 
@@ -53,6 +57,8 @@ def export_head(
     """
     if project not in PROJECTS:
         raise ValueError(f"unknown project {project!r}; choose from {', '.join(PROJECTS)}")
+    if project == "speculators" and isinstance(head, MtpHead):
+        raise ValueError("speculators reads an MTP head's folder as it is: nothing is exported for it")
     name = PROJECTS[project].get(type(head))
     if name is None:
         names = ", ".join(kind.__name__ for kind in PROJECTS[project])

@@ -144,9 +144,7 @@ LLAMA = {
     "sliding_window": Key("tokens that a query of a sliding layer sees", None, kind="size"),
     "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
-    "layer_types": Key(
-        "attention of each layer: full_attention, in block drafts sliding_attention too", None, kind="texts"
-    ),
+    "layer_types": Key("attention of each layer: full_attention or sliding_attention", None, kind="texts"),
 }
 EAGLE3 = {
     "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),

@@ -213,6 +213,9 @@ def _import_mtp(source: Source) -> DraftHead:
     count = keys["num_nextn_predict_layers"]
     found = find(source.tensors, source.target.num_layers, keys.where)
     options = {"depth": count if count > 1 else max(depth or 0, RECURRENT_DEPTH)}
+    unknown = sorted(source.tensors.keys() - found.names.keys() - set(found.copies))
+    if unknown:
+        raise ValueError(f"unknown tensor {unknown[0]!r}")
     tensors = {name: source.tensors[name] for name in found.names}
     return head_of_tensors(found, tensors, source.target, layer, keys.where, options)
 
@@ -224,7 +227,9 @@ def _eagle3_options(source: Source) -> dict[str, Any]:
     keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
     native = source.form == "eagle3"
     nested = source.read(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
-    options = _llama_options(keys if native else _layer_keys(source), source)
+    layer = keys if native else _layer_keys(source)
+    options = _llama_options(layer, source, windows=True)
+    options["sliding_window"] = _one_window(layer)
     options["attention_bias"] = _attention_bias(source)
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
@@ -343,6 +348,21 @@ def _window_options(layer: Mapping[str, Any], keys: Mapping[str, Any], nested: M
     if window is None:
         raise ValueError("layers have a sliding window, but neither sliding_window nor swa_window_size says how wide")
     return {"sliding_window": window, "sliding_layers": sliding, "sliding_causal": causal}
+
+
+def _one_window(layer: Keys) -> int | None:
+    """The sliding window of all layers of an EAGLE-3 head; None without one."""
+    kinds = set(layer["layer_types"] or [])
+    if kinds <= {"full_attention"} and not (layer["use_sliding_window"] and not kinds):
+        return None
+    window: int | None = layer["sliding_window"]
+    if kinds != {"sliding_attention"} or window is None:
+        raise ValueError(
+            f"{layer.where}: layer_types are {layer['layer_types']}, use_sliding_window is "
+            f"{layer['use_sliding_window']} and sliding_window {window}; a head of this kind has full_attention alone, "
+            "or sliding_attention alone with the number of tokens in sliding_window"
+        )
+    return window
 
 
 def _dspark_options(source: Source) -> dict[str, Any]:

@@ -217,6 +217,9 @@ def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, 
         shutil.copyfile(source / name, folder / name)
     if listing.base_model is not None:
         section["target"]["name"] = listing.base_model
+        verifier = config.get("speculators_config", {}).get("verifier")
+        if verifier is not None:
+            verifier["name_or_path"] = listing.base_model
         if "target" in section["origin"]:
             section["origin"]["target"] = listing.base_model
     config = public(config)

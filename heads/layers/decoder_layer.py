@@ -188,3 +188,8 @@ def llama_config(
         "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
         "rope_parameters": rope,
     }
+
+
+def sliding_keys(kinds: list[str], window: int) -> dict[str, Any]:
+    """Keys by which transformers describes layers with a sliding window; vLLM and speculators read them."""
+    return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}

@@ -19,6 +19,8 @@ STEP = 64
 """Slots by which the attended part of a cache grows, so that shapes do not change in every round."""
 FEW = 256
 """Queries of a group that are packed side by side at most: their mask is repeated for every head of the group."""
+MOST_NEW_TOKENS = 512
+"""Tokens that one `commit` adds to a row at most."""
 
 
 def masked_attention(
@@ -52,6 +54,10 @@ class DraftCache:
 
     The first `nodes` slots hold the nodes of the round's tree in order of expansion, the others each row's committed
     tokens. The next round's entries overwrite drafts, which need not be erased.
+
+    With a window, the token at position p lies in slot `nodes + p mod R` of a ring of R slots, so that size and time
+    do not grow with the text. New tokens, padding included, must overwrite nothing that the first of them sees:
+    R = window + MOST_NEW_TOKENS - 1.
     """
 
     nodes: int
@@ -60,6 +66,38 @@ class DraftCache:
     values: list[Tensor]
     attended: int | None = None
     """Slots that forwards attend to, from the first on; None for all. The drafter sets it: the host knows lengths."""
+    window: int | None = None
+    """Newest positions that a token sees, its own included; None for all."""
+
+    @staticmethod
+    def slots_for(capacity: int, window: int | None) -> int:
+        """Slots for a row of `capacity` committed tokens."""
+        return capacity if window is None else window + MOST_NEW_TOKENS - 1
+
+    @property
+    def slots(self) -> int:
+        """Slots of each row."""
+        return self.keys[0].shape[2]
+
+    @property
+    def attended_slots(self) -> int:
+        """Slots that a forward attends to."""
+        return self.slots if self.attended is None else min(self.slots, self.attended)
+
+    def window_mask(self, ends_B: Tensor, positions_BT: Tensor, first_B: Tensor | None) -> Tensor:
+        """Which slots of the ring queries at these positions see, [B, T, attended - nodes].
+
+        Each row has stored the tokens before `ends_B`, padding of its last commit included. Of a row whose end was
+        cropped, the ring holds tokens from position `first_B` on.
+        """
+        assert self.window is not None
+        slot_S = counting(self.attended_slots - self.nodes, positions_BT.device)
+        newest_B1 = ends_B[:, None] - 1
+        # The newest position of each row that lies in a slot; negative if there is none.
+        held_BS = newest_B1 - (newest_B1 - slot_S) % (self.slots - self.nodes)
+        first_B1 = 0 if first_B is None else first_B[:, None]
+        held_B1S = torch.where(held_BS >= first_B1, held_BS, -1 - self.window)[:, None]
+        return (held_B1S <= positions_BT[..., None]) & (held_B1S > positions_BT[..., None] - self.window)
 
     def select(self, rows_R: Tensor) -> DraftCache:
         """A cache of some rows, in place of this one, and where it lies if they are not more."""
@@ -81,19 +119,24 @@ class DraftCache:
 
     def resized(self, capacity: int) -> DraftCache:
         """This cache, or a copy with room for `capacity` committed tokens in each row."""
-        more = self.nodes + capacity - self.keys[0].shape[2]
+        more = self.nodes + self.slots_for(capacity, self.window) - self.slots
         if more <= 0:
             return self
         keys, values = ([F.pad(states, (0, 0, 0, more)) for states in both] for both in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
-    def commit(self, lengths_B: Tensor, new_tokens: int) -> tuple[Tensor, KVEntries]:
+    def commit(self, lengths_B: Tensor, new_tokens: int, first_B: Tensor | None = None) -> tuple[Tensor, KVEntries]:
         """Positions [B, A] of new tokens behind each row's `lengths_B` committed ones, and their causal KV view."""
-        device, slots = lengths_B.device, self.keys[0].shape[2]
+        assert self.window is None or new_tokens <= MOST_NEW_TOKENS, new_tokens
+        device = lengths_B.device
         positions_BA = lengths_B[:, None] + counting(new_tokens, device)
+        if self.window is not None:
+            slots_BA = self.nodes + positions_BA % (self.slots - self.nodes)
+            seen_BAS = self.window_mask(lengths_B + new_tokens, positions_BA, first_B)
+            return positions_BA, KVEntries(self, F.pad(seen_BAS, (self.nodes, 0)), slots_BA)
         # Padding behind the end of a short prompt is overwritten later; it only must not lie outside.
-        slots_BA = (self.nodes + positions_BA).clamp(max=slots - 1)
-        slot_S = counting(slots if self.attended is None else min(slots, self.attended), device)
+        slots_BA = (self.nodes + positions_BA).clamp(max=self.slots - 1)
+        slot_S = counting(self.attended_slots, device)
         mask_BAS = (slot_S >= self.nodes) & (slot_S <= slots_BA[..., None])
         return positions_BA, KVEntries(self, mask_BAS, slots_BA)
 

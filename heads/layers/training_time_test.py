@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +37,8 @@ from .chunk_size import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
+BLOCK = 128
+"""Tokens of a block of flex_attention's masks."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which it does."""
 compiled_flex = lru_cache(maxsize=1)(partial(torch.compile, flex_attention, dynamic=True))
@@ -45,9 +47,66 @@ Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
 
+def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False, window: int | None = None) -> BlockMask:
+    """Block mask of flex_attention: causal, each token within its sequence of a packed row, and within the window.
+
+    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them. A window counts a
+    token's own key.
+
+    `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the last number of a
+    block of 128 tokens tell which blocks it attends to. `create_block_mask` finds the same by a mask of T x T, of which
+    it makes several copies in int64: 2.6 GiB at 16,384 tokens.
+    """
+    time = sequences_BT.shape[1]
+    count = -(-time // BLOCK)
+    padded_BT = F.pad(sequences_BT, (0, count * BLOCK - time), value=-1)  # numbers are not negative
+    blocks_BNX = padded_BT.unflatten(1, (count, BLOCK))
+    first_BN = blocks_BNX[..., 0]
+    last_BN = blocks_BNX.amax(-1)
+    number_N = torch.arange(count, device=sequences_BT.device)
+    earlier_NM = number_N[:, None] > number_N
+    near_NM = torch.ones_like(earlier_NM)
+    inside_NM = near_NM
+    if window is not None:
+        distance_NM = (number_N[:, None] - number_N) * BLOCK
+        near_NM = distance_NM - (BLOCK - 1) < window
+        inside_NM = distance_NM + (BLOCK - 1) < window
+    reached_BNM = last_BN[:, None, :] >= first_BN[..., None]
+    some_BNM = (earlier_NM | (number_N[:, None] == number_N)) & near_NM & reached_BNM
+    # A block of padding at the end is not full: the kernel must not read past the end.
+    whole_N = (number_N + 1) * BLOCK <= time
+    single_BN = (first_BN == last_BN) & whole_N
+    same_BNM = single_BN[..., None] & single_BN[:, None, :] & (first_BN[..., None] == first_BN[:, None, :])
+    all_BNM = earlier_NM & inside_NM & same_BNM
+
+    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window is not None:
+            seen = seen & (key > query - window)
+        if not whole_rows:
+            seen = seen & (sequences_BT[row, query] == sequences_BT[row, key])
+        return seen
+
+    return BlockMask.from_kv_blocks(
+        *_listed((some_BNM & ~all_BNM)[:, None]),
+        *_listed(all_BNM[:, None]),
+        BLOCK,
+        allowed,
+        seq_lengths=(time, time),
+    )
+
+
+def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries attends to, and their numbers, followed by those of the others."""
+    order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
+
+
 @lru_cache(maxsize=64)
-def _causal_blocks(time: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda b, h, query, key: query >= key, None, None, time, time, device=device)
+def _causal_rows(time: int, device: torch.device, window: int | None = None) -> BlockMask:
+    """Block mask of rows that each are one sequence."""
+    rows_1T = torch.zeros(1, time, dtype=torch.int64, device=device)
+    return causal_blocks(rows_1T, whole_rows=True, window=window)
 
 
 class TrainingTimeTest:
@@ -57,13 +116,22 @@ class TrainingTimeTest:
     keys and values of the last layer.
     """
 
-    def __init__(self, num_layers: int, sequences_BT: Tensor | None = None, drafts_N: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        sequences_BT: Tensor | None = None,
+        drafts_N: Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
         """Begin at step 0.
 
         `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the flattened [B * T] at
         which drafts are judged, None for all: step 0 takes states [B, T, D] and returns [1, N, D], as later steps do.
+        `window` is the number of newest positions that are seen, the own included: at least the number of steps.
         """
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
+        self.window = window
+        self._block_masks: dict[int | None, BlockMask] = {}
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
         """Keys and values by step, for each layer."""
 
@@ -80,20 +148,21 @@ class TrainingTimeTest:
                 found.append((slice(row, row + 1), slice(start, stop)))
         return found
 
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """Block mask of flex_attention for packed rows: causal, each token within its sequence."""
-        numbers_BT = self.sequences_BT
-        assert numbers_BT is not None
-        batch, time = numbers_BT.shape
-        return create_block_mask(
-            lambda b, h, query, key: (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key]),
-            B=batch,
-            H=None,
-            Q_LEN=time,
-            KV_LEN=time,
-            device=numbers_BT.device,
-        )
+    def first_step_window(self, step: int, time: int) -> int | None:
+        """Newest keys of step 0 that a position t sees at a step; None for all of them.
+
+        It stands for position t + step, and its own drafts lie between.
+        """
+        if self.window is None or self.window - step >= time:
+            return None
+        return self.window - step
+
+    def block_mask(self, window: int | None = None) -> BlockMask:
+        """Block mask of flex_attention for packed rows: causal, each token within its sequence and the window."""
+        assert self.sequences_BT is not None
+        if window not in self._block_masks:
+            self._block_masks[window] = causal_blocks(self.sequences_BT, window=window)
+        return self._block_masks[window]
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -167,14 +236,15 @@ def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
         dtype = torch.get_autocast_dtype(device.type)
         query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
-    if len(keys) == 1 and test.sequences_BT is None:
+    window = test.first_step_window(len(keys) - 1, query_BHTE.shape[2])
+    if len(keys) == 1 and test.sequences_BT is None and window is None:
         return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
     counted = _get_current_dispatch_mode() is not None  # a mode that counts operations sees no fused kernel
-    if device.type == "cpu" and not counted:
+    if device.type == "cpu" and not counted and window is None:  # whose flash attention has no window
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
         return by_flex(compiled_flex(), query_BHTE, keys, values, test)
-    return by_chunks(query_BHTE, keys, values, test.sequences_BT)
+    return by_chunks(query_BHTE, keys, values, test.sequences_BT, window)
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:
@@ -190,8 +260,10 @@ def by_flex(
     test: TrainingTimeTest,
 ) -> Tensor:
     """`attend_step` by flex_attention, compiled or not: one mask and one shape serve all steps."""
+    time = query_BHTE.shape[2]
+    window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
-    mask = _causal_blocks(query_BHTE.shape[2], query_BHTE.device) if whole_rows else test.block_mask
+    mask = _causal_rows(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
     out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
     lse_BHT = more if isinstance(more, Tensor) else more.lse
     return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
@@ -338,37 +410,57 @@ def _whole(spans: Spans, like: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 def by_chunks(
-    query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None
+    query_BHTE: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    sequences_BT: Tensor | None,
+    window: int | None = None,
 ) -> Tensor:
-    """`attend_step` with the scores of one chunk of positions at a time."""
+    """`attend_step` with the scores of one chunk of positions at a time.
+
+    With `window`, a position sees that many keys of step 0, and a chunk's scores are computed for no others.
+    """
     batch, heads, time, _ = query_BHTE.shape
-    size = max(1, chunk_elements(query_BHTE.device, SCORES_ON_CPU) // (batch * heads * time))
+    elements = chunk_elements(query_BHTE.device, SCORES_ON_CPU)
+    size = max(1, elements // (batch * heads * time))
+    if window is not None:  # a chunk as long as the window: twice the window's keys
+        size = max(1, min(window, elements // (batch * heads * 2 * window)))
     if size >= time:
-        return _chunk(query_BHTE, keys, values, sequences_BT, 0)
+        return _chunk(query_BHTE, keys, values, sequences_BT, 0, window)
     parts = [
         # Recomputed in the backward pass, so that memory grows with T, not with T squared.
-        checkpoint(_chunk, query, keys, values, sequences_BT, start, use_reentrant=False)
+        checkpoint(_chunk, query, keys, values, sequences_BT, start, window, use_reentrant=False)
         for query, start in zip(query_BHTE.split(size, 2), range(0, time, size), strict=True)
     ]
     return torch.cat(parts, dim=2)
 
 
 def _chunk(
-    query_BHCE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], sequences_BT: Tensor | None, start: int
+    query_BHCE: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    sequences_BT: Tensor | None,
+    start: int,
+    window: int | None,
 ) -> Tensor:
     """The output at positions `start` to start + C."""
     batch, heads, chunk, size = query_BHCE.shape
     groups, stop = keys[0].shape[1], start + chunk
     repeat = heads // groups
+    first = 0 if window is None else max(0, start - window + 1)  # of the keys of step 0 that are seen
+    seen = stop - first
     # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
     query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
-    hidden = torch.ones(chunk, stop, dtype=torch.bool, device=query.device).triu(start + 1)[None]
+    everywhere = torch.ones(chunk, seen, dtype=torch.bool, device=query.device)
+    hidden = everywhere.triu(start - first + 1)[None]
+    if window is not None:
+        hidden = hidden | everywhere.tril(start - first - window)
     if sequences_BT is not None:
-        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, :stop])
-    first = (query @ keys[0][:, :, :stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
+        hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, first:stop])
+    scores = (query @ keys[0][:, :, first:stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
     own = [(query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True) for key in keys[1:]]
-    weights = torch.cat([first, *own], dim=-1).softmax(-1).to(values[0].dtype)
-    found = weights[..., :stop] @ values[0][:, :, :stop]
-    for place, value in enumerate(values[1:], start=stop):
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
+    found = weights[..., :seen] @ values[0][:, :, first:stop]
+    for place, value in enumerate(values[1:], start=seen):
         found = found + weights[..., place, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
     return found.reshape(batch, heads, chunk, size)

@@ -47,6 +47,8 @@ MARGIN = 0.02
 """Speedup over autoregressive steps that drafts must have: near a tie a change gains nothing."""
 CANDIDATE_SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are tried where no tree is named."""
+CANDIDATE_LENGTHS = (1, 2, 3, 5, 7)
+"""Tokens of the chains that are tried where trees do not pay."""
 LARGE_SIZE = 32
 """Nodes of one more, where its forward costs less than `LARGE_COST` autoregressive steps."""
 LARGE_COST = 2.0
@@ -397,6 +399,17 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
         seconds_per_token = more_seconds / (longest - 1)
         share = seconds_per_token / costs.seconds(1, 0)
         trees.append(EarlyExitShape(longest, min(max(share, 0.0), 1.0)))
+    return _promising(trees, costs)
+
+
+def candidate_chains(head: DraftHead, costs: RoundCosts) -> list[TreePolicy]:
+    """The chains to choose from where no tree is named and trees do not pay, the most promising first."""
+    lengths = sorted({min(length, head.max_depth) for length in CANDIDATE_LENGTHS})
+    return _promising([TreeShape.chain(length) for length in lengths], costs)
+
+
+def _promising(trees: Sequence[TreePolicy], costs: RoundCosts) -> list[TreePolicy]:
+    """Those trees that pay where nearly all is accepted, or else the first one; by their expected speed."""
     lengths = {}
     for tree in trees:
         best_length = chain_length([BEST_RATE], tree.depth)

@@ -24,7 +24,7 @@ from ..tuning.tree_spec import (
     stored_tree,
     tree_policies,
 )
-from .adaptive import AdaptiveDrafter, candidate_trees
+from .adaptive import AdaptiveDrafter, candidate_chains, candidate_trees
 from .base import BatchDrafter, Drafter, NoDraft
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
@@ -148,18 +148,20 @@ def fastest_tree(metadata: CheckpointMetadata, machine: str) -> TreePolicy | Non
     return None if stored is None else stored_tree(stored)
 
 
-def auto_trees(head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts) -> list[TreePolicy]:
-    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint."""
+def auto_trees(
+    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts, chains: bool = False
+) -> list[TreePolicy]:
+    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint.
+
+    With `chains` there are chains alone to choose from.
+    """
     fastest = fastest_tree(metadata, machine)
     if fastest is not None:
         return [fastest]
+    if chains:
+        return candidate_chains(head, costs)
     hint = None if metadata.tree is None else stored_tree(metadata.tree)
     return candidate_trees(head, hint, costs)
-
-
-def chain_lengths(head: DraftHead) -> list[int]:
-    """Lengths of the chains to choose from where the target checks no trees, the most promising first."""
-    return sorted({min(length, head.max_depth) for length in (1, 2, 4)}, reverse=True)
 
 
 def _head_drafter(
@@ -169,10 +171,9 @@ def _head_drafter(
     if tree != "auto":
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    if target.engine.chains_only:
-        policies: list[TreePolicy] = [TreeShape.chain(length) for length in chain_lengths(head)]
-    else:
-        policies = auto_trees(head, metadata, _machine(target), costs)
+    # A state follows one path of a tree at a time, from the row's pending tokens on: trees do not pay.
+    chains = target.stateful is not None or target.engine.chains_only
+    policies = auto_trees(head, metadata, _machine(target), costs, chains)
     if not adaptive:
         policies = policies[:1]
     trees = []
@@ -231,6 +232,11 @@ def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: T
 
 def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A smaller model that drafts for the target; the same ids must mean the same tokens."""
+    if model.stateful is not None:
+        raise ValueError(
+            f"{model.name!r} cannot draft: its layers keep a convolution or recurrent state, which would follow every "
+            "draft, accepted or not; choose a draft model whose layers are all attention"
+        )
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
         raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
     try:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from ...heads.base import DraftHead, DraftState, TargetModules
-from ...heads.layers.draft_cache import STEP, DraftCache
+from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
 from ..engines.base import Engine, Runner
 from ..target import Target
 from .base import DraftContext, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = MOST_NEW_TOKENS
 """Tokens that a head reads at once: its attention mask has as many rows."""
 PENDING_TOKENS = 8192
 """Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
@@ -226,7 +226,7 @@ class ModelRows:
         attended = -(-self.progress.longest // STEP) * STEP
         if self.runner.replays:
             attended = self.runner.rounded_capacity(attended) + 1
-        cache.attended = cache.nodes + attended
+        cache.attended = min(cache.nodes + attended, cache.slots)
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only, in this order."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
@@ -25,6 +25,8 @@ from .eager import EagerEngine, Masks, in_window
 MOST_PENDING = 8
 """Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
 benchmarks/hybrids.md."""
+CHUNK_STEP = 8
+"""Tokens by which the chunks of Mamba-2 grow."""
 CAUSAL = 32
 """Tokens from which on a lane is read by causal attention without a mask."""
 
@@ -50,7 +52,7 @@ class StatefulEngine(EagerEngine):
         target = self.target
         if self.spread or self.model.config._attn_implementation != "sdpa" or not target.attention_kinds:
             return False
-        asked: list[nn.Module] = []
+        asked: list[int] = []
         with torch.inference_mode():
             cache = self.new_cache(1)
             cache.reserve(1, 0)
@@ -58,9 +60,10 @@ class StatefulEngine(EagerEngine):
             cache.tree_lanes(token_11, [[[0]]])
             visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 0] = True
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(layers=asked))
+            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
-        return len(asked) == len(self.state_shapes) // 2
+        heads = target.info.num_attention_heads // target.info.num_key_value_heads
+        return asked == [heads] * (len(self.state_shapes) // 2)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -72,6 +75,19 @@ class StatefulEngine(EagerEngine):
         cache.advance(torch.full_like(cache.lengths_B, size))
         cache.prefilled += size
         return output
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """Refuse prompts with images.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.target.name!r} has layers with a convolution or recurrent state, whose prompts are read as text "
+            "alone; give input_ids and attention_mask without images, video or sound"
+        )
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         assert isinstance(cache, StateCache)
@@ -122,7 +138,7 @@ class StatefulEngine(EagerEngine):
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
-        if not self.computes_logits:
+        if not self.target.computes_logits:
             logits_RTV, features_RTF = self._lane_forward(cache, masks, layers, list(range(lanes.width)))
             return _output(_of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes))
         # The LM head reads each node once, not each lane's every token.
@@ -190,7 +206,28 @@ class StatefulEngine(EagerEngine):
 
 
 class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
-    """The same with linear layers in our CPU kernels."""
+    """The same with linear layers in our CPU kernels, and Mamba-2 in chunks as short as its lanes.
+
+    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does not depend on their
+    size, which is an attribute of its modules: those of our copy, the model's own stay as they are.
+    """
+
+    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        super().__init__(target, runner)
+        self._chunks: dict[Any, int] = {
+            module: module.chunk_size
+            for module in self.packed_model.modules()
+            if isinstance(getattr(module, "chunk_size", None), int)
+        }
+        """Modules of the copy that read by chunks, and their size in the model."""
+
+    def _lane_forward(
+        self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        assert cache.lanes is not None
+        for module, size in self._chunks.items():
+            module.chunk_size = min(size, -(-cache.lanes.width // CHUNK_STEP) * CHUNK_STEP)
+        return super()._lane_forward(cache, masks, layers, kept)
 
 
 def _output(logits: Tensor, features: Tensor) -> TargetOutput:

@@ -116,12 +116,13 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
         body = model.get_decoder()
     norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     return TargetModules(
         embed=model.get_input_embeddings(),
         lm_head=cast(torch.nn.Linear, model.get_output_embeddings()),
         norm=next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity()),
         blocks=next((getattr(body, name) for name in BLOCKS if hasattr(body, name)), ()),
-        logit_scale=float(getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)),
+        logit_scale=float(scale or 1 / (getattr(config, "logits_scaling", None) or 1)),
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -171,7 +172,7 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens that are read later "
             "change what was computed for earlier ones; a target must read causally"
         )
-    if counts_positions(model):
+    if not stateful and counts_positions(model):
         return ("full_attention",)  # whatever they are: its masks are its own
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):

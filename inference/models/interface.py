@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...heads.base import TargetModules
 from ..kv_cache import StateShape
@@ -133,9 +133,16 @@ def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) 
 def filled_cache(inputs: dict[str, Any]) -> Cache | None:
     """The KV cache with tokens among the inputs of a forward, whatever its name; None without one."""
     for value in inputs.values():
-        if isinstance(value, Cache) and value.get_seq_length() > 0:
+        if isinstance(value, Cache) and _holds_tokens(value):
             return value
     return None
+
+
+def _holds_tokens(cache: Cache) -> bool:
+    """Whether a cache has seen tokens; one of recurrent states alone does not know how many."""
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return cache.has_previous_state()
+    return cache.get_seq_length() > 0
 
 
 def _cache_name(model: PreTrainedModel, output: Any) -> str:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from ...extras import require_extra
 from ...heads.base import dtype_name
@@ -32,7 +33,8 @@ from .info import FINGERPRINTED, before_lm_head, target_modules
 from .interface import fitting_logits
 from .loading import downloaded_commit, locate, model_loader
 
-SMALL_VOCABULARY = 64
+SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
+"""Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
 LOAD_ALL = "or load the whole target (features.mode online, cached or auto)"
 """The way out of every error: what a checkpoint lacks here, loading the model finds or makes."""
 
@@ -263,6 +265,9 @@ class OuterTarget(Target):
     def check_decoding(self) -> None:
         """Nothing to try: it runs no forward."""
 
+    def check_states_returned(self) -> None:
+        """Nothing to try: it runs no forward."""
+
     @cached_property
     def computes_logits(self) -> bool:
         """As a whole target's, tried on a small model of the same class, which has one block and random weights."""
@@ -283,6 +288,9 @@ class OuterTarget(Target):
                 setattr(text_config, name, value[:1])
         text_config.num_hidden_layers = 1
         text_config.vocab_size = SMALL_VOCABULARY
+        for name in ("intermediate_size", "moe_intermediate_size"):  # the one block of a large model takes gigabytes
+            if isinstance(getattr(text_config, name, None), int):
+                setattr(text_config, name, SMALL_WIDTH)
         for part in (config, text_config):
             part.pad_token_id = None
         model = model_loader(config).from_config(config, dtype=torch.float32)

@@ -52,7 +52,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """What the cache keeps for one layer."""
+    """Contents of the cache for one layer."""
 
     has_keys: bool
     convolutions: dict[int, RowState]
@@ -162,7 +162,8 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
     text. The states are compared too, roughly: in a model whose logits hardly depend on them, such a fault shows there
     alone.
     """
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    vocab_size = embedding.weight.shape[0]
     length = READ_BEFORE + READ_AT_ONCE
     tokens_1T = torch.tensor([[(7919 * i + 31) % vocab_size for i in range(length)]], device=model.device)
     expected_TV, expected_states = _read_by_parts(model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE])
@@ -217,17 +218,15 @@ def _positions(model: PreTrainedModel, start: int, size: int) -> dict[str, Tenso
     return {"position_ids": torch.arange(start, start + size, device=model.device)[None]}
 
 
-def check_states(model: PreTrainedModel) -> StatefulInterface:
-    """The interface of a model with states whose modules are right.
+def check_states(model: PreTrainedModel) -> None:
+    """Refuse a model with states whose modules read several tokens from a state wrongly.
 
     Raises:
         ValueError: the model cannot be decoded with drafts, with the reason.
     """
-    interface = stateful_interface(model)
-    if model.device.type != "meta" and not states_follow_chunks(model):
+    if not states_follow_chunks(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers_version} computes other logits for several tokens "
             "read at once after a text than for the same tokens one by one (its modules begin with an empty state), so "
             "drafts cannot be verified"
         )
-    return interface

@@ -35,6 +35,7 @@ from ..target_model import TargetModel
 from ..tree import DraftTree
 from ..tuning.machine import measured_once
 from ..tuning.tree_spec import TreeShape
+from .states import check_states
 
 BRANCHING = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
 """Two paths from the root, whose nodes lie side by side in the cache."""
@@ -107,6 +108,8 @@ def check_architecture(target: TargetModel, retarget: Callable[[PreTrainedModel]
 
     def measure() -> float | None:
         """The largest difference of a trial that the model passes."""
+        if target.stateful is not None:
+            check_states(model)
         windows = windows_of(model.config.get_text_config())
         hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
         if windows and not hooked:

@@ -21,6 +21,7 @@ HEADS = {
     "hydra++": {"num_heads": 3},
     "eagle": {"depth": 3},
     "eagle3": {"depth": 3, "feature_layers": [0, -1]},
+    "mtp": {"depth": 3, "num_layers": 3},
 }
 
 

@@ -19,9 +19,11 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, Eagle3Head, EagleHead, TargetFeatures, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.draft_positions import DraftPositions
-from headstart.heads.layers import training_time_test
+from headstart.heads.layers import draft_cache, training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
+from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import SpeculativeLM, Target, tree_policy
+from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.verify import point_mass
 
@@ -81,6 +83,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
         "as speculators": {"depth": DEPTH, "feature_layers": [0, 1, -1], "norm_before_fc": True, "own_embedding": True}
         | {"norm_before_residual": True, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        "windowed": {"depth": DEPTH, "feature_layers": [0, -1], "sliding_window": DEPTH + 1, "num_layers": 2},
     },
     "hydra": {
         "plain": {"num_heads": DEPTH},
@@ -105,6 +108,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "as DeepSeek": {"depth": DEPTH, "layer": DEEPSEEK},
     },
 }
+LONGEST_COMMIT = 10
+"""Tokens that these tests commit at once, at most."""
 every_head = pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -113,6 +118,13 @@ every_head = pytest.mark.parametrize(
         for what, options in OPTIONS.get(name, {"plain": {}}).items()
     ],
 )
+
+
+@pytest.fixture(autouse=True)
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a window's cache be overwritten within texts as short as these."""
+    monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", LONGEST_COMMIT)
+    monkeypatch.setattr(model_rows, "CHUNK_TOKENS", LONGEST_COMMIT)
 
 
 def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead:
@@ -186,9 +198,12 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
     if scores:  # as where there is no fused kernel
         by_chunks = training_time_test.by_chunks
         monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", scores)
-        monkeypatch.setattr(
-            training_time_test, "attend_step", lambda *given: by_chunks(*given[:3], given[3].sequences_BT)
-        )
+
+        def in_chunks(query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest) -> Tensor:
+            window = test.first_step_window(len(keys) - 1, query.shape[2])
+            return by_chunks(query, keys, values, test.sequences_BT, window)
+
+        monkeypatch.setattr(training_time_test, "attend_step", in_chunks)
     head.recompute = True
     assert_same_step(gradients(head, features), plain, options)
 

@@ -48,6 +48,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     # Medusa does not see the path. Nothing is lost here: in a text that is known by heart, the last state alone
     # determines all that follows.
     "medusa": {"plain": {"num_heads": DEPTH, "num_layers": 2}},
+    "mtp": {
+        "plain": {"depth": DEPTH},
+        "a layer for each depth": {"depth": DEPTH, "num_layers": DEPTH, "hidden_first": True},
+    },
 }
 CASES = [
     pytest.param(name, options, id=f"{name}, {what}")

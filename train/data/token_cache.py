@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -175,9 +175,22 @@ class TokenizedSequences(Sequence[Example]):
 
     def tokens_of(self, place: int) -> NDArray[np.int32]:
         """The tokens of a sequence, without a Python object for each."""
+        number = int(self.chosen_N[place])
+        chunk = int(np.searchsorted(self._ends, number, "right"))
+        offsets, tokens = self._chunks[chunk]
+        first = number - (int(self._ends[chunk - 1]) if chunk else 0)
+        return tokens[offsets[first] : offsets[first + 1]]
+
+    @cached_property
+    def _chunks(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Offsets and tokens of each part of the cache's column, mapped from its files."""
         column = self.cache.rows.data.table.column("tokens")
-        tokens: NDArray[np.int32] = column[int(self.chosen_N[place])].values.to_numpy()
-        return tokens
+        return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """Sequences up to the end of each part."""
+        return np.cumsum([len(offsets) - 1 for offsets, _ in self._chunks])
 
 
 @dataclass(frozen=True)

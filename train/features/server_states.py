@@ -74,7 +74,7 @@ class ServerLayers:
                 if lacking := {"token_ids", "hidden_states"} - names:
                     held = ", ".join(sorted(names)) or "nothing"
                     raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; it holds {held}")
-                found_T = file.get_tensor("token_ids")
+                found_T = file.get_tensor("token_ids").long()
                 kept = file.get_slice("hidden_states")
                 shape = tuple(kept.get_shape())
                 wanted = (len(found_T), len(self.given), info.hidden_size)

@@ -142,6 +142,7 @@ class StoredReplay(ReplayTarget):
     def __init__(self, target: OuterTarget, source: StateSource, held_out: list[Example]) -> None:
         """`held_out` are the conversations whose prompts may be answered."""
         super().__init__(target)
+        self.computes_logits = False  # next tokens come from the texts: stored states are rounded
         self.source = source
         self._examples = {tuple(example.prompt): example for example in held_out}
         self._states: dict[tuple[int, ...], Tensor] = {}
@@ -153,7 +154,7 @@ class StoredReplay(ReplayTarget):
         Raises:
             ValueError: the source has answers of the target, and lacks some of those that are to be replayed.
         """
-        found = []
+        found: list[Example] = []
         for example in held_out:
             if len(found) == config.prompts:
                 break
@@ -175,7 +176,7 @@ class StoredReplay(ReplayTarget):
         return found
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
-        found = {}
+        found: dict[tuple[int, ...], Tensor] = {}
         for prompt_T in prompts:
             prompt = tuple(prompt_T.tolist())
             text = self.texts.get(prompt)
@@ -198,7 +199,7 @@ class StoredReplay(ReplayTarget):
             self.keep(prompt_T, text_T)
 
     def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
-        found = []
+        found: list[Tensor] = []
         for prompt in sorted(self.texts, key=len):
             states_TLD = self._states[prompt].to(self.device)
             features_TF, _ = chosen_states(self.source, self.original, layers, states_TLD, self.dtype)

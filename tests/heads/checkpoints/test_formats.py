@@ -26,6 +26,7 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20, "rms_norm_eps": 1e-3}),
         ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
         ("eagle3", {"attention_bias": True, "hidden_act": "gelu", "draft_vocab_size": 7}),
+        ("eagle3", {"sliding_window": 9, "num_layers": 2}),
     ],
     "dflash": [
         ("dflash", {}),
@@ -67,8 +68,10 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"draft_vocab_size": 7}),
         ("eagle3", {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True, "feature_layers": [2]}),
         ("eagle3", {"hidden_size": 8, "head_dim": 2, "num_layers": 2}),
+        ("eagle3", {"sliding_window": 9}),
     ],
     "speculators-eagle": [("eagle", {}), ("eagle", {"fc_bias": True})],
+    "speculators-mtp": [("mtp", {"depth": 8, "qk_norm": True}), ("mtp", {"depth": 2, "num_layers": 2})],
     "hydra": [("hydra", {"bias": True, "num_layers": 2}), ("hydra++", {"bias": True, "prefix_norm": True})],
 }
 """By format, heads that it can hold."""

@@ -230,6 +230,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"feature_layers": [1, 4], "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}),
     ("eagle3", {"own_embedding": True, "norm_before_residual": True}),
     ("eagle3", {"norm_before_fc": True, "num_layers": 2}),
+    ("eagle3", {"sliding_window": 100}),
     ("eagle", {}),
     ("eagle", {"num_layers": 2}),
     ("eagle", {"fc_bias": True}),
@@ -243,6 +244,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 4, "confidence_with_markov": False}),
     ("dspark", {"markov": "rnn"}),
     ("medusa", {"num_heads": 3, "num_layers": 2}),
+    ("mtp", {}),
     ("medusa", {"bias": False, "lm_head": "shared", "num_heads": 2}),
     ("medusa", {"draft_vocab_size": 20}),
 ]

@@ -49,28 +49,34 @@ def test_masked_queries_find_what_softmax_finds(
 # The cache: one round after the other.
 
 
-def empty_state(batch: int, nodes: int, capacity: int, layers: int = 1) -> DraftTreeState:
+def empty_state(batch: int, nodes: int, capacity: int, layers: int = 1, window: int | None = None) -> DraftTreeState:
     """A state of a head whose outputs are one number wide."""
+    slots = nodes + DraftCache.slots_for(capacity, window)
     keys, values = (
-        [torch.zeros(batch, GROUPS, nodes + capacity, SIZE, dtype=torch.float64) for _ in range(layers)]
-        for _ in range(2)
+        [torch.zeros(batch, GROUPS, slots, SIZE, dtype=torch.float64) for _ in range(layers)] for _ in range(2)
     )
     return DraftTreeState(
         None,  # type: ignore[arg-type]
         depth=0,
         max_depth=9,
-        cache=DraftCache(nodes, keys, values),
+        cache=DraftCache(nodes, keys, values, window=window),
         lengths_B=torch.zeros(batch, dtype=torch.int64),
         hidden_BWD=torch.zeros(batch, 1, 1),
         paths_BWN=torch.zeros(batch, 1, nodes, dtype=torch.bool),
+        first_B=torch.zeros(batch, dtype=torch.int64),
     )
 
 
 class Replay:
     """A cache and, beside it, lists of every key and value that should be seen."""
 
-    def __init__(self, batch: int, nodes: int, capacity: int, layers: int = 1, seed: int = 0) -> None:
-        self.state = empty_state(batch, nodes, capacity, layers)
+    def __init__(
+        self, batch: int, nodes: int, capacity: int, layers: int = 1, seed: int = 0, window: int | None = None
+    ) -> None:
+        self.state = empty_state(batch, nodes, capacity, layers, window)
+        self.window = window
+        self.lost: list[int] = [0] * batch
+        """First tokens of each row that are not in the cache any more, after a crop."""
         self.batch, self.nodes, self.layers = batch, nodes, layers
         self.random = torch.Generator().manual_seed(seed)
         self.committed: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(batch)] for _ in range(layers)]
@@ -84,7 +90,7 @@ class Replay:
     def commit(self, lengths: list[int], tokens: int) -> None:
         """`tokens` entries of which each row keeps the first `lengths`; those are compared."""
         before_B = self.state.lengths_B
-        positions_BA, kv = self.state.cache.commit(before_B, tokens)
+        positions_BA, kv = self.state.cache.commit(before_B, tokens, self.state.first_B)
         assert torch.equal(positions_BA, before_B[:, None] + torch.arange(tokens))
         for layer in range(self.layers):
             query, key, value = self.draw(tokens)
@@ -93,8 +99,9 @@ class Replay:
                 kept = self.committed[layer][row]
                 for i in range(length):
                     kept.append((key[row, :, i], value[row, :, i]))
-                    self.compare(found[row, :, i], query[row, :, i], kept)
-        self.state = self.state.committed(torch.zeros(self.batch, tokens, 1), torch.tensor(lengths))
+                    self.compare(found[row, :, i], query[row, :, i], self.seen(row, kept))
+        state = self.state.committed(torch.zeros(self.batch, tokens, 1), torch.tensor(lengths))
+        self.state = replace(state, depth=1)  # the root's children are drafted from the commit itself
         self.paths = [[[()]] * self.batch for _ in range(self.layers)]
 
     def draft(self, parents_BW: Tensor) -> None:
@@ -112,9 +119,36 @@ class Replay:
                 own = [(key[row, :, i], value[row, :, i]) for i in range(width)]
                 paths = [(*above[parent], node) for parent, node in zip(parents_BW[row].tolist(), own)]
                 for i, path in enumerate(paths):
-                    self.compare(found[row, :, i], query[row, :, i], [*self.committed[layer][row], *path])
+                    text = [*self.committed[layer][row], *path]
+                    self.compare(found[row, :, i], query[row, :, i], self.seen(row, text))
                 frontier.append(paths)
             self.paths[layer] = frontier
+
+    def crop(self, lengths: list[int]) -> None:
+        """Go back to earlier ends of the texts, as a conversation does."""
+        window = self.window
+        assert window is not None
+        for row, length in enumerate(lengths):
+            if length < len(self.committed[0][row]):
+                overwritten = len(self.committed[0][row]) - window + 1
+                self.lost[row] = min(max(self.lost[row], overwritten), length)
+            for layer in self.committed:
+                del layer[row][length:]
+        # `resume` crops all rows to one length: one row at a time, as its lengths say.
+        cropped = []
+        for row, length in enumerate(lengths):
+            one = slice(row, row + 1)
+            state = replace(self.state, first_B=self.state.first_B[one], lengths_B=self.state.lengths_B[one])
+            cropped.append(state.resume(length, 0))
+        first_B = torch.cat([state.first_B for state in cropped])
+        lengths_B = torch.cat([state.lengths_B for state in cropped])
+        self.state = replace(self.state, first_B=first_B, lengths_B=lengths_B)
+
+    def seen(self, row: int, entries: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Of a token's own text, itself included, what is within the window and not lost."""
+        if self.window is None:
+            return entries
+        return entries[max(len(entries) - self.window, self.lost[row]) :]
 
     def compare(self, found_HE: Tensor, query_HE: Tensor, entries: list[tuple[Tensor, Tensor]]) -> None:
         keys, values = (torch.stack(part) for part in zip(*entries, strict=True))
@@ -146,6 +180,27 @@ def test_a_trees_nodes_attend_to_committed_tokens_and_their_own_path(seed: int) 
             above = width
         accepted = torch.randint(1, 6, (3,), generator=random).tolist()
         replay.commit([accepted[0], accepted[1], accepted[2] if round_ < 2 else 0], 5)
+
+
+@pytest.mark.parametrize("window", [4, 5, 9])
+def test_a_window_moves_over_texts_longer_than_the_cache(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths overwrite their oldest tokens, padding included, and go back to earlier ends."""
+    monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", 6)
+    replay = Replay(batch=3, nodes=11, capacity=60, seed=window, window=window)
+    assert replay.state.cache.slots == 11 + window + 5
+    random = torch.Generator().manual_seed(window)
+    replay.commit([1, 6, 3], 6)
+    for round_ in range(12):
+        above = 1
+        for width in (2, 4, 1):
+            replay.draft(torch.randint(above, (3, width), generator=random))
+            above = width
+        accepted = torch.randint(1, 6, (3,), generator=random).tolist()
+        replay.commit([accepted[0], accepted[1], accepted[2] if round_ < 9 else 0], 5)
+        if round_ == 6:
+            ends = [len(row) for row in replay.committed[0]]
+            replay.crop([ends[0] - 2, ends[1], ends[2] - window - 1])
+            replay.commit([2, 1, 3], 4)
 
 
 @pytest.mark.parametrize("attended", [None, 6 + 7], ids=["all slots", "as many as are filled"])
@@ -182,6 +237,18 @@ def test_the_cache_has_the_heads_size_and_format() -> None:
     head = torch.nn.Linear(1, 1).bfloat16()
     head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
     head.cached_layers = 2  # type: ignore[assignment]
+    head.window = None  # type: ignore[assignment]
     cache = DraftHead.empty_cache(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
     assert [states.shape for states in (*cache.keys, *cache.values)] == [(1, GROUPS, 3 + 5, SIZE)] * 4
     assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
+
+
+def test_a_windows_cache_is_as_large_for_any_text() -> None:
+    head = torch.nn.Linear(1, 1)
+    head.shape = SimpleNamespace(num_key_value_heads=GROUPS, head_dim=SIZE)  # type: ignore[assignment]
+    head.cached_layers = 1  # type: ignore[assignment]
+    head.window = 100  # type: ignore[assignment]
+    caches = [DraftHead.empty_cache(head, 1, nodes=3, capacity=size) for size in (50, 50_000)]  # type: ignore[arg-type]
+    assert [cache.slots for cache in caches] == [3 + 100 + draft_cache.MOST_NEW_TOKENS - 1] * 2
+    assert caches[0].resized(50_000) is caches[0]
+    assert DraftHead.cache_bytes(head, 1, 50) == DraftHead.cache_bytes(head, 1, 50_000)  # type: ignore[arg-type]

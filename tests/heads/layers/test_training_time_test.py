@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.layers import training_time_test as step_attention
@@ -17,6 +19,7 @@ from headstart.heads.layers.training_time_test import (
     attend_step,
     by_chunks,
     by_flex,
+    causal_blocks,
 )
 
 HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
@@ -69,6 +72,61 @@ def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: in
     for ours, plain in ((found, wanted), gradients):
         for mine, theirs in zip(ours, plain, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize(("window", "chunk"), [(4, None), (5, 7), (60, 40), (149, 7), (500, None)])
+def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
+    window: int, chunk: int | None, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Position t at step s stands for t + s and sees keys after t + s - window, its own drafts among them."""
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+    steps = 4
+    query, keys, values = drawn(steps)
+    numbers_BT = torch.ones(2, TIME) if sequences_BT is None else sequences_BT
+    batch, groups = 2, HEADS // GROUPS
+    wanted = []
+    for step in range(1, steps + 1):
+        here = torch.arange(TIME)
+        seen_BTT = (here[:, None] >= here) & (numbers_BT[:, :, None] == numbers_BT[:, None])
+        seen_BTT = seen_BTT & (here > here[:, None] + step - 1 - window)
+        scores = query @ keys[0].repeat_interleave(groups, 1).mT
+        scores = scores.masked_fill(~seen_BTT[:, None], -math.inf)
+        own = [(query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key in keys[1:step]]
+        weights = (torch.cat([scores, *own], -1) / math.sqrt(SIZE)).softmax(-1)
+        rows = weights[..., :TIME] @ values[0].repeat_interleave(groups, 1)
+        for number, value in enumerate(values[1:step]):
+            rows = rows + weights[..., TIME + number, None] * value.repeat_interleave(groups, 1)
+        wanted.append(rows)
+    if chunk is not None:
+        monkeypatch.setattr(step_attention, "SCORES_ON_CPU", chunk * batch * HEADS * min(2 * window, TIME))
+    leaves = [query, *keys, *values]
+    scale = torch.randn_like(query)
+    for step in (1, steps):
+        test = TrainingTimeTest(1, sequences_BT, window=window)
+        given = (query, keys[:step], values[:step])
+        for found in (attend_step(*given, test), by_flex(flex.flex_attention, *given, test)):
+            torch.testing.assert_close(found, wanted[step - 1], rtol=0, atol=1e-10)
+    found = attend_step(query, keys, values, test)
+    mine, plain = (torch.autograd.grad((side * scale).sum(), leaves) for side in (found, wanted[-1]))
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_window_makes_no_scores_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and memory of a long text grow with it, not with its square."""
+    widths = []
+    chunk = step_attention._chunk
+
+    def watched(query: Tensor, keys: list[Tensor], *given: Any) -> Tensor:
+        start, window = given[2], given[3]
+        widths.append(query.shape[2] + min(start, window - 1))
+        return chunk(query, keys, *given)
+
+    monkeypatch.setattr(step_attention, "_chunk", watched)
+    query, keys, values = drawn(2)
+    attend_step(query, keys, values, TrainingTimeTest(1, window=10))
+    assert max(widths) <= 2 * 10
 
 
 def test_layers_remember_apart() -> None:
@@ -167,3 +225,50 @@ def test_flex_attention_is_compiled_for_what_it_can(
     assert step_attention.compiles(dtype, size) == wanted
     monkeypatch.setattr(step_attention, "has_triton", lambda: False)
     assert not step_attention.compiles(dtype, size)
+
+
+@pytest.mark.parametrize("time", [100, 128, 129, 700, 1024])
+@pytest.mark.parametrize("documents", [1, 2, 9])
+def test_block_masks_are_those_that_torch_finds_by_trying_every_pair(time, documents):
+    torch.manual_seed(time + documents)
+    starts_BN = torch.randint(1, time, (3, documents - 1))
+    sequences_BT = (torch.arange(time)[None, :, None] >= starts_BN[:, None]).sum(-1)
+    ours = causal_blocks(sequences_BT)
+    theirs = flex.create_block_mask(
+        lambda b, h, query, key: (query >= key) & (sequences_BT[b, query] == sequences_BT[b, key]),
+        3,
+        None,
+        time,
+        time,
+        device="cpu",
+    )
+    for counts, numbers in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+        ("q_num_blocks", "q_indices"),
+        ("full_q_num_blocks", "full_q_indices"),
+    ):
+        count_BHN = getattr(theirs, counts)
+        assert torch.equal(getattr(ours, counts), count_BHN), counts
+        own_BHNM, other_BHNM = getattr(ours, numbers), getattr(theirs, numbers)
+        counted = torch.arange(other_BHNM.shape[-1]) < count_BHN[..., None]
+        assert torch.equal(own_BHNM[counted], other_BHNM[counted]), numbers
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+
+
+def test_a_block_mask_takes_memory_by_blocks_and_not_by_tokens(monkeypatch):
+    """Of 65,536 tokens, whose pairs are 4 G."""
+    sequences_BT = (torch.arange(65_536) // 3000)[None]
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            for tensor in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(tensor, torch.Tensor):
+                    largest[0] = max(largest[0], tensor.numel())
+            return found
+
+    with Watch():
+        causal_blocks(sequences_BT)
+    assert largest[0] <= 4 * (65_536 // 128) ** 2

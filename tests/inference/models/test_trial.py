@@ -220,7 +220,8 @@ def test_models_that_see_a_text_in_their_own_way_are_refused(
     monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """Where no check by name is made, too."""
-    monkeypatch.setattr("headstart.inference.models.positions._is_causal_mask", lambda *given: False)
+    for module in ("models.info", "target_model"):
+        monkeypatch.setattr(f"headstart.inference.{module}.counts_positions", lambda model: "")
     if architecture == "gpt_neo":
         kinds = [[["global", "local"], 1]]
         sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}

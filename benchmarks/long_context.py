@@ -1,0 +1,175 @@
+"""EAGLE-3 after long texts: acceptance and draft time by the length of the context, with and without a sliding window.
+
+    python benchmarks/long_context.py --text docs/*.md benchmarks/*.md --output long_context.md
+
+Acceptance: greedy chains of the shipped head with SmolLM2, after prompts of up to its 8,192 positions. The windows are
+given to that head afterwards: they change what its layer sees, and no weight. Draft time: the same head in our kernels
+after random states, for texts of up to 32,768 tokens, which its target cannot read; observing four tokens and drafting
+a chain of seven, as a round does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HEAD, TARGET, arguments, replay_target, save
+from torch import Tensor
+
+from headstart.heads import DraftHead, build_head
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.heads.layers.draft_cache import MOST_NEW_TOKENS
+from headstart.inference import Target, TreeShape, load_tokenizer
+from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.logits import RandomSampler
+from headstart.inference.provenance import hardware
+from headstart.inference.tuning.machine import turns
+from headstart.train.evaluate import greedy_answers
+
+CONTEXTS = (512, 1024, 2048, 4096, 8000)
+"""Tokens of a prompt."""
+TEXTS = (512, 2048, 8192, 32768)
+"""Tokens before a timed round."""
+WINDOWS = (None, 1024, 512)
+ROUNDS = 30
+COMMITTED = 4
+"""Tokens that a timed round accepts."""
+
+
+def main() -> None:
+    """Two tables."""
+    parser = arguments(__doc__, "long_context.md")
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--head", default=HEAD)
+    parser.add_argument("--text", nargs="+", default=[], help="files of English text, from which prompts are cut")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of each length")
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--times-only", action="store_true", help="draft times alone: no text is read")
+    args = parser.parse_args()
+    if not args.text and not args.times_only:
+        parser.error("--text is needed, or --times-only")
+    lines = [] if args.times_only else acceptance_lengths(args)
+    save(args.output, [*lines, *draft_times(args)])
+
+
+def with_window(head: DraftHead, window: int | None) -> DraftHead:
+    """A head of the same weights that sees a window."""
+    options = {**dataclasses.asdict(head.config), "sliding_window": window}
+    other = build_head("eagle3", options, head.target)
+    other.load_state_dict(head.state_dict())
+    return other.to(next(head.parameters()).dtype).eval()
+
+
+def name_of(window: int | None) -> str:
+    """A column's title."""
+    return "all of the text" if window is None else f"window of {window}"
+
+
+def acceptance_lengths(args: argparse.Namespace) -> list[str]:
+    """Acceptance length of a chain by context and window."""
+    tokenizer = load_tokenizer(args.target)
+    text = "\n\n".join(Path(path).read_text(encoding="utf-8") for path in args.text)
+    tokens_T = tokenizer(text, return_tensors="pt").input_ids[0]
+    contexts = {str(length): prompts_of(tokenizer, tokens_T, length, args.prompts) for length in CONTEXTS}
+    target = replay_target(contexts, args.new_tokens, args.target)
+    head = load_head(args.head)[0].to(target.dtype)
+    chain = TreeShape.chain(head.max_depth)
+    lines = [
+        f"{args.prompts} prompts of each length, {args.new_tokens} new tokens, greedy, chains of {head.max_depth}.",
+        "",
+        "| context | " + " | ".join(map(name_of, WINDOWS)) + " |",
+        "|---|" + "---|" * len(WINDOWS),
+    ]
+    heads = [with_window(head, window) for window in WINDOWS]
+    for length, prompts in contexts.items():
+        rows = [prompt_1T[0] for prompt_1T in prompts]
+        found = [greedy_answers(target, each, chain, rows, args.new_tokens).stats for each in heads]
+        cells = " | ".join(f"{stats.acceptance_length:.2f}" for stats in found)
+        lines.append(f"| {int(length):,} | {cells} |")
+    return [*lines, ""]
+
+
+def prompts_of(tokenizer: Any, tokens_T: Tensor, length: int, count: int) -> list[Tensor]:
+    """Prompts [1, length]: a user shows a text, cut from another place for each, and asks for a summary."""
+    content = "Summarize this text.\n\n{}"
+    empty = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content.format("")}], add_generation_prompt=True, return_dict=False
+    )
+    prompts = []
+    for number in range(count):
+        shown = length - len(empty)
+        start = (len(tokens_T) - shown) * number // count
+        words = tokenizer.decode(tokens_T[start : start + shown])
+        chat = [{"role": "user", "content": content.format(words)}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, return_tensors="pt")
+        prompts.append(ids[:, -length:])
+    return prompts
+
+
+def draft_times(args: argparse.Namespace) -> list[str]:
+    """Milliseconds of a round's drafts by text and window, the windows in turns."""
+    target = Target.from_pretrained(args.target, torch.float32)
+    target.compile()
+    head = load_head(args.head)[0].to(target.dtype)
+    lines = [
+        f"Hardware: {hardware()}; float32. Milliseconds of the drafts of a round, the median of {ROUNDS}, on "
+        f"{torch.get_num_threads()} threads.",
+        "",
+        "| text | " + " | ".join(map(name_of, WINDOWS)) + " |",
+        "|---|" + "---|" * len(WINDOWS),
+    ]
+    for length in TEXTS:
+        rounds = {window: Round(target, with_window(head, window), length) for window in WINDOWS}
+        seconds: dict[int | None, list[float]] = {window: [] for window in WINDOWS}
+        for number in range(ROUNDS):
+            for window in turns(list(WINDOWS), number):
+                start = time.perf_counter()
+                rounds[window].run()
+                seconds[window].append(time.perf_counter() - start)
+        cells = " | ".join(f"{1e3 * statistics.median(seconds[window]):.2f}" for window in WINDOWS)
+        lines.append(f"| {length:,} | {cells} |")
+    return lines
+
+
+class Round:
+    """The drafts of one round after a text of random states: observe what was accepted, draft a chain."""
+
+    def __init__(self, target: Target, head: DraftHead, length: int) -> None:
+        self.head = head
+        depth = head.max_depth
+        self.rows = ModelRows(head, target.modules, depth, depth)
+        self.rows.use(target.engine)
+        self.features = len(head.feature_layers) * target.info.hidden_size
+        with torch.inference_mode():
+            capacity = length + ROUNDS * COMMITTED + MOST_NEW_TOKENS
+            self.rows.begin(DraftContext(1, capacity, RandomSampler(), None))
+            for _ in range(length // MOST_NEW_TOKENS):
+                self.rows.prefill(self.chunk(MOST_NEW_TOKENS))
+
+    def chunk(self, tokens: int) -> PrefillChunk:
+        """Random tokens and features."""
+        tokens_1T = torch.randint(1000, (1, tokens + 1))
+        features_1TF = torch.randn(1, tokens, self.features)
+        return PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], features_1TF, torch.tensor([tokens]))
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """One round."""
+        self.rows.prefill(self.chunk(COMMITTED))
+        state = self.rows.catch_up()
+        tokens_11 = torch.zeros(1, 1, dtype=torch.int64)
+        parents_11 = torch.full((1, 1), -1)
+        for _ in range(self.head.max_depth):
+            logits_11V, state = self.rows.expand(state, tokens_11, parents_11)
+            tokens_11 = self.head.target_tokens(logits_11V.argmax(-1))
+            parents_11 = torch.zeros(1, 1, dtype=torch.int64)
+
+
+if __name__ == "__main__":
+    main()

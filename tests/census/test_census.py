@@ -1,0 +1,50 @@
+"""The census of a few types that matter, and its page; `make census` runs all types and writes the page."""
+
+from __future__ import annotations
+
+import models_page
+import pytest
+import tiny_models
+import transformers
+from census import census
+
+GROUPS = {
+    "dense": ["llama", "qwen2", "qwen3", "olmo2", "granite", "cohere"],
+    "windows and caps": ["gemma2", "gemma3_text", "gemma4_text", "phi3", "mistral", "gpt_neo"],
+    "experts": ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"],
+    "states": ["qwen3_next", "lfm2", "granitemoehybrid", "mamba2"],
+    "images": ["qwen2_5_vl", "mistral3", "gemma3n", "llava"],
+}
+"""Of the twenty families that matter most, and those that have failed."""
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_type_is_identical_or_refused_as_the_page_says(group: str) -> None:
+    recorded = {record["name"]: record for record in models_page.results()["records"]}
+    known = {**tiny_models.causal_types(), **tiny_models.multimodal_types()}
+    same_version = models_page.results()["made_by"]["transformers"] == transformers.__version__
+    found = {}
+    expected = {}
+    for name in GROUPS[group]:
+        if name not in known:  # of an older transformers
+            continue
+        record = census(name, heads=False)
+        found[name] = record.outcome, record.reason
+        expected[name] = found[name]
+        if same_version:
+            expected[name] = recorded[name]["outcome"], recorded[name]["reason"]
+        if record.outcome in ("trees", "chains"):
+            assert max(record.accepted.values()) > 2, f"{name}: hardly any draft was accepted"
+    assert found == expected, "run `make census`, which also writes docs/models.md"
+    assert {outcome for outcome, _ in found.values()} <= {"trees", "chains", "refused"}
+
+
+def test_the_page_has_the_results() -> None:
+    page = models_page.PAGE.read_text(encoding="utf-8")
+    assert page == models_page.with_tables(page, models_page.results()), "run tests/census/models_page.py"
+
+
+def test_the_results_have_every_type() -> None:
+    census = models_page.results()
+    if census["made_by"]["transformers"] == transformers.__version__:
+        assert [record["name"] for record in census["records"]] == tiny_models.every_name()

@@ -1,0 +1,128 @@
+"""An EAGLE-3 head with a sliding window: greedy text is the target's, and the ring of its cache changes no draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from headstart.heads import DraftHead, build_head
+from headstart.heads.layers import draft_cache
+from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference.drafters import model_rows
+
+VOCAB = 20
+WINDOW = 5
+SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": [3, 7]}
+TREES = ["chain:3", "dynamic:9:3:3"]
+
+
+@pytest.fixture
+def target(tiny_target: Any) -> Target:
+    return tiny_target(vocab_size=VOCAB)
+
+
+def commit_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Rings of `WINDOW` + tokens - 1 slots."""
+    monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", tokens)
+    monkeypatch.setattr(model_rows, "CHUNK_TOKENS", tokens)
+
+
+def head_for(target: Target, window: int | None = WINDOW) -> DraftHead:
+    torch.manual_seed(2)
+    options = {"depth": 3, "feature_layers": [0, -1], "sliding_window": window, "num_layers": 2}
+    head = build_head("eagle3", options, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head.eval()
+
+
+def prompts() -> list[Tensor]:
+    """Shorter and longer than the window and the ring."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (length,), generator=random) for length in (3, 40, 11, 6, 25, 17)]
+
+
+def truths(target: Target, rows: list[Tensor]) -> list[list[int]]:
+    return [
+        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0, len(row) :].tolist()
+        for row in rows
+    ]
+
+
+def decoded(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) -> tuple[list[list[int]], list[list[int]]]:
+    """The new tokens of each row, and how many drafts each of its rounds accepted."""
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **SETTINGS)
+    accepted = [[record.accepted for record in row] for row in output.stats.rows]
+    return output.sequences[:, padded.shape[1] :].tolist(), accepted
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("slots", [None, 2])
+def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
+    tree: str, slots: int | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch, and where waiting rows take the places of those that have ended."""
+    rows = prompts()
+    expected = truths(target, rows)
+    accepted = []
+    for tokens in (4, 512):  # of which the first is just what a round commits
+        commit_at_most(monkeypatch, tokens)
+        lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, fallback=False)
+        found, of_rows = decoded(lm, rows, slots)
+        for text, truth in zip(found, expected):
+            assert text[: len(truth)] == truth
+        accepted.append(of_rows)
+    assert accepted[0] == accepted[1]
+    assert max(map(max, accepted[0])) > 0
+    lm = SpeculativeLM.from_pretrained(target, head_for(target, None), tree=tree, fallback=False)
+    assert decoded(lm, rows, slots)[1] != accepted[0], "the window hides nothing"
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_conversation_goes_on_and_goes_back(tree: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that continue the text, drop a few of its last tokens, or more than the ring holds."""
+    commit_at_most(monkeypatch, 4)
+    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, fallback=False)
+    past = Conversation()
+    text = prompts()[2]
+    more = prompts()[0]
+    for dropped in (0, 2, 14, 1):
+        text = torch.cat([text[: len(text) - dropped], more])
+        mask = torch.ones_like(text)[None]
+        output = lm.generate(text[None], attention_mask=mask, past_key_values=past, **SETTINGS)
+        new = output.sequences[0, len(text) :]
+        assert new.tolist() == truths(target, [text])[0]
+        text = torch.cat([text, new])
+
+
+def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_at_most(monkeypatch, 4)
+    widest: list[int] = []
+    attend = draft_cache.KVEntries.attend
+
+    def watched(kv: draft_cache.KVEntries, *given: Any) -> Tensor:
+        widest.append(kv.mask_BTS.shape[-1])
+        return attend(kv, *given)
+
+    monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
+    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree="chain:3", fallback=False, compile=False)
+    for length in (40, 400):
+        text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
+        lm.generate(text, attention_mask=torch.ones_like(text), **SETTINGS)
+    nodes = 3
+    assert max(widest) <= nodes + WINDOW + 4 - 1
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_window_shorter_than_a_draft_is_refused(window: int, target: Target) -> None:
+    with pytest.raises(
+        ValueError, match=rf"sliding_window {window} is shorter than a draft; choose at least the depth, 3"
+    ):
+        head_for(target, window)

@@ -1,0 +1,196 @@
+"""Random cases of greedy decoding and of sampling with a seed: any drafter, tree, processors, batch and slots.
+
+`check` compares one with `model.generate`, row by row; what is compared is in `cases` and `SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from helpers import PromptOracle, build_tokenizer, random_shape
+from hypothesis import HealthCheck, assume
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from headstart.heads import DraftHead, build_head
+from headstart.inference import Conversation, SpeculativeLM, Target, loop
+
+VOCAB = 37
+"""Tokens of prompts and settings; the model may have more."""
+UNSAID = 0
+TOKENIZER = build_tokenizer()
+CHARACTERS = TOKENIZER.decode(range(1, VOCAB))
+"""One for each token."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 4, "feature_layers": [0, -1], "draft_vocab_size": 20},
+    "hydra": {"num_heads": 3, "draft_vocab_size": 20},
+    "hydra++": {"num_heads": 3, "draft_vocab_size": 20},
+    "medusa": {"num_heads": 3, "draft_vocab_size": 20},
+}
+"""Of random heads."""
+CHAINS = ["chain:1", "chain:3", "stop:0.1:chain:3", "root"]
+TREES = ["branch:2x2", "drawn:branch:3x1", "independent:branch:2x2", "dynamic:7:3:3"]
+_heads: WeakKeyDictionary[Target, dict[str, DraftHead]] = WeakKeyDictionary()
+
+
+def chance(strategy: Any) -> Any:
+    """Often nothing."""
+    return st.one_of(st.none(), st.none(), strategy)
+
+
+def cases(**more: Any) -> Any:
+    """Strategy for what is decoded, and how; `more` are further entries."""
+    return st.fixed_dictionaries(
+        {
+            **more,
+            "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
+            "side": st.sampled_from(["left", "right"]),
+            "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup", "lookahead", "ngram:2"]),
+            "tree": st.sampled_from([*CHAINS[:2], *TREES, *CHAINS[2:]]),
+            "seed": st.sampled_from([None, None, 1]),
+            "shape": st.integers(0, 999),
+            "wrong": st.sampled_from([0.0, 0.2, 0.6]),
+            "chunk": st.sampled_from([1, 3, 1024]),
+            "slots": st.sampled_from([None, None, 1, 2]),
+            "planted": st.sampled_from([None, None, None, math.nan, math.inf, -math.inf]),
+            "written": chance(st.integers(0, 999)),
+        }
+    )
+
+
+TOKEN = st.integers(0, VOCAB - 1)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, 24),
+        "min_new_tokens": chance(st.integers(1, 12)),
+        "eos_token_id": chance(st.lists(TOKEN, min_size=1, max_size=6)),
+        "repetition_penalty": chance(st.sampled_from([0.8, 1.3, 1.9])),
+        "no_repeat_ngram_size": chance(st.integers(1, 3)),
+        "bad_words_ids": chance(st.lists(st.lists(TOKEN, min_size=1, max_size=3), min_size=1, max_size=6)),
+        "suppress_tokens": chance(st.lists(TOKEN, min_size=1, max_size=9)),
+        "begin_suppress_tokens": chance(st.lists(TOKEN, min_size=1, max_size=9)),
+        "forced_eos_token_id": chance(TOKEN),
+        "stop_strings": chance(st.lists(st.text(CHARACTERS, min_size=1, max_size=2), min_size=1, max_size=3)),
+    }
+)
+
+
+def as_many_as(usual: int) -> Any:
+    """Hypothesis's settings for `usual` cases, or HEADSTART_FUZZ of them."""
+    return hypothesis_settings(
+        max_examples=int(os.environ.get("HEADSTART_FUZZ", usual)),
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+    )
+
+
+def random_head(target: Target, kind: str) -> DraftHead:
+    """A random head for a random model, built once."""
+    heads = _heads.setdefault(target, {})
+    if kind not in heads:
+        torch.manual_seed(1)
+        head = build_head(kind, OPTIONS[kind], target.info).to(target.dtype)
+        head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
+        for parameter in head.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        heads[kind] = head
+    return heads[kind]
+
+
+@contextlib.contextmanager
+def planted(model: PreTrainedModel, value: float | None) -> Iterator[None]:
+    """Within it the embedding of `UNSAID`, a token that no text holds, is not finite."""
+    embedding = model.get_input_embeddings().weight.data[UNSAID]
+    before = embedding.clone()
+    if value is not None:
+        embedding.fill_(value)
+    try:
+        yield
+    finally:
+        embedding.copy_(before)
+
+
+@contextlib.contextmanager
+def written(model: PreTrainedModel, number: int | None) -> Iterator[None]:
+    """Within it a weight has the other sign, written as torch does not notice."""
+    weights = [weight.data for weight in model.parameters()]
+    if number is not None:
+        weights[number % len(weights)].neg_()
+    try:
+        yield
+    finally:
+        if number is not None:
+            weights[number % len(weights)].neg_()
+
+
+def stock(model: PreTrainedModel, row: Tensor, **settings: Any) -> Tensor:
+    """What `generate` writes for one row alone."""
+    return model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+
+
+def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a case with `generate`, or, with a seed, with the text that the seed gives without drafts."""
+    settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
+    if case["planted"] is not None:  # a tied LM head gives it a score that is not finite either
+        settings["suppress_tokens"] = [UNSAID, *settings.get("suppress_tokens", ())]
+    suppressed = [*settings.get("suppress_tokens", ()), *settings.get("begin_suppress_tokens", ())]
+    assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
+    if chosen["no_repeat_ngram_size"] == 1:  # each token once: there must be enough of them
+        assume(max(case["lengths"]) + chosen["max_new_tokens"] + len(set(suppressed)) + 1 < VOCAB)
+    if "stop_strings" in settings:
+        settings["tokenizer"] = TOKENIZER
+    rows = [
+        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
+        for place, length in enumerate(case["lengths"])
+    ]
+    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
+    if case["seed"] is not None and case["source"] != "oracle":
+        settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
+    seeded = lambda: {"generator": torch.Generator().manual_seed(case["seed"] or 0)}  # noqa: E731
+    slots, options, past = case["slots"], {}, None
+    if case["source"] == "oracle":
+        shape = random_shape(case["shape"])
+        lm = SpeculativeLM(target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"]))
+    else:
+        head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
+        if target.engine.chains_only:  # which refuses a tree that is named
+            assume(head is None or case["tree"] in CHAINS)
+        options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
+        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
+    monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
+    with planted(target.model, case["planted"]):
+        if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":
+            past = Conversation()
+            lm.generate(padded, attention_mask=mask, past_key_values=past, **settings, **seeded())
+        with written(target.model, case["written"]):
+            if settings["do_sample"]:  # a seed gives the text that it gives without drafts
+                plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
+                truths = plain.sequences[:, padded.shape[1] :].tolist()
+            else:
+                truths = [stock(target.model, row, **settings).tolist() for row in rows]
+            if case["source"] == "oracle":
+                lm.drafter.by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths, strict=True)}
+            output = lm.generate(
+                padded, attention_mask=mask, max_batch_size=slots, past_key_values=past, **settings, **seeded()
+            )
+    found = output.sequences[:, padded.shape[1] :].tolist()
+    width = max(map(len, truths))
+    ends = settings.get("eos_token_id") or settings.get("stop_strings")
+    assert len(found[0]) == width
+    for text, expected in zip(found, truths):
+        assert text[: len(expected)] == expected
+        assert ends or len(expected) == width
