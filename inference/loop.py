@@ -118,7 +118,8 @@ def speculate(
         cache.release()
     else:
         past.tokens = sequences.text(0).tolist()
-        if target.rereads_at_border and target.segments.of(len(past.tokens) - 2) > 0:
+        segments = target.segments
+        if segments is not None and target.rereads_at_border and segments.of(len(past.tokens) - 2) > 0:
             past.segment = 1
         past.cache = cache
         past.draft_state = None if ran_out else drafter.saved_state()

@@ -25,7 +25,7 @@ from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
-from .cpu_kernels import PackedLinear, Weights, kernels, library, linear, norm, pack, packed_copy, pointer
+from .cpu_kernels import PackedLinear, Weights, is_plain, kernels, library, linear, norm, pack, packed_copy, pointer
 
 SILU = type(ACT2FN["silu"])
 """The activation that the kernels implement."""
@@ -286,6 +286,8 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
     decoder = model.get_decoder()
     known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
     if not known or model.dtype not in CLOSE or not hasattr(decoder.norm, "variance_epsilon"):
+        return None
+    if not all(is_plain(weight) for weight in model.parameters()):
         return None
     needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
     for layer in decoder.layers:

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..tuning.machine import cache_folder, cpuinfo, processor, writable_by_others
 
@@ -310,7 +311,7 @@ def packed_copy(
     own = block(module)
     if own is not None:
         return own
-    if type(module) is nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
+    if type(module) is nn.Linear and is_plain(module.weight) and module.weight.dtype in (torch.float32, torch.bfloat16):
         return PackedLinear(module, rounded)
     twin = copy.copy(module)
     # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
@@ -318,6 +319,11 @@ def packed_copy(
     twin.__dict__.update(hooks)
     twin.__dict__["_modules"] = {name: packed_copy(child, block, rounded) for name, child in module.named_children()}
     return twin
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether the kernels can read a weight: not one that a package quantized, whose tensor knows few operations."""
+    return not is_traceable_wrapper_subclass(weight)
 
 
 class PackedLinear(nn.Module):

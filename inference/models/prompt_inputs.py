@@ -77,6 +77,11 @@ def check_prompt_inputs(target: TargetModel, input_ids: Tensor, mask: Tensor | N
         raise ValueError(
             f"{target.name!r} {target.counted}, and {what} cannot be read with its prompt; give text alone"
         )
+    if target.stateful is not None:
+        raise ValueError(
+            f"{target.name!r} keeps a state beside keys and values, with which {what} cannot be read here; give text "
+            "alone"
+        )
     if len(input_ids) > 1:
         raise ValueError(
             f"{what} came with {len(input_ids)} rows: which image belongs to which row is not known here; "
