@@ -152,6 +152,20 @@ def test_a_round_that_is_repeated_begins_where_it_began(targets, family):
 
 
 @pytest.mark.parametrize("family", KINDS)
+def test_a_plain_step_that_is_repeated_finds_the_states_as_they_were(targets, family):
+    """A single token is read by kernels that write to the states in place."""
+    target = targets(family)
+    text = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        cache = filled(target, [text])
+        before_B = cache.lengths_B
+        for _ in range(2):
+            check_nodes(target, cache, draft(random.Random(0), TreeShape.from_paths([]), [7]), [text])
+            cache.accept(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1]), in_order=True)
+            cache.lengths_B = before_B
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_rows_come_and_go_with_their_states(targets, family):
     target = targets(family)
     numbers = random.Random(2)
