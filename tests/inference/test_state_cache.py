@@ -312,6 +312,17 @@ def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refuse
         check_states(model)
 
 
+def test_a_model_that_fails_with_its_own_cache_is_refused_with_what_it_said(monkeypatch):
+    model = hybrid("lfm2, convolution")
+
+    def forward(*_, **__):
+        raise AttributeError("no such cache")
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM .* fails on one token .*AttributeError: no such cache"):
+        Target(model)
+
+
 def test_a_draft_model_with_states_is_refused(targets, tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match=r"cannot draft: its layers keep a convolution or recurrent state"):
