@@ -214,12 +214,12 @@ class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
-        self._chunks: dict[Any, int] = {
-            module: module.chunk_size
-            for module in self.packed_model.modules()
-            if isinstance(getattr(module, "chunk_size", None), int)
-        }
+        self._chunks: dict[Any, int] = {}
         """Modules of the copy that read by chunks, and their size in the model."""
+        for module in self.packed_model.modules():
+            size = getattr(module, "chunk_size", None)
+            if isinstance(size, int):
+                self._chunks[module] = size
 
     def _lane_forward(
         self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]

@@ -118,8 +118,16 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
     """
     name = type(model).__name__
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        output = model(input_ids=token_11, **_positions(model, 0, 1), use_cache=True)
+    try:
+        with torch.no_grad():
+            output = model(input_ids=token_11, **_positions(model, 0, 1), use_cache=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{name} of transformers {transformers_version} fails on one token with a cache of its own, with "
+            f"{type(error).__name__}: {str(error)[:200]}; try another version of transformers"
+        ) from error
     taken = inspect.signature(model.forward).parameters
     returned = [key for key, value in output.items() if isinstance(value, Cache) and key in taken]
     if not returned:

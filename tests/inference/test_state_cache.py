@@ -152,6 +152,20 @@ def test_a_round_that_is_repeated_begins_where_it_began(targets, family):
 
 
 @pytest.mark.parametrize("family", KINDS)
+def test_a_plain_step_that_is_repeated_finds_the_states_as_they_were(targets, family):
+    """A single token is read by kernels that write to the states in place."""
+    target = targets(family)
+    text = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        cache = filled(target, [text])
+        before_B = cache.lengths_B
+        for _ in range(2):
+            check_nodes(target, cache, draft(random.Random(0), TreeShape.from_paths([]), [7]), [text])
+            cache.accept(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1]), in_order=True)
+            cache.lengths_B = before_B
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_rows_come_and_go_with_their_states(targets, family):
     target = targets(family)
     numbers = random.Random(2)
@@ -296,6 +310,17 @@ def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refuse
     assert not states_follow_chunks(model)
     with pytest.raises(ValueError, match=r"MambaForCausalLM .* one by one .* cannot be verified"):
         check_states(model)
+
+
+def test_a_model_that_fails_with_its_own_cache_is_refused_with_what_it_said(monkeypatch):
+    model = hybrid("lfm2, convolution")
+
+    def forward(*_, **__):
+        raise AttributeError("no such cache")
+
+    monkeypatch.setattr(model.model, "forward", forward)
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM .* fails on one token .*AttributeError: no such cache"):
+        Target(model)
 
 
 def test_a_draft_model_with_states_is_refused(targets, tiny_target):
