@@ -81,7 +81,7 @@ def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
 def random_mtp(model: PreTrainedModel, **options: Any) -> MtpHead:
     """An MTP head of the model's own kind, of whose weights none is silent."""
     torch.manual_seed(1)
-    info = target_info(model.config, "tiny", model.config.vocab_size)
+    info = target_info(model.config, "tiny", model.config.vocab_size, 3)
     head = build_head("mtp", MtpHead.options_for(options, described(model.config)), info)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim > 1 else 0.5)
@@ -200,7 +200,7 @@ def save_with(model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: 
 
 
 def read(model: PreTrainedModel, folder: Path) -> MtpHead:
-    info = target_info(model.config, str(folder), model.config.vocab_size)
+    info = target_info(model.config, str(folder), model.config.vocab_size, 3)
     return read_native_mtp(folder, info, described(model.config))
 
 
@@ -368,7 +368,7 @@ def test_a_saved_head_is_a_folder_of_speculators_and_imported_from_one(tmp_path)
     save_head(head, tmp_path, CheckpointMetadata())
     config = json.loads((tmp_path / "config.json").read_text())
     del config["headstart"]
-    info = target_info(model.config, "tiny", 13)
+    info = target_info(model.config, "tiny", 13, 3)
     found, source = import_head(config, load_file(tmp_path / "model.safetensors"), info)
     assert source.form == "speculators-mtp" and found.max_depth == 8
     state = head.state_dict()
@@ -420,7 +420,7 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(k
     ],
 )
 def test_options_that_no_head_can_have_are_told(options, message) -> None:
-    info = target_info(AutoConfig.for_model("llama", **SIZES), "tiny", 13)
+    info = target_info(AutoConfig.for_model("llama", **SIZES), "tiny", 13, 3)
     with pytest.raises(ValueError, match=re.escape(message)):
         build_head("mtp", options, info)
 

@@ -201,7 +201,7 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
         "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
     )
     recipe = with_formats(recipe, "bfloat16", "bfloat16")
-    head = head_of(recipe, info)
+    head = head_of(recipe, info, LlamaConfig())
     in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
     estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
     real = plan.kept(recipe, info, 200, scale=1)
