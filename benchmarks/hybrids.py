@@ -143,8 +143,8 @@ def rounds_table(target: Target, accepted: float, rounds: int, repeats: int) -> 
 
 def run_lengths(length: int, accepted: float, rounds: int) -> list[int]:
     """Tokens that each round commits; the same for all sides."""
-    random = torch.Generator().manual_seed(length)
-    right = torch.rand(rounds, length, generator=random) < accepted
+    random = torch.Generator().manual_seed(0)
+    right = (torch.rand(rounds, max(LENGTHS), generator=random) < accepted)[:, :length]
     counts: list[int] = (1 + right.long().cumprod(1).sum(1)).tolist()
     return counts
 

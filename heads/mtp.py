@@ -172,9 +172,10 @@ class MtpHead(DraftHead):
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         start = self.config.start
-        for layer in self.mtp_layers:
-            if type(layer.final_layernorm) is type(modules.norm):
-                layer.final_layernorm.load_state_dict(block_tensors(modules.norm))
+        for own in self.mtp_layers:
+            norm = own.get_submodule("final_layernorm")
+            if type(norm) is type(modules.norm):
+                norm.load_state_dict(block_tensors(modules.norm))
         if start == "random":
             return
         number = -1 if start == "last" else int(start)
@@ -183,7 +184,8 @@ class MtpHead(DraftHead):
         where = f"mtp cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
-        for k, layer in enumerate(self.mtp_layers):
+        for k in range(len(self.mtp_layers)):
+            layer: Any = self.mtp_layers[k]
             self._start_from(layer, modules.blocks[number])
             # With h = g x / rms(x), the block is to read x: its direction is h / g. Its own norm takes the size out of
             # what it reads, so the size alone decides how far it moves the residual stream: by STEP, as blocks do.

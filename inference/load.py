@@ -7,16 +7,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import load_chat_tokenizer
+from .models.encoder_decoder import is_encoder_decoder
+from .models.loading import load_tokenizer
 from .speculative_lm import SpeculativeLM
 
 
 def load_speculative_lm(
     target: str, head: str | None, dtype: str, **options: Any
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load a tokenizer with a chat template, then a target and a drafter for it.
+    """Load a tokenizer with a chat template, which encoder-decoders do not need, then a target and a drafter for it.
 
     The tokenizer comes first: its errors do not wait for the target's weights. The arguments are
     those of `SpeculativeLM.from_pretrained`.
     """
-    tokenizer = load_chat_tokenizer(target)
+    tokenizer = load_tokenizer(target) if is_encoder_decoder(target) else load_chat_tokenizer(target)
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer

@@ -478,7 +478,7 @@ class _LaneLayer(TreeLayer):
         return found[0], found[1]
 
 
-class _StateAndKeys(_StateLayer, _LaneLayer):
+class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]  # transformers' bases differ in is_croppable
     """A layer with a state beside keys and values."""
 
     def __init__(self, cache: StateCache, index: int, layer: CachedLayer) -> None:

@@ -257,6 +257,10 @@ class Target(TargetModel):
                 self.computes_logits  # noqa: B018 - a config has a scale or a cap that the model may not apply
         self._tried = True
 
+    def was_tried(self) -> None:
+        """Another target of the same model has passed `check_decoding`."""
+        self._tried = True
+
     def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
         """The target of a model that shares this one's weights, and the engine that runs it as it is."""
         other = type(self)(model, self.name, self.commit)

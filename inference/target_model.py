@@ -152,13 +152,17 @@ class TargetModel:
         Raises:
             ValueError: its logits are not made by its LM head alone, or it does not return its blocks' states.
         """
-        self.first_block_index  # noqa: B018 - found now
+        self.check_states_returned()
         if not self.computes_logits:
             raise ValueError(
                 f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM head's matrix and "
                 "the scale and soft cap of its config, so a head would learn from logits that are not the model's; "
                 "train for a target of another family, or decode this one with a drafter without a head"
             )
+
+    def check_states_returned(self) -> None:
+        """Refuse a model whose forward does not return its blocks' states, by a ValueError."""
+        self.first_block_index  # noqa: B018 - found now
 
     def last_features(self, states: Tensor) -> Tensor:
         """The features [..., D] of layer -1, from which the LM head's matrix makes logits: of the final norm's output.

@@ -35,6 +35,7 @@ class BenchConfig(SpeculativeOptions):
     """Stock `model.generate`, plain decoding and speculation, interleaved on the same prompts."""
 
     required = ("target", "prompts")
+    takes_encoder_decoders: ClassVar[bool] = True
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0, "price_per_hour": 0, "watts": 0}
 
     prompts: list[str] = field(default_factory=list)
@@ -204,7 +205,7 @@ def _compare_one(
     import torch
 
     from headstart.scripts.measuring.bandwidth import now
-    from headstart.scripts.measuring.comparison import first_difference
+    from headstart.scripts.measuring.comparison import answer_begin, first_difference
 
     outputs: dict[str, tuple[Tensor, Stats | None]] = {}
     seconds: dict[str, float] = {}
@@ -212,7 +213,7 @@ def _compare_one(
         start = now(target.device)
         outputs[name] = sides[name](input_ids)
         seconds[name] = now(target.device) - start
-    prompt_length = input_ids.shape[1]
+    prompt_length = answer_begin(target, input_ids)
     sequences, stats = outputs["speculative"]
     assert stats is not None
     covered = None
@@ -221,7 +222,7 @@ def _compare_one(
     return ComparedPrompt(
         tokens={name: sequences.shape[1] - prompt_length for name, (sequences, _) in outputs.items()},
         seconds=seconds,
-        difference=first_difference(target, outputs["generate"][0], sequences, prompt_length),
+        difference=first_difference(target, outputs["generate"][0], sequences, prompt_length, input_ids),
         stats=stats,
         covered=covered,
     )

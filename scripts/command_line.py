@@ -52,6 +52,9 @@ class TargetOptions(CommandOptions):
 class DecodingOptions(TargetOptions):
     """Target, head and sampling of answers."""
 
+    takes_encoder_decoders: typing.ClassVar[bool] = False
+    """Whether the command also answers with an encoder-decoder, which reads a text and no conversation."""
+
     head: str | None = None
     """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain
     decoding."""
@@ -79,7 +82,13 @@ class DecodingOptions(TargetOptions):
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
         from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
         from headstart.inference.load import load_speculative_lm
+        from headstart.inference.models.encoder_decoder import is_encoder_decoder
 
+        if not self.takes_encoder_decoders and is_encoder_decoder(self.target):
+            raise ValueError(
+                f"{self.target!r} is an encoder-decoder, which `headstart generate` and `headstart bench` take; this "
+                "command takes decoder-only models"
+            )
         names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)

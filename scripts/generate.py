@@ -27,6 +27,7 @@ class GenerateConfig(SamplingOptions):
     """One prompt, answered on screen."""
 
     required = ("target", "prompt")
+    takes_encoder_decoders: ClassVar[bool] = True
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 0, "temperature": 0, "top_k": 0}
 
     prompt: str = ""
@@ -47,14 +48,19 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     import torch
     from transformers import TextStreamer
 
-    from headstart.inference.chat_template import prompt_ids
-    from headstart.scripts.measuring.comparison import answer_settings, first_difference, stock_settings
+    from headstart.scripts.measuring.comparison import (
+        answer_begin,
+        answer_settings,
+        encoded_prompt,
+        first_difference,
+        stock_settings,
+    )
 
     lm, tokenizer = config.load()
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
-    input_ids = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs).to(target.device)
-    prompt_length = input_ids.shape[1]
+    input_ids = encoded_prompt(target, tokenizer, messages, config).to(target.device)
+    prompt_length = answer_begin(target, input_ids)
     mask_1T = torch.ones_like(input_ids)
     settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
     settings["attention_mask"] = mask_1T
@@ -83,7 +89,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
     log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:
-        difference = first_difference(target, stock, output.sequences, prompt_length)
+        difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)
         if difference is None:
             log.info("both generated the same text")
         else:

@@ -5,6 +5,7 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from string import Formatter
@@ -315,6 +316,12 @@ class OptimConfig:
     """Decay per step of a moving average of the weights, which is then evaluated and saved; 0 for none."""
 
 
+def is_window(text: str) -> bool:
+    """Whether a text is a window of steps, such as 10:12."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    return found is not None and 1 <= int(found[1]) <= int(found[2])
+
+
 @dataclass(frozen=True)
 class LoopConfig:
     """Duration, batches, arithmetic, and how often to log, evaluate and save."""
@@ -356,6 +363,11 @@ class LoopConfig:
     fell; 0 never stops early."""
     timeout: float = 30.0
     """Minutes that a process waits for the others: at least as long as the slowest checkpoint or evaluation takes."""
+    shard_over: Literal["machine", "all"] = "machine"
+    """Processes over which FSDP2 shards the head, and target_placement shard the target: those of each machine, with a
+    copy on every machine, or all."""
+    profile: str | None = None
+    """First and last step, such as 10:12, of which torch's profiler writes a trace to the run's folder `profile`."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Experiment tracker that gets the numbers, through accelerate; `tracking` sets its names."""
 
@@ -545,6 +557,8 @@ class TrainConfig(CommandOptions):
             raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {optim.ema}")
         if not 0 <= optim.warmup <= 1:
             raise ValueError(f"optim.warmup is a share between 0 and 1, not {optim.warmup}")
+        if loop.profile is not None and not is_window(loop.profile):
+            raise ValueError(f"loop.profile takes the first and the last step, such as 10:12, not {loop.profile!r}")
         if loop.tracker not in TRACKERS:
             raise ValueError(f"unknown loop.tracker {loop.tracker!r}; choose from {', '.join(TRACKERS)}")
         for name in ("project", "entity", "group", "name", "tags"):

@@ -19,13 +19,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +47,7 @@ from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
 from .config import TrainConfig
 from .data.batches import Share
+from .machines import shard_mesh
 from .optim import check_muon
 
 GROUPS: list[Any] = []
@@ -85,7 +96,8 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             mixed_precision="no",  # `autocast` does it: accelerate's way keeps the weights in 16 bits
             log_with=None if config.loop.tracker == "none" else config.loop.tracker,
             project_dir=config.output,
-            kwargs_handlers=[group] if several else [],
+            # DDP's buckets are the gradients themselves, and no second copy of them.
+            kwargs_handlers=[group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)] if several else [],
         )
     finally:
         if fsdp is not None:
@@ -138,8 +150,10 @@ def actual_engine(module: nn.Module) -> str:
     return "DDP" if isinstance(module, DistributedDataParallel) else "one process"
 
 
-def shard(accelerator: Accelerator, module: nn.Module) -> None:
+def shard(accelerator: Accelerator, module: nn.Module, over: Literal["machine", "all"] = "machine") -> None:
     """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made.
+
+    `over` names the processes that divide them, see `shard_mesh`.
 
     Not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a truncated vocabulary)
     while it loads weights from the first process: huggingface/accelerate#3898.
@@ -147,7 +161,7 @@ def shard(accelerator: Accelerator, module: nn.Module) -> None:
     if requested_engine(accelerator) == "FSDP2":
         for tensor in (*module.parameters(), *module.buffers()):  # all start from the same, as with DDP and DeepSpeed
             torch.distributed.broadcast(tensor.data, src=0)
-        fully_shard(module)
+        fully_shard(module, mesh=shard_mesh(accelerator, over))
 
 
 def prepare(
@@ -155,7 +169,10 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Hand module and optimizer to the engine that the launch file asks for; `precision` is float32 or bfloat16."""
     if isinstance(module, FSDPModule):
-        accelerator.register_for_checkpointing(_Sharded(module, optimizer))
+        sharded = Sharded(module, optimizer)
+        accelerator.register_for_checkpointing(sharded)
+        accelerator.register_save_state_pre_hook(sharded.save)
+        accelerator.register_load_state_pre_hook(sharded.load)
     else:
         if accelerator.distributed_type == DistributedType.DEEPSPEED:  # does what `autocast` does for other engines
             accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
@@ -170,26 +187,62 @@ def prepare(
 
 
 @dataclasses.dataclass
-class _Sharded:
-    """Weights and optimizer of an FSDP2 module for a checkpoint, which holds them unsharded."""
+class Sharded:
+    """Weights and optimizer of an FSDP2 module for checkpoints, by torch.distributed.checkpoint.
 
-    OPTIONS = StateDictOptions(full_state_dict=True)
+    Every process writes and reads its own shards, in the folder FOLDER of a checkpoint; nothing is gathered, and
+    another number of processes reads what it needs of them.
+    """
+
+    FOLDER = "sharded"
 
     module: nn.Module
     optimizer: Optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(self.module, self.optimizer, options=self.OPTIONS)
-        return {"weights": weights, "optimizer": optimizer}
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        """Write the shards; accelerate calls it as a hook of `save_state`.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        Raises:
+            OSError: they cannot be written, as on a full disk.
+        """
+        try:
+            save_shards(self._states(), checkpoint_id=Path(folder) / self.FOLDER)
+        except CheckpointException as error:  # a BaseException
+            causes = [str(cause) for cause, _ in error.failures.values()]
+            raise OSError("; ".join(dict.fromkeys(causes))) from error
+
+    def load(self, models: Any, folder: str) -> None:
+        """Read the shards; accelerate calls it as a hook of `load_state`."""
+        place = Path(folder) / self.FOLDER
+        if not place.exists():  # written before there were shards: `load_state_dict` gets all
+            return
+        states = self._states()
+        load_shards(states, checkpoint_id=place)
         set_state_dict(
             self.module,
             self.optimizer,
-            model_state_dict=state_dict["weights"],
-            optim_state_dict=state_dict["optimizer"],
-            options=self.OPTIONS,
+            model_state_dict=states["weights"],
+            optim_state_dict=states["optimizer"],
         )
+
+    def _states(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"weights": weights, "optimizer": optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing; `save` writes the shards."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint that holds everything unsharded, as they did once."""
+        if state_dict:
+            set_state_dict(
+                self.module,
+                self.optimizer,
+                model_state_dict=state_dict["weights"],
+                optim_state_dict=state_dict["optimizer"],
+                options=StateDictOptions(full_state_dict=True),
+            )
 
 
 def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[Any]:
@@ -200,6 +253,12 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return nullcontext()
     return torch.autocast(accelerator.device.type, dtype_named(precision), enabled=precision == "bfloat16")
+
+
+def state_dtype(precision: str, target_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a head reads the target's states: their own where its arithmetic is the same, else float32."""
+    same = precision == "bfloat16" and target_dtype == torch.bfloat16
+    return torch.bfloat16 if same else torch.float32
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:

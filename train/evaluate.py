@@ -1,7 +1,8 @@
 """Evaluation of a head: teacher-forced accuracy by rank, acceptance through the decoder itself, sample answers.
 
 Processes share the conversations and the prompts, and each gets all results, in the order of a single process. A target
-that is sharded gathers its blocks in every forward, in which all processes take part: there each evaluates everything.
+that is sharded gathers its blocks in every forward, in which all processes take part: there each evaluates everything,
+and the number of forwards must not depend on what a process computes (see `ReplayTarget`).
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
@@ -75,16 +76,19 @@ from .engines import (
     resolved,
     shard,
     start,
+    state_dtype,
 )
 from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
 from .features.by_mode import check_source, feature_source, needs_no_target, open_source
 from .features.online import OnlineFeatures
-from .features.placement import is_sharded, load_target
+from .features.placement import load_target
 from .features.sources import StateSource
 from .features.stored import StoredFeatures, StoredReplay
 from .head import head_of, objective_of
 from .lost_processes import lost_processes_explained
+from .machines import require_shared
 from .optim import apply_settings, build_optimizer, settings_of
+from .profiling import StepProfiler
 from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
@@ -165,6 +169,9 @@ def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Seque
     accelerator = run.accelerator
     config = resolved(config, accelerator)
     set_seed(config.loop.seed)
+    require_shared(accelerator, run.folder, "output")
+    if config.features.mode != "online" and config.features.folder is not None:
+        require_shared(accelerator, Path(config.features.folder), "features.folder")
     run.claim(config)
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
@@ -229,6 +236,7 @@ def run_steps(
     flops = count_flops(features, inputs.objective, training[:SAMPLE], cached, adapted)
     metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
+    profiler = StepProfiler(config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1)
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
     workers = config.data.workers
@@ -267,6 +275,7 @@ def run_steps(
                     stopping = stop.wanted
                 if progress.step == steps or stopping:
                     break
+                profiler.begin(progress.step + 1)
                 metrics.start_step()
                 data = next(batches)
                 if data.epoch != last_epoch:
@@ -283,7 +292,9 @@ def run_steps(
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
                 callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
+                profiler.end(progress.step)
                 bar.update(progress.step, metrics.note)
+        profiler.close()
         if inputs.source is not None and metrics.stepped > 0:
             log.info(f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states")
         save()
@@ -318,7 +329,7 @@ class Inputs:
     digests: dict[str, str]
     """Of the sequences to train on, the target's weights and the tokenizer."""
     replay: ReplayTarget | None = None
-    """The target for evaluations; None where training changes it, or several processes hold parts of it."""
+    """The target for evaluations; None where training changes it."""
     source: StateSource | None = None
     """Where all states come from, if the target's blocks are not loaded."""
 
@@ -350,14 +361,15 @@ def load_inputs(
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     target.check_features()
-    if not is_sharded(target):  # it may be tried already on one of the processes, whose forwards are common to all
-        target.check_decoding()
+    target.check_decoding()
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
     provenance = {**target.provenance, **origin}
     replay: ReplayTarget | None = None
     source: StateSource | None = None
     if not isinstance(target, OuterTarget):
-        replay = None if config.adapter.rank > 0 or is_sharded(target) else ReplayTarget(target)
+        # A sharded target, too: plain answers take a fixed number of forwards, whatever a process computes. With
+        # drafts a token that rounding decides would give one process a round more, in which it waits for ever.
+        replay = None if config.adapter.rank > 0 else ReplayTarget(target)
     elif outer is None:
         source = open_source(config, accelerator, target, head, provenance)
         held_out = judged(held_out, config.eval)
@@ -382,7 +394,7 @@ def load_inputs(
     weighted = "" if data.weights is None else str(own)  # which source a sequence is of matters for nothing else
     digests = {
         "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
-        "weights": str(provenance["weights"]),
+        "weights": str(provenance.get("weights", "unknown")),  # by names that files of some models lack
         "tokenizer": str(provenance["tokenizer"]),
     }
     return Inputs(
@@ -475,7 +487,7 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
         adapted = joint.peft
         slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
     trained = trained.to(accelerator.device)
-    shard(accelerator, trained)
+    shard(accelerator, trained, config.loop.shard_over)
     optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
     module, optimizer = prepare(accelerator, trained, optimizer, config.loop.precision)
     accelerator.register_for_checkpointing(schedule)
@@ -488,7 +500,7 @@ def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfi
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a process, or any process, wants after a step."""
+    """Wishes of a process, or of any process, for the end of a step."""
 
     stop: bool = False
     save: bool = False
@@ -522,21 +534,28 @@ def gradients(
     # forwards, too; the scale turns that into a sum.
     scale = state.share.processes * (state.share.forwards if deepspeed else 1) / max(data.answer_tokens, 1)
     outputs: list[HeadOutput] = []
+    given: tuple[Any, ...]
     loss = 0.0
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
-            given = (batch, adapt) if state.adapted else (features(batch), state.inputs.objective)
+            with record_function("target"):
+                if state.adapted:
+                    given = (batch, adapt)
+                else:
+                    dtype = state_dtype(state.config.loop.precision, state.inputs.target.dtype)
+                    given = (features(batch, dtype), state.inputs.objective)
             clock.part("head")
-            with autocast(accelerator, state.config.loop.precision):
+            with autocast(accelerator, state.config.loop.precision), record_function("head"):
                 output = module(*given)
             outputs.append(output)
             if deepspeed and last:  # its backward makes the optimizer step
                 loss, _, wishes = agreed(accelerator, outputs, wishes)
                 check_finite("loss", loss, batches, step, state)
-            accelerator.backward(output.loss * scale)
+            with record_function("head, backward"):
+                accelerator.backward(output.loss * scale)
     clock.part("optimizer")
     found = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
     if deepspeed:
@@ -551,7 +570,8 @@ def gradients(
 def update(state: TrainState) -> float:
     """Make the optimizer's step, and those of the average and the schedule; return the learning rate of the step."""
     lr = float(state.schedule.get_last_lr()[0])
-    state.optimizer.step()
+    with record_function("optimizer"):
+        state.optimizer.step()
     if state.averaged:
         state.averaged.update_parameters(state.inputs.head)
     state.schedule.step()

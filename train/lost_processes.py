@@ -1,4 +1,4 @@
-"""What a process says when another one of its launch has died, or waits elsewhere."""
+"""The message of a process when another one of its launch has died, or waits elsewhere."""
 
 from __future__ import annotations
 

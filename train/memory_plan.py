@@ -10,14 +10,17 @@ import dataclasses
 import shlex
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from rich.table import Table
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..console import console, log
+from ..files import free_bytes
 from ..heads.base import DraftHead, TargetFeatures, TargetInfo, TargetModules
 from ..heads.by_name import build_head
 from ..heads.losses import positions_at_once
@@ -26,10 +29,10 @@ from ..inference.models.dtypes import dtype_named
 from ..inference.target import Target
 from .config import TrainConfig, head_options
 from .data.batches import Share
-from .engines import check_engine, formats, with_formats
+from .engines import check_engine, formats, state_dtype, with_formats
 from .features.by_mode import needs_no_target
 from .features.online import cache_bytes
-from .features.placement import empty_model
+from .features.placement import empty_model, packing_of
 from .head import head_of, objective_of
 from .optim import matrices_of
 
@@ -40,6 +43,10 @@ SAMPLE = 32
 CHUNK_COPIES = 5
 """Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the target's
 probabilities and a product of two of them."""
+BUCKET = 50_000_000
+"""reduce_bucket_size of the files in configs/deepspeed."""
+PACKED_BITS = {"int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0}
+"""Bits of a weight, scales included, by words in the name of a quantization."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
 ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
@@ -57,12 +64,20 @@ class Plan:
     target_dtype: str
     precision: str
     memory: dict[str, int]
+    """While training."""
+    moments: dict[str, int]
+    """All together while training, evaluating and saving; the largest is what a process needs."""
     cache_bytes: int
     """Bytes of a token's states, if they are kept on disk."""
+    checkpoint_bytes: int
+    """Bytes of a checkpoint to resume from."""
 
 
-def plan_run(config: TrainConfig) -> Plan:
-    """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError."""
+def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
+    """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError.
+
+    `device` is what the processes run on; None for the CPU if there is one process and no accelerator here, else CUDA.
+    """
     launch, _, number = str(config.plan).partition(":")
     processes = int(number or 1) if (number or "1").isdigit() else 0
     if launch not in ENGINES or processes < 1 or (launch == "one") != (processes == 1):
@@ -76,7 +91,8 @@ def plan_run(config: TrainConfig) -> Plan:
     length = config.data.pack or config.data.max_length
     step_rows = config.loop.batch_size if config.loop.batch_tokens is None else config.loop.batch_tokens // length
     rows = max(1, step_rows // (processes * share.forwards))
-    here = torch.device("cpu") if processes == 1 and not torch.accelerator.is_available() else torch.device("cuda")
+    on_cpu = processes == 1 and not torch.accelerator.is_available()
+    here = device or torch.device("cpu" if on_cpu else "cuda")
     config = with_formats(config, *formats(config, here))
     dtype = dtype_named(config.target_dtype)
     model = empty_model(config, dtype)
@@ -84,32 +100,112 @@ def plan_run(config: TrainConfig) -> Plan:
     with init_empty_weights():
         head = head_of(config, target.info, target.config)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in target.modules.blocks]
     size = sum(parameter.numel() for parameter in head.parameters())
-    on_device = whole
+    sizes = packed_bytes(model, packing_of(config), dtype)
+    on_device = sum(sizes.values())
     if needs_no_target(config):
-        on_device = outer_size(target.modules)
+        on_device = outer_size(target.modules) * dtype.itemsize
     elif config.target_placement == "shard":
-        on_device = whole - sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
-    stage = int(engine[-1]) if engine.startswith("ZeRO") else 3 if engine == "FSDP2" else 0
+        blocks = [sum(sizes[id(weight)] for weight in block.parameters()) for block in target.modules.blocks]
+        on_device += -sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
+    weights = FLOAT * size
     muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
-    states = 2 * (size - muon) + muon
-    # Stage 1 shards the optimizer's states, 2 the gradients too, 3 the weights too.
-    sharded = [processes if stage >= least_stage else 1 for least_stage in (1, 2, 3)]
+    states = FLOAT * (2 * (size - muon) + muon)
     tokens, info = rows * length, target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
+    read_in = state_dtype(config.loop.precision, dtype).itemsize
     in_16_bits = 0 if config.loop.precision == "float32" else 2 * size  # what autocast keeps for the backward
+    shards = engine_memory(engine, processes, weights, states, here)
+    # The target's states, and their copy in the dtype that the head reads.
+    features = tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
+    # In packed rows a kernel that takes a mask gets one of the whole row.
+    masked = config.data.pack is not None and "fl" not in str(config.target_attention)
     memory = {
-        "target": on_device * dtype.itemsize,
-        "features": tokens * width * (dtype.itemsize + FLOAT),
-        "head": FLOAT * size // sharded[2] + (FLOAT * size if stage == 3 else 0),
-        "gradients": FLOAT * size // sharded[1],
-        "optimizer": FLOAT * states // sharded[0] + (FLOAT * size if config.optim.ema else 0),
+        "target": on_device,
+        "features": features + (rows * length * length if masked else 0),
+        **shards,
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),
     }
+    if config.optim.ema:
+        memory["optimizer"] += weights
+    standing = on_device + memory["head"] + memory["optimizer"] + (memory["exchange"] if engine == "DDP" else 0)
+    # The head's copy, and one in the target's dtype; under FSDP2 what it is gathered from before that.
+    copies = weights + max(size * dtype.itemsize, weights if engine == "FSDP2" else 0)
+    moments = {"training": sum(memory.values()), "evaluation": standing + copies, "saving": standing}
     dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
-    return Plan(engine, processes, whole, size, *dtypes, memory, per_token)
+    return Plan(engine, processes, whole, size, *dtypes, memory, moments, per_token, weights + states)
+
+
+def engine_memory(engine: str, processes: int, weights: int, states: int, device: torch.device) -> dict[str, int]:
+    """Bytes of an engine for a head in float32, measured by benchmarks/memory_plan.py.
+
+    Args:
+        engine: its name, as `requested_engine` gives it.
+        processes: over which it shards.
+        weights: bytes of the head's weights, and of their gradients.
+        states: bytes of the optimizer's states.
+        device: what the processes run on.
+    """
+    shard = weights // processes
+    head, gradients, optimizer, exchange = weights, weights, states, 0
+    if engine == "DDP":
+        # The reducer's buckets, which hold the gradients (gradient_as_bucket_view). A weight that several steps of
+        # training-time test read has a gradient of its own until they are summed.
+        exchange = weights
+    elif engine.startswith("ZeRO"):
+        # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of the own part (`single_partition_of_fp32_
+        # groups`), its averaged gradients, and buffers of reduce_bucket_size numbers that `setup_buckets` allocates
+        # whole, two of them with overlap_comm. A CPU has pages of them only where gradients were moved to.
+        optimizer = states // processes + shard
+        gradients = weights + shard
+        exchange = 0 if device.type == "cpu" else FLOAT * BUCKET * (2 if engine == "ZeRO-2" else 1)
+    elif engine == "FSDP2":
+        # torch/distributed/fsdp/_fully_shard: weights are whole for a step, and freed before `foreach_reduce` copies
+        # whole gradients into its input, which is as large.
+        head = shard
+        optimizer = states // processes
+        gradients = weights + shard
+        exchange = weights
+    return {"head": head, "gradients": gradients, "optimizer": optimizer, "exchange": exchange}
+
+
+def packed_bytes(model: PreTrainedModel, packing: dict[str, Any], dtype: torch.dtype) -> dict[int, int]:
+    """Bytes of each parameter of the target, by its id, where the weights of its linear layers are packed.
+
+    bitsandbytes keeps a float32 scale for 64 weights in 4 bits (arXiv:2305.14314, section 3), 0.127 bits each with
+    double quantization; GPTQ and AWQ keep a 16-bit scale and a zero for each group. The LM head is not packed.
+    """
+    bits = packed_bits(packing)
+    head = model.get_output_embeddings()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    packed = {id(module.weight) for module in linear}
+    sizes = {}
+    for parameter in model.parameters():
+        in_bits = bits if bits is not None and id(parameter) in packed else 8 * dtype.itemsize
+        sizes[id(parameter)] = round(parameter.numel() * in_bits / 8)
+    return sizes
+
+
+def packed_bits(packing: dict[str, Any]) -> float | None:
+    """Bits of a packed weight with its share of the scales; None if weights are not packed."""
+    if not packing:
+        return None
+    method = str(packing.get("quant_method", "")).lower()
+    if packing.get("load_in_4bit") or packing.get("_load_in_4bit"):
+        return 4 + (0.127 if packing.get("bnb_4bit_use_double_quant") else 32 / 64)
+    if packing.get("load_in_8bit") or packing.get("_load_in_8bit"):
+        return 8
+    if "bits" in packing or "w_bit" in packing:
+        width = int(packing["bits"] if "bits" in packing else packing["w_bit"])
+        group = int(packing.get("group_size", packing.get("q_group_size", 128)))
+        return width + (0 if group <= 0 else (16 + width) / group)
+    text = f"{method} {packing.get('quant_type', '')} {packing.get('format', '')}".lower()
+    for words, bits in PACKED_BITS.items():
+        if words in text:
+            return bits
+    log.warning(f"the quantization {packing} is unknown to the plan, which counts the weights as not packed")
+    return None
 
 
 def outer_size(modules: TargetModules) -> int:
@@ -193,10 +289,23 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     table = Table("on each process", "GiB")
     for name, size in plan.memory.items():
         table.add_row(name, f"{size / 2**30:.2f}")
-    table.add_row("together", f"{sum(plan.memory.values()) / 2**30:.2f}", style="bold")
+    for moment, size in plan.moments.items():
+        most = size == max(plan.moments.values())
+        table.add_row(f"together, {moment}", f"{size / 2**30:.2f}", style="bold" if most else None)
     console.print(table)
+    output = Path(config.output)
+    log.info(
+        f"a checkpoint takes {plan.checkpoint_bytes / 2**30:.2f} GiB on disk, loop.keep {config.loop.keep} of them and "
+        f"one that is written {(config.loop.keep + 1) * plan.checkpoint_bytes / 2**30:.2f}; {output} has "
+        f"{free_bytes(output) / 2**30:.2f} GiB free"
+    )
     if config.features.mode != "online":
-        log.info(f"states on disk: {plan.cache_bytes:,} bytes a token")
+        folder = Path(config.features.folder or output / "features")
+        free = free_bytes(folder)
+        log.info(
+            f"states on disk: {plan.cache_bytes:,} bytes a token; {folder} has {free / 2**30:.2f} GiB free, for "
+            f"{free // plan.cache_bytes:,} tokens"
+        )
     place = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--plan")
     others = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
     begin = "headstart train"

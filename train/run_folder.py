@@ -47,6 +47,8 @@ FREE_TO_CHANGE = (
     "loop.tracker",
     "loop.save_dtype",
     "loop.timeout",
+    "loop.shard_over",
+    "loop.profile",
     "target_placement",
     "target_attention",
     "features.mode",
@@ -71,7 +73,16 @@ FREE_TO_CHANGE = (
 """Options, or groups of them, that may differ when a run resumes: they change its weights by no more than rounding."""
 BY_DIGEST = ("data.sources", "target", "target_revision")
 """Options that may differ if what they name has not changed, by the digests in inputs.json."""
-NO_CHANGE = ("output", "plan", "resume_with", "tracking", "loop.log_every", "loop.tracker", "data.num_proc")
+NO_CHANGE = (
+    "output",
+    "plan",
+    "resume_with",
+    "tracking",
+    "loop.log_every",
+    "loop.tracker",
+    "loop.profile",
+    "data.num_proc",
+)
 """Options whose changes are not worth a line."""
 
 

@@ -213,6 +213,9 @@ def _import_mtp(source: Source) -> DraftHead:
     count = keys["num_nextn_predict_layers"]
     found = find(source.tensors, source.target.num_layers, keys.where)
     options = {"depth": count if count > 1 else max(depth or 0, RECURRENT_DEPTH)}
+    unknown = sorted(source.tensors.keys() - found.names.keys() - set(found.copies))
+    if unknown:
+        raise ValueError(f"unknown tensor {unknown[0]!r}")
     tensors = {name: source.tensors[name] for name in found.names}
     return head_of_tensors(found, tensors, source.target, layer, keys.where, options)
 

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,6 @@ class Family:
 
     names: dict[str, str]
     """Beginnings of names to those here; {l} counts layers, {n} too, from the number of the model's own blocks on."""
-    marks: str
-    """A name that only a checkpoint with an MTP head of this family has."""
     copies: tuple[str, ...] = ()
     """Ends of names of copies of the model's embedding and LM head, which are not read."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +68,6 @@ def _deepseek(model: str) -> Family:
             f"{layer}shared_head.norm.": "mtp_layers.{l}.final_layernorm.",
             layer: "mtp_layers.{l}.",
         },
-        f"{layer}eh_proj.weight",
         (".embed_tokens.weight", ".shared_head.head.weight"),
     )
 
@@ -83,18 +81,15 @@ FAMILIES: dict[str, Family] = {
             "mtp.pre_fc_norm_embedding.": "mtp_layers.{l}.token_layernorm.",
             "mtp.layers.{l}.": "mtp_layers.{l}.",
         },
-        "mtp.fc.weight",
         ("mtp.embed_tokens.weight", "mtp.lm_head.weight"),
     ),
     **{f"deepseek ({model})": _deepseek(model) for model in MODELS},
     "mimo": Family(
         {"model.mtp_layers.{l}.": "mtp_layers.{l}."},
-        "model.mtp_layers.{l}.input_proj.weight",
         options={"hidden_first": True, "zero_first": True},
     ),
     "speculators": Family(
         {"mtp_layers.{l}.": "mtp_layers.{l}."},
-        "mtp_layers.{l}.input_proj.weight",
         ("embed_tokens.weight", "lm_head.weight"),
     ),
 }
@@ -121,9 +116,9 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
     """
     names = sorted(names)
     for family in FAMILIES.values():
-        mark = _pattern(family.marks, blocks)
-        if any(mark.fullmatch(name) for name in names):
-            return _found(family, names, blocks)
+        found = _found(family, names, blocks)
+        if found.names:
+            return found
     others = [name for name in names if OTHERS.search(name)]
     if others:
         raise ValueError(
@@ -136,7 +131,8 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
     )
 
 
-def _pattern(template: str, blocks: int) -> re.Pattern[str]:
+@lru_cache
+def _pattern(template: str) -> re.Pattern[str]:
     """A template of names as a pattern, whose group is the number of a layer, if it has one."""
     text = re.escape(template).replace(r"\{l\}", r"(\d+)").replace(r"\{n\}", r"(\d+)")
     return re.compile(text)
@@ -147,7 +143,7 @@ def _found(family: Family, names: list[str], blocks: int) -> Found:
     copies = []
     for name in names:
         for theirs, ours in family.names.items():
-            match = _pattern(theirs, blocks).match(name)
+            match = _pattern(theirs).match(name)
             if match is None:
                 continue
             layer = int(match[1]) if match.groups() else 0

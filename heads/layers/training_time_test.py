@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +37,8 @@ from .chunk_size import SCORES_ON_CPU, chunk_elements
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
+BLOCK = 128
+"""Tokens of a block of flex_attention's masks."""
 FLEX_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which it does."""
 compiled_flex = lru_cache(maxsize=1)(partial(torch.compile, flex_attention, dynamic=True))
@@ -45,15 +47,66 @@ Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
 
+def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False, window: int | None = None) -> BlockMask:
+    """Block mask of flex_attention: causal, each token within its sequence of a packed row, and within the window.
+
+    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them. A window counts a
+    token's own key.
+
+    `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the last number of a
+    block of 128 tokens tell which blocks it attends to. `create_block_mask` finds the same by a mask of T x T, of which
+    it makes several copies in int64: 2.6 GiB at 16,384 tokens.
+    """
+    time = sequences_BT.shape[1]
+    count = -(-time // BLOCK)
+    padded_BT = F.pad(sequences_BT, (0, count * BLOCK - time), value=-1)  # numbers are not negative
+    blocks_BNX = padded_BT.unflatten(1, (count, BLOCK))
+    first_BN = blocks_BNX[..., 0]
+    last_BN = blocks_BNX.amax(-1)
+    number_N = torch.arange(count, device=sequences_BT.device)
+    earlier_NM = number_N[:, None] > number_N
+    near_NM = torch.ones_like(earlier_NM)
+    inside_NM = near_NM
+    if window is not None:
+        distance_NM = (number_N[:, None] - number_N) * BLOCK
+        near_NM = distance_NM - (BLOCK - 1) < window
+        inside_NM = distance_NM + (BLOCK - 1) < window
+    reached_BNM = last_BN[:, None, :] >= first_BN[..., None]
+    some_BNM = (earlier_NM | (number_N[:, None] == number_N)) & near_NM & reached_BNM
+    # A block of padding at the end is not full: the kernel must not read past the end.
+    whole_N = (number_N + 1) * BLOCK <= time
+    single_BN = (first_BN == last_BN) & whole_N
+    same_BNM = single_BN[..., None] & single_BN[:, None, :] & (first_BN[..., None] == first_BN[:, None, :])
+    all_BNM = earlier_NM & inside_NM & same_BNM
+
+    def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window is not None:
+            seen = seen & (key > query - window)
+        if not whole_rows:
+            seen = seen & (sequences_BT[row, query] == sequences_BT[row, key])
+        return seen
+
+    return BlockMask.from_kv_blocks(
+        *_listed((some_BNM & ~all_BNM)[:, None]),
+        *_listed(all_BNM[:, None]),
+        BLOCK,
+        allowed,
+        seq_lengths=(time, time),
+    )
+
+
+def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries attends to, and their numbers, followed by those of the others."""
+    order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
+
+
 @lru_cache(maxsize=64)
-def _causal_blocks(time: int, device: torch.device, window: int | None = None) -> BlockMask:
-    """Block mask of rows that are one sequence each: causal, and within the window."""
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        causal = query >= key
-        return causal if window is None else causal & (key > query - window)
-
-    return create_block_mask(seen, None, None, time, time, device=device)
+def _causal_rows(time: int, device: torch.device, window: int | None = None) -> BlockMask:
+    """Block mask of rows that each are one sequence."""
+    rows_1T = torch.zeros(1, time, dtype=torch.int64, device=device)
+    return causal_blocks(rows_1T, whole_rows=True, window=window)
 
 
 class TrainingTimeTest:
@@ -106,20 +159,10 @@ class TrainingTimeTest:
 
     def block_mask(self, window: int | None = None) -> BlockMask:
         """Block mask of flex_attention for packed rows: causal, each token within its sequence and the window."""
+        assert self.sequences_BT is not None
         if window not in self._block_masks:
-            self._block_masks[window] = self._packed_blocks(window)
+            self._block_masks[window] = causal_blocks(self.sequences_BT, window=window)
         return self._block_masks[window]
-
-    def _packed_blocks(self, window: int | None) -> BlockMask:
-        numbers_BT = self.sequences_BT
-        assert numbers_BT is not None
-        batch, time = numbers_BT.shape
-
-        def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            own = (query >= key) & (numbers_BT[row, query] == numbers_BT[row, key])
-            return own if window is None else own & (key > query - window)
-
-        return create_block_mask(seen, B=batch, H=None, Q_LEN=time, KV_LEN=time, device=numbers_BT.device)
 
     def at(self, step: int) -> TrainingStep:
         """The KV view of one step, which may run again to recompute activations."""
@@ -220,7 +263,7 @@ def by_flex(
     time = query_BHTE.shape[2]
     window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
-    mask = _causal_blocks(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
+    mask = _causal_rows(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
     out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
     lse_BHT = more if isinstance(more, Tensor) else more.lse
     return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])

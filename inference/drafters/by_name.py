@@ -171,9 +171,8 @@ def _head_drafter(
     if tree != "auto":
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    # A recurrence reads each path of a tree by itself, from the row's pending tokens on.
-    recurrent = target.stateful is not None and target.stateful.recurrent
-    chains = recurrent or target.engine.chains_only
+    # A state follows one path of a tree at a time, from the row's pending tokens on: trees do not pay.
+    chains = target.stateful is not None or target.engine.chains_only
     policies = auto_trees(head, metadata, _machine(target), costs, chains)
     if not adaptive:
         policies = policies[:1]

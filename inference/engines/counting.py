@@ -19,7 +19,7 @@ from ..kv_cache import TreeCache
 from ..target_model import TargetModel
 from .base import Runner
 from .cpu import PackedLinearEngine
-from .eager import EagerEngine, Masks
+from .eager import EagerEngine, Masks, features_of, kept_logits
 
 
 class CountingEngine(EagerEngine):
@@ -65,13 +65,8 @@ class CountingEngine(EagerEngine):
             use_cache=True,
             **given,
         )
-        logits = output.logits
-        if not self._slices_logits and not isinstance(logits_to_keep, int):
-            logits = logits[:, logits_to_keep]
-        states = [output.hidden_states[index].to(target.device) for index in indices]
-        if states:
-            return logits, torch.cat(states, dim=-1)
-        return logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+        logits = kept_logits(output.logits, logits_to_keep)
+        return logits, features_of(target, output, layers, tokens_BN)
 
 
 class PackedCountingEngine(PackedLinearEngine, CountingEngine):

@@ -269,13 +269,7 @@ class EagerEngine(Engine):
             output_hidden_states=sorted(set(indices)) or False,
         )
         logits = kept_logits(output.logits, logits_to_keep)
-        states = []
-        for layer, index in zip(layers, indices, strict=True):
-            state = output.hidden_states[index]
-            states.append((target.last_features(state) if layer == -1 else state).to(target.device))
-        if states:
-            return logits, torch.cat(states, dim=-1)
-        return logits, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+        return logits, features_of(target, output, layers, tokens_BN)
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
@@ -323,20 +317,27 @@ def read_by_model(
     prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **given)
     indices = target.hidden_state_indices(layers)
     output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
-    logits = output.logits
-    if logits.shape[1] != len(kept):
-        logits = logits[:, kept]
-    states = [output.hidden_states[index].to(target.device) for index in indices]
-    empty = torch.empty(1, size, 0, dtype=target.dtype, device=target.device)
+    logits = kept_logits(output.logits, given["logits_to_keep"])
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
     cache.advance(torch.full_like(cache.lengths_B, size))
     cache.prefilled += size
-    return TargetOutput(logits, torch.cat(states, dim=-1) if states else empty)
+    return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
 
 
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     """Masks by kind of attention, or the mask itself where all layers are of one kind."""
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def features_of(target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
+    """Features [B, N, F] of these layers, from the hidden states that a forward over these tokens returned."""
+    states = []
+    for layer, index in zip(layers, target.hidden_state_indices(layers), strict=True):
+        state = output.hidden_states[index]
+        states.append((target.last_features(state) if layer == -1 else state).to(target.device))
+    if states:
+        return torch.cat(states, dim=-1)
+    return torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
 
 
 def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:

@@ -62,7 +62,8 @@ class StatefulEngine(EagerEngine):
             visible_111[..., 0] = True
             masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
-        return len(asked) == len(self.state_shapes) // 2
+        heads = target.info.num_attention_heads // target.info.num_key_value_heads
+        return asked == [heads] * (len(self.state_shapes) // 2)
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -74,6 +75,19 @@ class StatefulEngine(EagerEngine):
         cache.advance(torch.full_like(cache.lengths_B, size))
         cache.prefilled += size
         return output
+
+    def read_prompt(
+        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+    ) -> TargetOutput:
+        """Refuse prompts with images.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.target.name!r} has layers with a convolution or recurrent state, whose prompts are read as text "
+            "alone; give input_ids and attention_mask without images, video or sound"
+        )
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         assert isinstance(cache, StateCache)
@@ -124,7 +138,7 @@ class StatefulEngine(EagerEngine):
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
-        if not self.computes_logits:
+        if not self.target.computes_logits:
             logits_RTV, features_RTF = self._lane_forward(cache, masks, layers, list(range(lanes.width)))
             return _output(_of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes))
         # The LM head reads each node once, not each lane's every token.
@@ -200,7 +214,7 @@ class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target, runner)
-        self._chunks = {
+        self._chunks: dict[Any, int] = {
             module: module.chunk_size
             for module in self.packed_model.modules()
             if isinstance(getattr(module, "chunk_size", None), int)

@@ -1,6 +1,6 @@
-"""Encoder-decoders (T5): the encoder runs once per text, the decoder is used like a decoder-only target.
+"""Encoder-decoders (T5, BART): the encoder runs once per text, the decoder is used like a decoder-only target.
 
-T5 has no position ids: a token's position is its slot in the cache, and one relative bias serves the whole batch.
+They have no position ids: a token's position is its slot in the cache, and one relative bias serves the whole batch.
 Therefore drafts form a chain and one row is decoded at a time; trees and batches are refused. The paper's own case
 (arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft model.
 """
@@ -24,7 +24,23 @@ from ..target_model import TargetModel
 from .interface import CacheInterface, cache_interface
 from .loading import config_of
 
-FAMILIES = ("t5", "mt5")
+FAMILIES = (
+    "t5",
+    "mt5",
+    "umt5",
+    "longt5",
+    "bart",
+    "mbart",
+    "pegasus",
+    "pegasus_x",
+    "bigbird_pegasus",
+    "led",
+    "marian",
+    "blenderbot",
+    "blenderbot-small",
+    "plbart",
+    "mvp",
+)
 """Model types whose decoder derives positions from the cache alone."""
 
 
@@ -49,6 +65,9 @@ class Seq2SeqEngine(EagerEngine):
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         super().__init__(target)  # and never recorded
 
+    def _masks(self, visible: dict[str, Tensor]) -> Masks:
+        return next(iter(visible.values()))  # not used: the model makes its own
+
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, tokens, rows)
         cache.cross_attention = DynamicCache()
@@ -64,13 +83,12 @@ class Seq2SeqEngine(EagerEngine):
         logits_to_keep: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         target = self.target
-        cache.start = int(cache.slots_BN[0, 0])  # sync: the relative bias is counted from here
+        cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])  # sync: positions are counted from here
         given_cache = {target.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention)}
         output = self.model(
             encoder_outputs=target.encoded,
             attention_mask=target.encoded_mask,
             decoder_input_ids=tokens_BN,
-            decoder_attention_mask=masks,
             **given_cache,
             use_cache=True,
         )

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from ...extras import require_extra
 from ...heads.base import dtype_name
@@ -262,6 +263,9 @@ class OuterTarget(Target):
     read = states
 
     def check_decoding(self) -> None:
+        """Nothing to try: it runs no forward."""
+
+    def check_states_returned(self) -> None:
         """Nothing to try: it runs no forward."""
 
     @cached_property

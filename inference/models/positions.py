@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .states import keeps_states
+
 
 def counts_positions(model: PreTrainedModel) -> str:
     """Why a decoder-only model's tokens lie where its cache ends, as a clause; "" if it takes their positions."""
     config: Any = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder or keeps_states(model):
         return ""
     if getattr(config, "alibi", False):
         return "uses ALiBi, which counts places in the cache"

@@ -14,6 +14,7 @@ V vocabulary, K chosen positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class ReplayTarget(Target):
 
     def current_provenance(self) -> dict[str, Any]:
         return self.original.current_provenance()
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """That of the original, which may have been found before its weights were divided among processes."""
+        return self.original.provenance
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
         """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""

@@ -52,7 +52,7 @@ class RowState:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """What the cache keeps for one layer."""
+    """Contents of the cache for one layer."""
 
     has_keys: bool
     convolutions: dict[int, RowState]
@@ -162,7 +162,8 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
     text. The states are compared too, roughly: in a model whose logits hardly depend on them, such a fault shows there
     alone.
     """
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    vocab_size = embedding.weight.shape[0]
     length = READ_BEFORE + READ_AT_ONCE
     tokens_1T = torch.tensor([[(7919 * i + 31) % vocab_size for i in range(length)]], device=model.device)
     expected_TV, expected_states = _read_by_parts(model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE])

@@ -14,6 +14,7 @@ from headstart.console import ProgressBar, counted
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.chat_template import check_lengths, prompt_ids
 from headstart.inference.messages import Messages
+from headstart.inference.models.encoder_decoder import Seq2SeqTarget
 from headstart.inference.prompt_files import read_prompts
 from headstart.inference.tuning.acceptance import Answered
 from headstart.inference.tuning.machine import turns
@@ -40,10 +41,31 @@ def load_with_prompts(
     for path, rows in prompts.items():
         encoded[path] = []
         for messages in rows:
-            ids_1T = prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
+            ids_1T = encoded_prompt(lm.target, tokenizer, messages, config)
             encoded[path].append(ids_1T.to(lm.target.device))
-        check_lengths(encoded[path], config.max_new_tokens, lm.target.max_positions, path)
+        new_tokens = 0 if isinstance(lm.target, Seq2SeqTarget) else config.max_new_tokens
+        check_lengths(encoded[path], new_tokens, lm.target.max_positions, path)
     return lm, encoded
+
+
+def encoded_prompt(
+    target: Target, tokenizer: PreTrainedTokenizerBase, messages: Messages, config: DecodingOptions
+) -> Tensor:
+    """Token ids [1, time] of a prompt: a conversation by the chat template, or the text that an encoder reads."""
+    if not isinstance(target, Seq2SeqTarget):
+        return prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
+    if len(messages) != 1 or not isinstance(messages[0]["content"], str):
+        raise ValueError(
+            f"{target.name!r} is an encoder-decoder, which reads one text; a prompt of {len(messages)} messages was "
+            "given: let each prompt be one message of a user"
+        )
+    ids: Tensor = tokenizer(messages[0]["content"], return_tensors="pt")["input_ids"]
+    return ids
+
+
+def answer_begin(target: Target, input_ids: Tensor) -> int:
+    """Index of the first new token in what `generate` returns for a prompt [1, time]."""
+    return 1 if isinstance(target, Seq2SeqTarget) else input_ids.shape[1]
 
 
 def answer_settings(new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
@@ -85,11 +107,13 @@ def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settin
 
 
 @torch.inference_mode()
-def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int) -> dict[str, float] | None:
+def first_difference(
+    target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: int, read_1T: Tensor | None = None
+) -> dict[str, float] | None:
     """Find where two answers to a prompt of `prompt` tokens differ first; None if they are equal.
 
     `token` counts from the first new one; `logit_gap` lies between the two tokens there, by a
-    forward of the target.
+    forward of the target, whose encoder reads `read_1T` if it has one.
     """
     shorter = min(stock_1T.shape[1], ours_1T.shape[1])
     differing = (stock_1T[0, :shorter] != ours_1T[0, :shorter]).nonzero()
@@ -98,7 +122,11 @@ def first_difference(target: Target, stock_1T: Tensor, ours_1T: Tensor, prompt: 
             return None
         return {"token": shorter - prompt, "logit_gap": float("inf")}
     place = int(differing[0])
-    logits_V = target.model(stock_1T[:, :place], logits_to_keep=1).logits[0, -1].float()
+    if isinstance(target, Seq2SeqTarget):
+        output = target.model(input_ids=read_1T, decoder_input_ids=stock_1T[:, :place])
+    else:
+        output = target.model(stock_1T[:, :place], logits_to_keep=1)
+    logits_V = output.logits[0, -1].float()
     gap = logits_V[stock_1T[0, place]] - logits_V[ours_1T[0, place]]
     return {"token": place - prompt, "logit_gap": float(gap)}
 

@@ -7,6 +7,7 @@ Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw 
     "precision"         what loop.precision auto becomes
     "batch_tokens"      of the batches that are computed before training
     "other_numbers"     ["R"]: these processes find other acceptance than the rest
+    "other_drafts"      ["R"]: these processes draft other tokens in evaluations than the rest
     "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of evaluations
 """
 
@@ -77,6 +78,9 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
 
     def greedy_answers(target: Any, head: Any, tree: Any, prompts: Any, tokens: int) -> Any:
         seen.prompts += len(prompts)
+        if RANK in job.get("other_drafts", []):
+            for weight in head.parameters():
+                weight.data.zero_()
 
         calls[0] += 1
         if calls[0] == job.get("stopped_in_answers", {}).get(RANK):

@@ -492,6 +492,7 @@ def two(options, thirteen, whole, tmp_path_factory):
         "cut, cached": (cut(thirteen, "cached"), more),
         "cut, half-filled": (cut(thirteen, "cached", str(folder / "half-filled")), more),
         "cut, auto": (cut(thirteen, "auto"), more),
+        "cut, other drafts": (cut(options, "online"), {"other_drafts": ["1"]}),
         "cut, stopped": (cut(judged_often(options), "online"), {"stopped_in_answers": {"1": 2}}),
         "stopped": (judged_often(options), {"stopped_in_answers": {"1": 2}}),
         "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
@@ -510,6 +511,14 @@ def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head
     assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
     assert [seen["prompts"] for seen in run.seen] == [15, 15]  # every process takes part in every forward
     assert load_head(run.folder / "last")[1].provenance == load_head(alone / "last")[1].provenance
+
+
+def test_a_process_that_needs_more_rounds_of_a_target_that_is_cut_waits_for_no_other(two, alone):
+    """As by a token that rounding decides; the main process's figures count."""
+    run = two["cut, other drafts"]
+    assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
+    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    assert ours["eval"] == theirs["eval"]
 
 
 @pytest.mark.parametrize("name", ["cut, cached", "cut, half-filled", "cut, auto"])

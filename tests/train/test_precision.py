@@ -12,12 +12,15 @@ import torch
 import yaml
 from accelerate import Accelerator
 
+from headstart.heads import HEADS
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, LoopConfig, SelfMadeConfig, TrainConfig
+from headstart.train.data.batches import Batch
 from headstart.train.data.self_made import make_conversations
-from headstart.train.engines import formats, resolved, with_formats
+from headstart.train.engines import formats, resolved, state_dtype, with_formats
+from headstart.train.features.online import online_features
 from headstart.train.loop import train
 from headstart.train.run_folder import as_begun
 
@@ -201,3 +204,30 @@ def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
     output.unlink()
     make_conversations(config)
     assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"  # and not "fastest"
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(kind, tiny_target, tools):
+    """Copied to float32 they would take twice the memory, and be rounded again by the first product."""
+    target = tiny_target(layers=8, dtype=torch.bfloat16)
+    tokens_BT = torch.randint(250, (2, 24), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), ((24,), (24,)))
+    found = {}
+    for word in ("bfloat16", "float32"):
+        dtype = state_dtype(word, target.dtype)
+        assert dtype == getattr(torch, word)
+        head = tools.head_for(target, kind).float().train()
+        features = online_features(target, head, batch, dtype)
+        assert features.features_BTF.dtype == features.last_BTD.dtype == dtype
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = head(features, head.default_objective(head.config))
+        output.loss.backward()
+        gradients = [weight.grad.flatten() for weight in head.parameters() if weight.grad is not None]
+        assert output.loss.dtype == torch.float32 and all(gradient.dtype == torch.float32 for gradient in gradients)
+        found[word] = float(output.loss.detach()), torch.cat(gradients)
+    (loss, gradient), (expected, other) = found["bfloat16"], found["float32"]
+    assert loss == pytest.approx(expected, rel=0.01)
+    assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.99
+    assert state_dtype("float32", torch.float32) == torch.float32
+    assert state_dtype("bfloat16", torch.float16) == torch.float32  # which bfloat16 would round

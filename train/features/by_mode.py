@@ -60,7 +60,7 @@ def open_source(
     return server_source(config, target, layers)
 
 
-def server_source(config: TrainConfig, target: OuterTarget, layers: tuple[int, ...]) -> FileStates | StateServer:
+def server_source(config: TrainConfig, target: Target, layers: tuple[int, ...]) -> FileStates | StateServer:
     """The states of a server: those in files, or those of a running one."""
     options = config.features
     given = ServerLayers.of(options.server_layers, layers, target.info)

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, infer_auto_device_map, init_empty_weights
 from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
@@ -22,6 +23,7 @@ from ...inference.models.loading import locate, model_loader
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.target import Target
 from ..config import TrainConfig
+from ..machines import shard_mesh
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = False) -> Target:
@@ -49,6 +51,11 @@ def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = Fal
         raise ValueError(
             "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not split"
         )
+    if placement == "shard" and (packing := packing_of(config)):
+        raise ValueError(
+            f"the weights of {config.target!r} are packed ({packing.get('quant_method', 'quantization_config')}), and "
+            "packed weights are not split: choose target_placement 'whole' or 'spread', not 'shard'"
+        )
     return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
 
 
@@ -69,11 +76,12 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     provenance: list[Any] = [None]
     if accelerator.is_main_process:
         whole = Target.load(config.target, dtype, "cpu", config.target_revision, loading_options(config))
+        whole.check_decoding()  # forwards of a sharded target need all processes
         model, weights, provenance = whole.model, whole.model.state_dict(), [whole.provenance]
     else:
         model = empty_model(config, dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    shard_blocks(model)
+    shard_blocks(model, shard_mesh(accelerator, config.loop.shard_over))
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     for name, buffer in model.named_buffers():
@@ -81,6 +89,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     target = Target(model.eval().requires_grad_(False), str(config.target))
+    target.was_tried()
     target.provenance = broadcast_object_list(provenance)[0]
     # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a head starts from the
     # target's weights, must not come first. All processes are here, as a forward of a sharded target needs them.
@@ -88,8 +97,10 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     return target
 
 
-def shard_blocks(model: PreTrainedModel) -> None:
-    """Shard every block over the processes, each to be gathered while the block before it runs.
+def shard_blocks(model: PreTrainedModel, mesh: DeviceMesh | None = None) -> None:
+    """Shard every block over the processes of a mesh, each to be gathered while the block before it runs.
+
+    Without a mesh, these are all processes.
 
     The model itself is wrapped, too, although none of it is sharded: without a wrapped module around them, blocks would
     each wait for all work launched before, and gathering would not overlap with computing. Not its decoder:
@@ -98,10 +109,10 @@ def shard_blocks(model: PreTrainedModel) -> None:
     modules = Target(model).modules
     blocks = cast(list[FSDPModule], list(modules.blocks))
     for block in modules.blocks:
-        fully_shard(block, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
     own = {id(parameter) for block in modules.blocks for parameter in block.parameters()}
     whole = {parameter for parameter in model.parameters() if id(parameter) not in own}
-    fully_shard(model, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     for current, following in itertools.pairwise(blocks):
         current.set_modules_to_forward_prefetch([following])
 
@@ -117,6 +128,18 @@ def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
     }
     devices |= {name: first for name, part in model.named_modules() if id(part) in outer}
     return Target.load(config.target, dtype, devices, config.target_revision, loading_options(config))
+
+
+def packing_of(config: TrainConfig) -> dict[str, Any]:
+    """The quantization of the target's weights, by the config or by the checkpoint; empty if they are not packed."""
+    if config.target_quantization:
+        return config.target_quantization
+    folder, gguf = locate(config.target)
+    if gguf:
+        return {}  # unpacked as it is loaded
+    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision)
+    found = getattr(shape, "quantization_config", None)
+    return dict(found if isinstance(found, dict) else found.to_dict()) if found else {}
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -154,7 +154,7 @@ class StoredReplay(ReplayTarget):
         Raises:
             ValueError: the source has answers of the target, and lacks some of those that are to be replayed.
         """
-        found = []
+        found: list[Example] = []
         for example in held_out:
             if len(found) == config.prompts:
                 break
@@ -176,7 +176,7 @@ class StoredReplay(ReplayTarget):
         return found
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
-        found = {}
+        found: dict[tuple[int, ...], Tensor] = {}
         for prompt_T in prompts:
             prompt = tuple(prompt_T.tolist())
             text = self.texts.get(prompt)
@@ -199,7 +199,7 @@ class StoredReplay(ReplayTarget):
             self.keep(prompt_T, text_T)
 
     def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
-        found = []
+        found: list[Tensor] = []
         for prompt in sorted(self.texts, key=len):
             states_TLD = self._states[prompt].to(self.device)
             features_TF, _ = chosen_states(self.source, self.original, layers, states_TLD, self.dtype)

@@ -71,6 +71,7 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"sliding_window": 9}),
     ],
     "speculators-eagle": [("eagle", {}), ("eagle", {"fc_bias": True})],
+    "speculators-mtp": [("mtp", {"depth": 8, "qk_norm": True}), ("mtp", {"depth": 2, "num_layers": 2})],
     "hydra": [("hydra", {"bias": True, "num_layers": 2}), ("hydra++", {"bias": True, "prefix_norm": True})],
 }
 """By format, heads that it can hold."""

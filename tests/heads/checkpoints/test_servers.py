@@ -244,6 +244,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dspark", {"markov_rank": 4, "confidence_with_markov": False}),
     ("dspark", {"markov": "rnn"}),
     ("medusa", {"num_heads": 3, "num_layers": 2}),
+    ("mtp", {}),
     ("medusa", {"bias": False, "lm_head": "shared", "num_heads": 2}),
     ("medusa", {"draft_vocab_size": 20}),
 ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.layers import training_time_test as step_attention
@@ -18,6 +19,7 @@ from headstart.heads.layers.training_time_test import (
     attend_step,
     by_chunks,
     by_flex,
+    causal_blocks,
 )
 
 HEADS, GROUPS, SIZE, TIME = 4, 2, 16, 150
@@ -223,3 +225,50 @@ def test_flex_attention_is_compiled_for_what_it_can(
     assert step_attention.compiles(dtype, size) == wanted
     monkeypatch.setattr(step_attention, "has_triton", lambda: False)
     assert not step_attention.compiles(dtype, size)
+
+
+@pytest.mark.parametrize("time", [100, 128, 129, 700, 1024])
+@pytest.mark.parametrize("documents", [1, 2, 9])
+def test_block_masks_are_those_that_torch_finds_by_trying_every_pair(time, documents):
+    torch.manual_seed(time + documents)
+    starts_BN = torch.randint(1, time, (3, documents - 1))
+    sequences_BT = (torch.arange(time)[None, :, None] >= starts_BN[:, None]).sum(-1)
+    ours = causal_blocks(sequences_BT)
+    theirs = flex.create_block_mask(
+        lambda b, h, query, key: (query >= key) & (sequences_BT[b, query] == sequences_BT[b, key]),
+        3,
+        None,
+        time,
+        time,
+        device="cpu",
+    )
+    for counts, numbers in (
+        ("kv_num_blocks", "kv_indices"),
+        ("full_kv_num_blocks", "full_kv_indices"),
+        ("q_num_blocks", "q_indices"),
+        ("full_q_num_blocks", "full_q_indices"),
+    ):
+        count_BHN = getattr(theirs, counts)
+        assert torch.equal(getattr(ours, counts), count_BHN), counts
+        own_BHNM, other_BHNM = getattr(ours, numbers), getattr(theirs, numbers)
+        counted = torch.arange(other_BHNM.shape[-1]) < count_BHN[..., None]
+        assert torch.equal(own_BHNM[counted], other_BHNM[counted]), numbers
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+
+
+def test_a_block_mask_takes_memory_by_blocks_and_not_by_tokens(monkeypatch):
+    """Of 65,536 tokens, whose pairs are 4 G."""
+    sequences_BT = (torch.arange(65_536) // 3000)[None]
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            for tensor in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(tensor, torch.Tensor):
+                    largest[0] = max(largest[0], tensor.numel())
+            return found
+
+    with Watch():
+        causal_blocks(sequences_BT)
+    assert largest[0] <= 4 * (65_536 // 128) ** 2

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+import transformers as tf
+from transformers import FSMTConfig, FSMTForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, TreeShape
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.logits import RandomSampler
@@ -149,15 +150,66 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     head = build_head("medusa", {}, target.info).double()
     with pytest.raises(ValueError, match="for which there are no draft heads"):
         SpeculativeLM.from_pretrained(target, head)
-    bart = BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=12,
-            d_model=8,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-        )
-    )
-    with pytest.raises(ValueError, match="of type 'bart'; choose from t5, mt5"):
-        SpeculativeLM.from_pretrained(bart)
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "src_vocab_size": 12, "tgt_vocab_size": 12}
+    fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes))
+    with pytest.raises(ValueError, match="of type 'fsmt'; choose from t5, mt5"):
+        SpeculativeLM.from_pretrained(fsmt)
+
+
+SIZES = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 2,
+}
+OTHERS = {
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**SIZES)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**SIZES)),
+    "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**SIZES)),
+    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**SIZES)),
+    "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**SIZES)),
+    "umt5": lambda: tf.UMT5ForConditionalGeneration(
+        tf.UMT5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+}
+
+
+def other(name):
+    torch.manual_seed(0)
+    model = OTHERS[name]().double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15)
+    start = model.config.decoder_start_token_id
+    model.generation_config = tf.GenerationConfig(decoder_start_token_id=start, pad_token_id=0, eos_token_id=1)
+    return model
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_write_what_generate_writes(tools, name):
+    model = other(name)
+    target = Seq2SeqTarget(model)
+    for length in (3, 17):
+        ids = source(length, vocab=40)
+        settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
+        expected = model.generate(ids, **settings)
+        truth = expected[0, 1:].tolist()
+        assert len(set(truth)) > 3
+        lm = SpeculativeLM(target, tools.Oracle(TreeShape.chain(3), [truth], 40, wrong=0.1))
+        output = lm.generate(ids, **settings)
+        assert torch.equal(output.sequences, expected)
+        assert output.stats.acceptance_length > 2
+        lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+        assert torch.equal(lm.generate(ids, **settings).sequences, expected)

@@ -83,16 +83,14 @@ def test_a_window_over_all_positions_is_none() -> None:
         assert Target(tf.MistralForCausalLM(config)).attention_kinds == (kind,)
 
 
-def test_a_stretch_that_is_fixed_is_no_dynamic_rotary_embedding() -> None:
-    """HunYuan names it so."""
+def test_a_stretch_that_is_fixed_changes_nowhere() -> None:
+    """HunYuan calls it dynamic."""
     config = tf.LlamaConfig(**SMALL)
     model = tf.LlamaForCausalLM(config)
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}
-    config.rope_parameters = {**rope, "alpha": 1000.0}
-    assert Target(model).attention_kinds == ("full_attention",)
-    config.rope_parameters = rope
-    with pytest.raises(ValueError, match="'dynamic' rotary"):
-        Target(model)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
+    target = Target(model)
+    assert target.attention_kinds == ("full_attention",)
+    assert target.segments is None
 
 
 @pytest.mark.parametrize("value", [True, "all", "vision", False, None])
@@ -105,13 +103,14 @@ def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
         assert Target(model).attention_kinds == ("full_attention",)
 
 
-def test_a_causal_mask_in_the_blocks_is_refused_by_name() -> None:
+def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache() -> None:
     """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in GPT-BigCode."""
     config = tf.GPTNeoConfig(
         vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]], window_size=8
     )
-    with pytest.raises(ValueError, match="GPTNeoForCausalLM holds a causal mask of its own"):
-        Target(tf.GPTNeoForCausalLM(config))
+    neo = Target(tf.GPTNeoForCausalLM(config))
+    assert "places in the cache" in neo.counted
+    assert neo.engine.chains_only
     model = llama()
     model.model.register_buffer("bias", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
-    assert Target(model).attention_kinds == ("full_attention",)
+    assert not Target(model).counted

@@ -97,7 +97,7 @@ def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatc
 
 
 def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "in_window", lambda target, positions, slots, visible: visible)
+    monkeypatch.setitem(eager.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
     lm = SpeculativeLM(Target(mistral(300)))
     with pytest.raises(ValueError, match="cannot be decoded with drafts"):
         lm.generate(PROMPT, **SETTINGS)
@@ -220,7 +220,8 @@ def test_models_that_see_a_text_in_their_own_way_are_refused(
     monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """Where no check by name is made, too."""
-    monkeypatch.setattr("headstart.inference.models.info.is_causal_buffer", lambda *given: False)
+    for module in ("models.info", "target_model"):
+        monkeypatch.setattr(f"headstart.inference.{module}.counts_positions", lambda model: "")
     if architecture == "gpt_neo":
         kinds = [[["global", "local"], 1]]
         sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}

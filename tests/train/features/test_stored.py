@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from headstart import files as files_module
+from headstart.heads.checkpoints.files import json_ready
 from headstart.inference import Target
 from headstart.scripts.features import precompute
 from headstart.train import loop
@@ -213,3 +219,34 @@ def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkey
             states_TLD, _ = cache.stored(key_of(torch.tensor(tokens)))
             assert torch.equal(states_TLD, torch.ones(len(tokens), 1, 4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
+
+
+def launched(script, config, folder):
+    """Run a command on two processes; return what it printed."""
+    path = folder / f"{script}.yaml"
+    path.write_text(yaml.safe_dump(json_ready(dataclasses.asdict(config))))
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", f"scripts/{script}.py", "--config", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=550)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
+    with_target = dataclasses.replace(files, output=files.output + "-online", features=FeaturesConfig())
+    expected, _ = losses(train(with_target))
+    copied = dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
+    code, said = launched("features", dataclasses.replace(files, features=copied), tmp_path)
+    assert code == 0, said
+    shards = list((tmp_path / "copied").glob("*.safetensors"))
+    assert len(shards) >= 2, "each process wrote its part"
+    alone = FeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
+    code, said = launched("train", dataclasses.replace(files, features=alone), tmp_path)
+    assert code == 0, said
+    found, _ = losses(Path(files.output))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
+    shards[0].unlink()
+    other = dataclasses.replace(files, output=files.output + "-lacking", features=alone)
+    code, said = launched("train", other, tmp_path)
+    assert code != 0 and "lacks the states of" in said

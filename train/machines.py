@@ -1,0 +1,61 @@
+"""Several machines: which processes share one, and folders that all of them must see."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+SECONDS = 20.0
+"""Longest time in which a file must appear on another machine; network file systems keep listings for seconds."""
+
+
+def shard_mesh(accelerator: Accelerator, over: Literal["machine", "all"]) -> DeviceMesh:
+    """The processes over which a module is sharded, and those that hold copies of the same shard.
+
+    Within a machine, whose devices exchange weights fast, with a copy on every machine (HSDP); or over all processes.
+    """
+    processes = accelerator.num_processes
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    kind = accelerator.device.type
+    if over == "all" or processes % local != 0 or local == processes:
+        return init_device_mesh(kind, (processes,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (processes // local, local), mesh_dim_names=("replicate", "shard"))
+
+
+def require_shared(accelerator: Accelerator, folder: Path, option: str) -> None:
+    """Refuse a folder that is another one on another machine: the main process writes a file, which all must see.
+
+    Raises:
+        ValueError: naming the processes that do not see it, their machines, and the option.
+    """
+    if accelerator.num_processes == 1:
+        return
+    host = socket.gethostname()
+    name: list[str] = [f".seen-by-all-{uuid.uuid4().hex}"]
+    broadcast_object_list(name)
+    path = folder / name[0]
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    accelerator.wait_for_everyone()
+    deadline = time.monotonic() + SECONDS
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    everyone: list[tuple[int, str, str, bool]] = gather_object([(accelerator.process_index, host, str(folder), seen)])
+    if accelerator.is_main_process:
+        path.unlink(missing_ok=True)
+    blind = [f"process {process} on {where} ({place})" for process, where, place, found in everyone if not found]
+    if blind:
+        _, main_host, main_place, _ = everyone[0]
+        raise ValueError(
+            f"{option} must be a folder that all machines share: {', '.join(blind)} did not find within {SECONDS:g} s "
+            f"what process 0 on {main_host} wrote to {main_place}"
+        )

@@ -1,0 +1,75 @@
+"""Traces of a few steps by torch's profiler: `--loop.profile 10:12` writes those of steps 10 to 12."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from ..console import log
+
+ROWS = 12
+"""Operations in the table that is logged."""
+
+
+class StepProfiler:
+    """Profiles the steps of a window, after one step to warm up, and writes a trace on each process."""
+
+    def __init__(self, window: str | None, folder: Path, process: int, next_step: int) -> None:
+        """Prepare for a window such as "10:12"; one that the run, which goes on with `next_step`, has passed is left.
+
+        Traces go to `folder`, one of each process.
+        """
+        first, _, last = (window or "0:0").partition(":")
+        self.first = int(first)
+        self.last = int(last)
+        self.path = folder / f"steps-{self.first}-to-{self.last}.process-{process}.json.gz"
+        self.process = process
+        self._profile: Any = None
+        self._reached = False
+        self._warm_up = 1 if next_step < self.first else 0
+        if not next_step <= self.first:
+            self.first = self.last = 0
+
+    def begin(self, step: int) -> None:
+        """Called before each step."""
+        self._reached = self._reached or step == self.first
+        if self._profile is not None or self.first == 0 or step != self.first - self._warm_up:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step of a run has none before it to warm up
+            steps = schedule(wait=0, warmup=self._warm_up, active=self.last - self.first + 1, repeat=1)
+        self._profile = profile(activities=activities, schedule=steps, on_trace_ready=self._write, acc_events=True)
+        self._profile.start()
+
+    def end(self, step: int) -> None:
+        """Called after each step."""
+        if self._profile is None:
+            return
+        self._profile.step()
+        if step == self.last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was profiled so far, if the run ends inside the window."""
+        if self._profile is not None:
+            self._profile.stop()
+        self._profile = None
+
+    def _write(self, profiled: profile) -> None:
+        if not self._reached:  # the run has ended while it warmed up
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        profiled.export_chrome_trace(str(self.path))
+        if self.process == 0:
+            where = "cuda" if torch.cuda.is_available() else "cpu"
+            table = profiled.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=ROWS)
+            log.info(
+                f"steps {self.first} to {self.last}, traced to {self.path} (open it with ui.perfetto.dev):\n{table}"
+            )
