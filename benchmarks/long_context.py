@@ -3,8 +3,8 @@
     python benchmarks/long_context.py --text docs/*.md benchmarks/*.md --output long_context.md
 
 Acceptance: greedy chains of the shipped head with SmolLM2, after prompts of up to its 8,192 positions. The windows are
-given to that head afterwards: they change what its layer sees, and no weight. Draft time: the same head in our kernels
-after random states, for texts of up to 32,768 tokens, which its target cannot read; observing four tokens and drafting
+given to that head afterwards: they change what its layer sees, and no weight. Draft time: the same head in our kernels,
+with random keys and values of up to 32,768 tokens, which its target could not read; observing four tokens and drafting
 a chain of seven, as a round does.
 """
 
@@ -22,11 +22,12 @@ from common import HEAD, TARGET, arguments, replay_target, save
 from torch import Tensor
 
 from headstart.heads import DraftHead, build_head
+from headstart.heads.base import TargetModules
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.heads.layers.draft_cache import MOST_NEW_TOKENS
-from headstart.inference import Target, TreeShape, load_tokenizer
+from headstart.inference import TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.engines.cpu_decoder import packed_head
 from headstart.inference.logits import RandomSampler
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
@@ -114,9 +115,9 @@ def prompts_of(tokenizer: Any, tokens_T: Tensor, length: int, count: int) -> lis
 
 def draft_times(args: argparse.Namespace) -> list[str]:
     """Milliseconds of a round's drafts by text and window, the windows in turns."""
-    target = Target.from_pretrained(args.target, torch.float32)
-    target.compile()
-    head = load_head(args.head)[0].to(target.dtype)
+    head = load_head(args.head)[0].float()
+    embedding = torch.nn.Embedding(head.target.vocab_size, head.target.hidden_size)
+    modules = TargetModules(embedding, torch.nn.Linear(1, 1), torch.nn.Identity(), ())
     lines = [
         f"Hardware: {hardware()}; float32. Milliseconds of the drafts of a round, the median of {ROUNDS}, on "
         f"{torch.get_num_threads()} threads.",
@@ -125,7 +126,7 @@ def draft_times(args: argparse.Namespace) -> list[str]:
         "|---|" + "---|" * len(WINDOWS),
     ]
     for length in TEXTS:
-        rounds = {window: Round(target, with_window(head, window), length) for window in WINDOWS}
+        rounds = {window: Round(packed_head(with_window(head, window)), modules, length) for window in WINDOWS}
         seconds: dict[int | None, list[float]] = {window: [] for window in WINDOWS}
         for number in range(ROUNDS):
             for window in turns(list(WINDOWS), number):
@@ -140,17 +141,20 @@ def draft_times(args: argparse.Namespace) -> list[str]:
 class Round:
     """The drafts of one round after a text of random states: observe what was accepted, draft a chain."""
 
-    def __init__(self, target: Target, head: DraftHead, length: int) -> None:
+    def __init__(self, head: DraftHead, modules: TargetModules, length: int) -> None:
         self.head = head
         depth = head.max_depth
-        self.rows = ModelRows(head, target.modules, depth, depth)
-        self.rows.use(target.engine)
-        self.features = len(head.feature_layers) * target.info.hidden_size
+        self.rows = ModelRows(head, modules, depth, depth)
+        self.features = len(head.feature_layers) * head.target.hidden_size
         with torch.inference_mode():
-            capacity = length + ROUNDS * COMMITTED + MOST_NEW_TOKENS
+            capacity = length + (ROUNDS + 1) * COMMITTED
             self.rows.begin(DraftContext(1, capacity, RandomSampler(), None))
-            for _ in range(length // MOST_NEW_TOKENS):
-                self.rows.prefill(self.chunk(MOST_NEW_TOKENS))
+            progress = self.rows.progress
+            for states in (*progress.state.cache.keys, *progress.state.cache.values):
+                states.normal_()
+            progress.state = dataclasses.replace(progress.state, lengths_B=torch.tensor([length]))
+            progress.empty = False
+            progress.longest = length
 
     def chunk(self, tokens: int) -> PrefillChunk:
         """Random tokens and features."""
