@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ...console import ProgressBar, log
+from ...files import free_bytes
 from ...heads.base import DraftHead
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.target import Target
@@ -123,7 +123,7 @@ def feature_source(
         lengths = lengths_of(examples)
         lacking = sum(lengths[place] for place in lacking_in(accelerator, cache, examples))
         needed = cache_bytes(head, options.format, cache.layers) * lacking
-        if from_main(accelerator, needed > shutil.disk_usage(cache.folder).free):
+        if from_main(accelerator, needed > free_bytes(cache.folder)):
             log.info(f"{needed / 2**30:.2f} GiB of states do not fit on the disk of {cache.folder}: none are kept")
             return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, cache, accelerator)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ...console import ProgressBar, log
+from ...files import free_bytes
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
@@ -188,7 +188,7 @@ def lacking_in(accelerator: Accelerator, cache: FeatureCache, examples: Sequence
 def check_room(accelerator: Accelerator, cache: FeatureCache, head: DraftHead, tokens: int) -> None:
     """Refuse, before anything is written, states of so many tokens that they do not fit on the disk."""
     needed = cache_bytes(head, cache.format, cache.layers) * tokens
-    free = shutil.disk_usage(cache.folder).free
+    free = free_bytes(cache.folder)
 
     def check() -> None:
         if needed > free:

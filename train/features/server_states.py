@@ -31,8 +31,8 @@ from ..data.token_cache import conversations_of
 from .sources import States, StateSource
 
 NAME = re.compile(r"hs_(\d+)\.safetensors")
-WORSE = 1.0
-"""Nats by which the stream said to leave the last block may predict the text worse than another one."""
+WORSE = 2.0
+"""Nats by which the stream said to leave the last block may predict answers worse than another one."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,26 @@ class ServerLayers:
             raise ValueError(f"{path} has hidden_states that are no numbers")
         return found_T[:count], states_TLD[:, list(self.columns)]
 
-    def check_last(self, states_TLD: Tensor, tokens_T: Tensor, modules: TargetModules, where: str) -> None:
-        """Refuse states whose last layer predicts the text much worse than another one: their order is not this.
+    def check_last(self, states_TLD: Tensor, example: Example, modules: TargetModules, where: str) -> None:
+        """Refuse states whose last layer predicts answers much worse than another one: their order is not this.
 
-        `states_TLD` and `tokens_T` are what `read` gives.
+        `states_TLD` are those of the example's tokens, as `read` gives them.
         """
-        if len(tokens_T) < 2 or len(self.layers) < 2:
+        answers_T = torch.tensor(example.loss_mask[1:])
+        next_T = torch.tensor(example.tokens[1:])[answers_T]
+        if len(next_T) == 0 or len(self.layers) < 2:
             return
         like = modules.lm_head.weight
         losses = {}
         for layer, states_TD in zip(self.layers, states_TLD.unbind(1), strict=True):
-            logits_TV = modules.logits(modules.norm(states_TD[:-1].to(like))).float()
-            losses[layer] = float(torch.nn.functional.cross_entropy(logits_TV, tokens_T[1:].to(like.device)))
+            logits_TV = modules.logits(modules.norm(states_TD[:-1][answers_T].to(like))).float()
+            losses[layer] = float(torch.nn.functional.cross_entropy(logits_TV, next_T.to(like.device)))
         best = min(losses, key=lambda layer: losses[layer])
         if losses[-1] > losses[best] + WORSE:
             better = f"and that of {best + 1} at {losses[best]:.1f}"
             raise ValueError(
                 f"{where}: of features.server_layers {list(self.given)} the stream of {self.info.num_layers}, which "
-                f"should leave the last block, predicts the text at {losses[-1]:.1f} nats a token, {better}: give the "
+                f"should leave the last block, predicts answers at {losses[-1]:.1f} nats a token, {better}: give the "
                 "layers in the order in which the server was started with them"
             )
 
@@ -185,4 +187,4 @@ class FileStates(StateSource):
         """Read one file; a ValueError for what is wrong with it, and so probably with all."""
         tokens_T = torch.tensor(example.tokens)
         states_TLD, _ = self.states(tokens_T, example.conversation)
-        self.given.check_last(states_TLD, tokens_T, modules, f"hs_{example.conversation}.safetensors")
+        self.given.check_last(states_TLD, example, modules, f"hs_{example.conversation}.safetensors")

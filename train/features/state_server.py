@@ -86,7 +86,7 @@ class StateServer(StateSource):
             )
         tokens_T = torch.tensor(example.tokens)
         reply, states_TLD = self._answer(tokens_T, 1, logprobs=1)
-        self.given.check_last(states_TLD, tokens_T, modules, self.where)
+        self.given.check_last(states_TLD, example, modules, self.where)
         choice = reply["choices"][0]
         token, theirs = int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
         like = modules.lm_head.weight

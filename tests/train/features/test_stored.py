@@ -72,9 +72,11 @@ def test_what_a_folder_lacks_is_told_before_the_target_is_needed(stored, changed
     with pytest.raises(ValueError, match=r"no answer of 8 tokens \(eval.new_tokens\) to the held-out conversation"):
         train(stored)
     answers[0].write_text(kept)
-    cut = changed(stored, data={"max_length": 16})
+    largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    largest.rename(tmp_path / "away")
     with pytest.raises(ValueError, match=r"lacks the states of \d+ of \d+ sequences to train on; .* data.max_length"):
-        train(cut)
+        train(stored)
+    (tmp_path / "away").rename(largest)
     other = dataclasses.replace(stored, head={**stored.head, "feature_layers": [0]}, target_dtype="float32")
     assert train(changed(other, output=stored.output + "-fewer", loop={"max_steps": 1})).exists()
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -187,8 +189,7 @@ def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, 
 
 def test_states_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(short, monkeypatch, tmp_path):
     features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(online.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(online, "free_bytes", lambda path: 1000)
     with pytest.raises(ValueError, match=r"states of [\d,]+ tokens take .* GiB, and the disk of .* GiB left; choose"):
         train(dataclasses.replace(short, features=features))
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["manifest.json"]
