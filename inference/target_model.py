@@ -152,7 +152,8 @@ class TargetModel:
         Raises:
             ValueError: its logits are not made by its LM head alone, or it does not return its blocks' states.
         """
-        self.first_block_index  # noqa: B018 - found now
+        if not any(weight.is_meta for weight in self.model.parameters()):  # else its states come from elsewhere
+            self.first_block_index  # noqa: B018 - found now
         if not self.computes_logits:
             raise ValueError(
                 f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM head's matrix and "
