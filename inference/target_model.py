@@ -51,6 +51,11 @@ class TargetModel:
         """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
+        if self.segments is not None and self.stateful is not None:
+            raise ValueError(
+                f"{type(model).__name__} has layers that keep a state, and computes otherwise from a position on (longrope, "
+                "or scaled queries); a target has one of the two"
+            )
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)

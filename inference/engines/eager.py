@@ -20,6 +20,7 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
+from ..models.segments import has_changing_angles
 from ..models.prompt_inputs import offset, position_offsets
 from ..target_model import TargetModel
 from ..tree import DraftTree, framed
@@ -53,8 +54,10 @@ class EagerEngine(Engine):
         but not for a list of them."""
         self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
         """Heads that draft here, and the state of their weights."""
-        # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment.
-        if self.flex or self.spread or target.segments is not None:
+        # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment,
+        # and asks for no values.
+        in_segments = target.segments is not None or has_changing_angles(target.config)
+        if self.flex or self.spread or in_segments:
             self.runner = PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"

@@ -62,3 +62,10 @@ def segments_of(config: Any) -> Segments | None:
             "change at one"
         )
     return Segments(borders.pop(), None, by_last=True) if borders else None
+
+
+def has_changing_angles(config: Any) -> bool:
+    """Whether the rotary angles depend on how far a forward reaches, which the model asks its tensors in each."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return any(part.get("rope_type") in ("dynamic", "longrope") for part in parts)
