@@ -53,8 +53,8 @@ class TargetModel:
         """Positions between which a forward must lie; None where it may lie anywhere."""
         if self.segments is not None and self.stateful is not None:
             raise ValueError(
-                f"{type(model).__name__} has layers that keep a state, and computes otherwise from a position on (longrope, "
-                "or scaled queries); a target has one of the two"
+                f"{type(model).__name__} has layers that keep a state, and computes otherwise from a position on ("
+                "longrope, or scaled queries); a target has one of the two"
             )
         self.pool = Pool()
         """KV cache blocks of finished generations."""

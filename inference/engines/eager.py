@@ -20,8 +20,8 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.draft_cache import FEW
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
-from ..models.segments import has_changing_angles
 from ..models.prompt_inputs import offset, position_offsets
+from ..models.segments import has_changing_angles
 from ..target_model import TargetModel
 from ..tree import DraftTree, framed
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
