@@ -346,7 +346,7 @@ class MtpHead(DraftHead):
             tokens_BN=none_BN,
             positions_BN=none_BN,
             above_BN=none_BN,
-            mask_BNS=kv.mask_BTS[:, :0],
+            mask_BNS=none_BN[..., None].bool(),
             frontier=0,
         )
         assert first_BAD is not None
@@ -377,12 +377,13 @@ class MtpHead(DraftHead):
             above_BW = (before.cache.nodes + before.lengths_B - 1)[:, None].expand_as(parents_BW)
         else:
             above_BW = before.frontier + parents_BW
+        drafted = before.tokens_BN.shape[1]
         nodes = replace(
             below,
             tokens_BN=torch.cat([before.tokens_BN, tokens_BW], dim=1),
             positions_BN=torch.cat([before.positions_BN, positions_BW], dim=1),
             above_BN=torch.cat([before.above_BN, above_BW], dim=1),
-            mask_BNS=torch.cat([before.mask_BNS, kv.mask_BTS], dim=1),
+            mask_BNS=torch.cat([before.mask_BNS, kv.mask_BTS], dim=1) if drafted else kv.mask_BTS,
             frontier=before.nodes,
         )
         slots_BN = counting(nodes.nodes, tokens_BW.device).expand_as(nodes.tokens_BN)

@@ -54,7 +54,7 @@ from headstart.scripts.measuring.bandwidth import now
 from headstart.train.config import OptimConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
-from headstart.train.features.online import OnlineFeatures, online_features
+from headstart.train.features.online import online_features
 from headstart.train.optim import build_optimizer
 from headstart.train.report import count_flops, peak_tflops
 
@@ -480,7 +480,8 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
     optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
     tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
-    flops = count_flops(OnlineFeatures(target, head), OBJECTIVE, examples[:1], False, False) * length * rows
+    flops = count_flops(partial(online_features, target, head), head, OBJECTIVE, examples[:1], False, False)
+    flops *= length * rows
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timed_step(target, head, optimizer, examples)  # warms up

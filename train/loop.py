@@ -80,7 +80,7 @@ from .engines import (
 )
 from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
 from .features.by_mode import check_source, feature_source, needs_no_target, open_source
-from .features.online import OnlineFeatures
+from .features.online import OnlineFeatures, online_features
 from .features.placement import load_target
 from .features.sources import StateSource
 from .features.stored import StoredFeatures, StoredReplay
@@ -233,7 +233,9 @@ def run_steps(
     epochs = steps / inputs.order.steps_in(0)
     features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source)
     cached, adapted = config.features.mode in ("cached", "stored", "served"), config.adapter.rank > 0
-    flops = count_flops(features, inputs.objective, training[:SAMPLE], cached, adapted)
+    # Of a target that is here, without its cache, which counting must not fill.
+    features_of = partial(online_features, target, head) if inputs.source is None else features
+    flops = count_flops(features_of, head, inputs.objective, training[:SAMPLE], cached, adapted)
     metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
     joint_from = round(config.adapter.heads_first * steps)
     profiler = StepProfiler(config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1)

@@ -18,15 +18,14 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
-from ..heads.base import HeadOutput
+from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference.stats import acceptance_figures
 from ..inference.tracing.plots import plotted
-from .data.batches import collate
+from .data.batches import Batch, collate
 from .data.chat_template import Example
 from .evaluate import Evaluation, Sample
-from .features.online import OnlineFeatures
 from .run_folder import Progress, RunFolder
 from .tracking import Tracker
 
@@ -264,17 +263,22 @@ ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def count_flops(
-    source: OnlineFeatures, objective: Objective, examples: Sequence[Example], cached: bool, adapted: bool
+    features_of: Callable[[Batch, torch.dtype], TargetFeatures],
+    head: DraftHead,
+    objective: Objective,
+    examples: Sequence[Example],
+    cached: bool,
+    adapted: bool,
 ) -> float:
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
     A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
     Not counted while training: the counter changes the dispatch of operations, and thereby their last digits.
     """
-    batch, head = collate(examples), source.head
+    batch = collate(examples)
     with torch.random.fork_rng(), torch.no_grad():
         with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_target:
-            features = source(batch, next(head.parameters()).dtype)
+            features = features_of(batch, next(head.parameters()).dtype)
         with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_head:
             head(features, objective)
     target_flops = 0 if cached else of_target.get_total_flops() * (3 if adapted else 1)

@@ -140,7 +140,8 @@ def filled_cache(inputs: dict[str, Any]) -> Cache | None:
 
 def _holds_tokens(cache: Cache) -> bool:
     """Whether a cache has seen tokens; one of recurrent states alone does not know how many."""
-    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+    layers = getattr(cache, "layers", None)  # the cache of an encoder-decoder has two caches instead
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
         return cache.has_previous_state()
     return cache.get_seq_length() > 0
 

@@ -270,7 +270,7 @@ class OuterTarget(Target):
 
     @cached_property
     def computes_logits(self) -> bool:
-        """As a whole target's, tried on a small model of the same class, which has one block and random weights."""
+        """Whether the modules make the model's logits, tried on a small random model of the same class with one block."""
         small = self._small_model()
         tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
         fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)
@@ -297,7 +297,7 @@ class OuterTarget(Target):
         return cast(PreTrainedModel, model.eval().requires_grad_(False))
 
     def current_provenance(self) -> dict[str, Any]:
-        """As a whole target's; without `weights` where the files do not tell what a model's would be."""
+        """The provenance of the whole target; without `weights` where the files do not tell what a model's would be."""
         packing = getattr(self.model.config, "quantization_config", None)
         method = (packing or {}).get("quant_method") if isinstance(packing, dict) else None
         found = {
@@ -355,7 +355,7 @@ class OuterTarget(Target):
         )
 
     def _fingerprint(self) -> str | None:
-        """What `info.fingerprint` gives for the whole model; None where files keep weights by other names.
+        """The `info.fingerprint` of the whole model; None where files keep weights by other names.
 
         Experts that transformers joins as it loads them, and packed weights, have other names.
         """

@@ -48,7 +48,7 @@ if __name__ == "__main__":
 import tiny_models
 import torch
 import transformers
-from helpers import Oracle
+from helpers import PromptOracle
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -281,11 +281,10 @@ def _lookup(target: Target, texts: list[Text]) -> float:
 def _true_text(target: Target, shape: TreeShape, texts: list[Text]) -> float:
     """With trees that hold the true text but for a tenth of their tokens."""
     vocabulary = target.info.vocab_size
-    if target.engine.chains_only:  # which reads row by row: an oracle knows its texts by their place in a batch
-        texts = [Text([row], [truth]) for text in texts for row, truth in zip(text.prompts, text.truths, strict=True)]
     lengths = []
     for text in texts:
-        lm = SpeculativeLM(target, Oracle(shape, text.truths, vocabulary, 0.1))
+        by_prompt = {tuple(row.tolist()): truth for row, truth in zip(text.prompts, text.truths, strict=True)}
+        lm = SpeculativeLM(target, PromptOracle(shape, by_prompt, vocabulary, 0.1))
         lengths.append(decode(lm, text, VARIED))
     return max(lengths)
 

@@ -161,7 +161,6 @@ def test_a_head_starts_from_blocks_that_it_can_be_and_refuses_others(family):
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
     small = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
     for build_model, message in [
-        (lambda: tf.FalconForCausalLM(tf.FalconConfig(**small, num_attention_heads=4, alibi=True)), "ALiBi"),
         (
             lambda: tf.MambaForCausalLM(tf.MambaConfig(**small, state_size=4)),
             "MambaForCausalLM .*one by one .*cannot be verified",

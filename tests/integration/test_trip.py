@@ -21,6 +21,7 @@ OPTIONS = {
     "dflash": {"block_size": 3, "num_layers": 1, "draft_vocab_size": 8},
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "feature_layers": [0], "draft_vocab_size": 8},
+    "mtp": {"depth": 2},
 }
 
 

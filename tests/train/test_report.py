@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from headstart.inference.stats import RoundRecord
 from headstart.stopping import Stopped
 from headstart.train import loop, report
 from headstart.train.data.chat_template import Example
+from headstart.train.features.online import online_features
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
 
@@ -142,7 +144,8 @@ def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cac
     times = 0 if cached else 3 if adapted else 1
     least = 2 * blocks * 18 * times + 6 * heads * judged
     before = torch.random.get_rng_state()
-    found = 12 * count_flops(target, head, Objective(), examples, cached, adapted)
+    features_of = partial(online_features, target, head)
+    found = 12 * count_flops(features_of, head, Objective(), examples, cached, adapted)
     assert torch.equal(torch.random.get_rng_state(), before)
     lm_head = 2 * target.modules.lm_head.weight.numel() * 12 * 3
     assert least <= found < 1.3 * least + lm_head + 18 * 6 * 2 * 32 * 2 * 2 * times * 2

@@ -207,7 +207,7 @@ class StoredReplay(ReplayTarget):
         return pad_sequence(found, batch_first=True)
 
     def probe(self, head: DraftHead) -> dict[str, list[float]] | None:
-        """As `probe_drafts`; None where the states of its text are not known."""
+        """Drafts as `probe_drafts` makes them; None where the states of its text are not known."""
         if head.max_depth > PROBE_TOKENS - PROBE_ENDS[-1]:
             return None
         text_T = probe_text(self.info.vocab_size, PROBE_TOKENS)
