@@ -232,6 +232,9 @@ def load_model(
     Raises:
         ValueError: nothing to load at `source`, or a model that is no language model.
     """
+    mapped = isinstance(where, dict) or where in MAPS
+    if mapped:
+        require_extra("accelerate", f"device_map {where!r}")
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
     loader: Any = AutoModelForCausalLM  # a GGUF file, and an adapter whose folder has no config of a model
@@ -241,8 +244,7 @@ def load_model(
         given["gguf_file"] = gguf
         if hasattr(transformers, "GgufConfig"):  # older versions always dequantize
             given["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    if isinstance(where, dict) or where in MAPS:
-        require_extra("accelerate", f"device_map {where!r}")
+    if mapped:
         given["device_map"] = where
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}

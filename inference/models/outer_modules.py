@@ -270,7 +270,7 @@ class OuterTarget(Target):
 
     @cached_property
     def computes_logits(self) -> bool:
-        """Whether the modules make the model's logits, tried on a small random model of the same class with one block."""
+        """Whether the modules make the logits of the model, tried on a small random model of its class."""
         small = self._small_model()
         tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
         fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)

@@ -30,12 +30,13 @@ def options(short, changed):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The batches and the heads of every forward."""
+    """The batches and the heads of every forward of a step."""
     batches = []
     original = features.online_features
 
     def record(target, head, batch, *rest):
-        batches.append((batch, head))
+        if head.training:  # not an evaluation's
+            batches.append((batch, head))
         return original(target, head, batch, *rest)
 
     monkeypatch.setattr(features, "online_features", record)

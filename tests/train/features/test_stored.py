@@ -21,7 +21,7 @@ from headstart.inference import Target
 from headstart.scripts.features import precompute
 from headstart.train import loop
 from headstart.train.config import FeaturesConfig
-from headstart.train.features import by_mode, cached, online
+from headstart.train.features import by_mode, cached, online, server_states
 from headstart.train.features.cached import FeatureCache, key_of
 from headstart.train.features.server_states import ServerLayers
 from headstart.train.loop import load_inputs, train
@@ -159,6 +159,7 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
 def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, message, monkeypatch):
     first = load_inputs(dataclasses.replace(files, features=FeaturesConfig()), Accelerator()).held_out[0]
     spoil(tmp_path / "files" / f"hs_{first.conversation}.safetensors")
+    monkeypatch.setattr(server_states, "WORSE", 0.2)  # the blocks of a tiny target do little
     monkeypatch.setattr(Target, "load", None)
     with pytest.raises(ValueError, match=message):
         train(files)
