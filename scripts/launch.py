@@ -31,6 +31,10 @@ def main(arguments: list[str]) -> int:
         launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        # Its partners, which have lost it, may be seen to end before it; torch ends the last ones by SIGTERM.
+        for other, own in error.failures.items():
+            if own.exitcode < 0 and own.exitcode != -signal.SIGTERM:
+                rank, failure = other, own
         if failure.exitcode in (1, 2):  # the process has said why
             return int(failure.exitcode)
         print(

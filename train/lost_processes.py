@@ -12,6 +12,8 @@ from accelerate import Accelerator
 
 OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
 """Words in the RuntimeErrors of gloo; those of NCCL have a class of their own."""
+PACKAGES = ("heads", "inference", "train", "scripts")
+"""Folders of this project; others beside them, such as an environment's, are not its own."""
 
 
 @contextmanager
@@ -48,6 +50,6 @@ def own_place(error: BaseException) -> str:
     places = ["an unknown place"]
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename).resolve()
-        if path.is_relative_to(root):
+        if any(path.is_relative_to(root / package) for package in PACKAGES):
             places.append(f"{path.relative_to(root)}:{frame.lineno} in {frame.name}")
     return places[-1]
