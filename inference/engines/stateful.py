@@ -134,7 +134,8 @@ class StatefulEngine(EagerEngine):
         masks = self._lane_masks(cache)
         # The nodes of one chain a row, all after as many pending tokens, stand in the model's output as they are.
         before = lanes.width - nodes
-        if lanes.rows_R is None and min(lanes.lengths) == lanes.width:
+        in_line = all(len(path) == nodes for path in lanes.paths) and min(lanes.lengths) == lanes.width
+        if lanes.rows_R is None and in_line:
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)

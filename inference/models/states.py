@@ -135,6 +135,12 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
             f"{name} keeps its recurrent state in its own modules or in a form of its own, not in a transformers "
             f"Cache (its outputs are {', '.join(output)}): the state cannot be put back after a rejected draft"
         )
+    own = type(output[returned[0]])
+    if own.__module__ != Cache.__module__:
+        raise ValueError(
+            f"{name} keeps its recurrent state in a cache of its own ({own.__name__}) and takes no other, so the state "
+            "cannot be put back after a rejected draft"
+        )
     held = output[returned[0]].layers
     layers = [_cached_layer(model, layer) for layer in held]
     attending = [layer for layer, known in zip(held, layers, strict=True) if known.has_keys]

@@ -117,6 +117,25 @@ def test_every_node_has_the_logits_of_its_text(targets, family, most_pending):
 
 
 @pytest.mark.parametrize("family", KINDS)
+def test_rows_with_fewer_drafts_and_more_pending_tokens(targets, family):
+    """Lanes are equally long, and the rows' nodes do not begin at the same place in them."""
+    target = targets(family)
+    target.engine.most_pending = 100
+    with torch.inference_mode():
+        texts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
+        cache = filled(target, texts)
+        for sizes, accepted in (([2, 2], [1, 2]), ([1, 2], [1, 1]), ([2, 1], [2, 1]), ([3, 2], [1, 2])):
+            nodes = max(sizes)
+            tokens = torch.arange(2 * nodes).view(2, nodes) + len(texts[0])
+            parents = torch.arange(-1, nodes - 1).expand(2, -1)
+            tree = DraftTree(tokens, parents, torch.tensor(sizes), nodes - 1)
+            check_nodes(target, cache, tree, texts)
+            path = torch.arange(nodes).expand(2, -1)
+            cache.accept(path, torch.tensor(accepted))
+            texts = [[*text, *tokens[row, : accepted[row]].tolist()] for row, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_what_is_pending_is_bounded_and_a_whole_path_leaves_nothing(targets, family):
     target = targets(family)
     target.engine.most_pending = 4
