@@ -285,6 +285,7 @@ class Target(TargetModel):
     def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
         """The target of a model that shares this one's weights, and the engine that runs it as it is."""
         other = type(self)(model, self.name, self.commit)
+        other.hold_weakly()  # a target and its engine hold each other: the model would be freed long after its owner
         return other, other.engine
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:

@@ -113,7 +113,8 @@ def check_architecture(target: TargetModel, retarget: Callable[[PreTrainedModel]
         windows = windows_of(model.config.get_text_config())
         hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
         if windows and not hooked:
-            different = difference(*retarget(with_short_windows(model)), TEXT)
+            shortened = with_short_windows(model)
+            different = difference(*retarget(shortened), TEXT)
             if different is None or different <= tolerance(model):
                 return different
             # A model that does not read its windows from the config differs, too: it is tried as it is.
