@@ -115,6 +115,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     beside = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/monitoring/*"), *ROOT.glob("examples/serving/*.yaml")]
+    beside += ROOT.glob("examples/slurm/*")
     pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in beside}
     for name, text in (pages | {"commands.md": commands_page(), "options.md": heads_page()}).items():
         files.append(File.generated(config, name, content=text))
