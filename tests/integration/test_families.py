@@ -15,6 +15,7 @@ import transformers as tf
 from hybrids import HYBRIDS, hybrid
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -68,6 +69,8 @@ SHAPES = {
 def build(family, attention="eager"):
     """A model whose next token depends on its prefix."""
     if family in HYBRIDS:
+        if Version(tf.__version__) < Version("5.16"):
+            pytest.skip("modules that keep states are right from transformers 5.16 on")
         model = hybrid(family)
         model.set_attn_implementation(attention)
         return Target(model)

@@ -117,7 +117,6 @@ LENGTHS = {
 """Tokens of a prompt, and new ones."""
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_is_that_of_generate_wherever_it_lies(tools, name):
     model = build(name)
