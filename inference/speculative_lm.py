@@ -478,7 +478,9 @@ class SpeculativeLM:
         stopping = Stopping.of(stopping_criteria, config.max_length)
         new_tokens = stopping.max_length - input_ids.shape[1]
         together = call.max_batch_size
-        if target.segments and not target.segments.together([len(prompt) for prompt in prompts], new_tokens):
+        lengths = [len(prompt) for prompt in prompts]
+        if target.segments and not target.segments.together(lengths, new_tokens):
+            target.check_border(lengths, new_tokens)
             together = 1
         if target.engine.one_row:
             together = 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
 
 from .kv_cache import Pool, StateShape, TreeCache
 from .models.as_loaded import as_loaded
@@ -107,14 +108,13 @@ class TargetModel:
         return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property
-    def rereads_at_border(self) -> bool:
-        """Whether `model.generate` reads the whole text again when it crosses the border of two segments.
+    def _read_at_border(self) -> int | None:
+        """Tokens that `model.generate` reads without its cache when a text crosses the border of two segments.
 
-        Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding: tried on a cache that is
-        as long as the first segment.
+        None if it keeps its cache. Asked with a cache that is as long as the first segment.
         """
         if self.segments is None or not self.segments.by_last:
-            return False
+            return None
         border = self.segments.first
         cache = TreeCache([StateShape(1, 1, self.dtype, self.device)] * 2, 1, self.device)
         cache.start = border
@@ -126,7 +126,33 @@ class TargetModel:
             attention_mask=torch.ones_like(text_1T),
             use_cache=True,
         )
-        return prepared.get("past_key_values") is None
+        return None if prepared.get("past_key_values") is not None else int(prepared["input_ids"].shape[1])
+
+    @property
+    def rereads_at_border(self) -> bool:
+        """Whether `model.generate` reads the whole text again when it crosses the border of two segments.
+
+        Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding.
+        """
+        return self._read_at_border is not None
+
+    def check_border(self, lengths: list[int], new_tokens: int) -> None:
+        """Refuse texts, with prompts of these lengths, of which `model.generate` would forget all but one token.
+
+        Raises:
+            ValueError: Phi-3 before transformers 5.20 drops its cache at the border, and reads the newest token alone.
+        """
+        if self._read_at_border != 1 or self.segments is None:
+            return
+        border = self.segments.first
+        crossing = [length for length in lengths if length <= border < length + new_tokens - 1]
+        if crossing:
+            raise ValueError(
+                f"{self.name!r} forgets its text after {border} tokens: {type(self.model).__name__} of transformers "
+                f"{transformers_version} drops its cache there and reads the newest token alone; with a prompt of "
+                f"{crossing[0]} tokens choose at most {border + 1 - crossing[0]} new ones, not {new_tokens}, or "
+                "update transformers to 5.20 or later"
+            )
 
     @cached_property
     def cache_interface(self) -> CacheInterface:
