@@ -57,6 +57,7 @@ def main() -> None:
     )
     parser.add_argument("--options", default="", help="options for every training: '--data.max_conversations=1000'")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, for each head")
+    parser.add_argument("--steps", type=int, help="of training, for each head: in place of --minutes")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--nodes", type=int, default=32, help="of the dynamic trees")
@@ -77,7 +78,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     names = args.heads or [path.stem.removeprefix("smollm2-") for path in sorted(CONFIGS.glob("smollm2-*.yaml"))]
     given = ["--data.sources", f"[{args.conversations}]", *args.options.split()]
-    folders = {name: trained(name, given, args.minutes, output) for name in names}
+    folders = {name: trained(name, given, args.minutes, args.steps, output) for name in names}
     if args.train_only:
         return
     folders |= {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)}
@@ -100,8 +101,8 @@ def main() -> None:
         save(str(output / "heads.md"), tables(pieces, after, folders))
 
 
-def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
-    """Train a head for about so many minutes, evaluations left out; a finished run is not trained again."""
+def trained(name: str, given: list[str], minutes: float, steps: int | None, output: Path) -> Path:
+    """Train a head for `steps`, or about so many minutes, evaluations left out; a finished run is not trained again."""
     config_name, *more = name.split()
     folder = output / name.replace(" --head.", "-")
     given = ["--config", str(CONFIGS / f"smollm2-{config_name}.yaml"), *given, *more]
@@ -115,7 +116,8 @@ def trained(name: str, given: list[str], minutes: float, output: Path) -> Path:
         seconds = run["seconds"] / run["step"]
         return {"steps": max(1, round(60 * minutes / seconds)), "seconds_per_step": seconds}
 
-    steps = remembered(plan, {"minutes": minutes, "options": given}, probed)["steps"]
+    if steps is None:
+        steps = remembered(plan, {"minutes": minutes, "options": given}, probed)["steps"]
     loop = dataclasses.replace(config.loop, max_steps=steps, eval_every=0)
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
