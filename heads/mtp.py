@@ -121,7 +121,7 @@ class MtpDepthsState(DraftTreeState):
 
 
 class MtpHead(DraftHead):
-    """MTP head."""
+    """Drafts with decoder layers of the target's kind: one for all depths, or one for each."""
 
     config_class = MtpConfig
     config: MtpConfig
