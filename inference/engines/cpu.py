@@ -107,8 +107,7 @@ class CpuEngine(KernelEngine):
             here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
             framed_BNX, depths_BN = chain_structure(piece_BN)
             output = self.forward_nodes(piece_BN, framed_BNX, depths_BN, cache.prefilled, cache, layers, here_K)
-            cache.advance(torch.full_like(cache.lengths_B, nodes))
-            cache.prefilled += nodes
+            cache.advance_prompt(nodes)
             logits.append(output.logits_BNV)
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))

@@ -147,17 +147,29 @@ class EagerEngine(Engine):
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
-        # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
-        last = size - kept[0] if kept else 1
-        wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
-        given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
-        logits_BKV, features_BNF = self.runner.run_unrecorded(self._model_forward, *given)
-        if self.spread:  # logits from the first wanted position to the last token
+        logits_BKV, features_BTF = self._unrecorded_forward(tokens_BT, positions_BT, masks, cache, layers, kept)
+        cache.advance_prompt(size)
+        return TargetOutput(logits_BKV, features_BTF)
+
+    def _unrecorded_forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The model's logits at the indices `kept`, and the features of all tokens."""
+        logits_to_keep: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
+        if self.spread:  # the LM head may lie on another device than indices: all logits from the first wanted on
+            logits_to_keep = tokens_BT.shape[1] - kept[0] if kept else 1
+        given = (tokens_BT, positions_BT, masks, cache, layers, logits_to_keep)
+        logits_BKV, features_BTF = self.runner.run_unrecorded(self._model_forward, *given)
+        if self.spread:
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
-        return TargetOutput(logits_BKV, features_BNF)
+        return logits_BKV, features_BTF
 
     def read_prompt(
         self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
@@ -259,20 +271,24 @@ class EagerEngine(Engine):
         """The model's logits and features."""
         target = self.target
         indices = target.hidden_state_indices(layers)
-        given_cache: dict[str, Any] = {target.cache_interface.name: cache}
-        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
-            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
-        output = self.model(
-            input_ids=tokens_BN,
-            attention_mask=masks,
-            position_ids=offset(positions_BN, cache.position_offsets),
-            **given_cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=sorted(set(indices)) or False,
-        )
+        inputs = self._model_inputs(tokens_BN, positions_BN, masks, cache, logits_to_keep)
+        output = self.model(**inputs, use_cache=True, output_hidden_states=sorted(set(indices)) or False)
         logits = kept_logits(output.logits, logits_to_keep)
         return logits, features_of(target, output, layers, tokens_BN)
+
+    def _model_inputs(
+        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+    ) -> dict[str, Any]:
+        """Arguments of the model's forward over these tokens."""
+        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
+            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
+        return {
+            "input_ids": tokens_BN,
+            "attention_mask": masks,
+            "position_ids": offset(positions_BN, cache.position_offsets),
+            self.target.cache_interface.name: cache,
+            "logits_to_keep": logits_to_keep,
+        }
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
@@ -322,8 +338,7 @@ def read_by_model(
     output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
     logits = kept_logits(output.logits, given["logits_to_keep"])
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
-    cache.advance(torch.full_like(cache.lengths_B, size))
-    cache.prefilled += size
+    cache.advance_prompt(size)
     return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
 
 

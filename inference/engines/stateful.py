@@ -72,22 +72,8 @@ class StatefulEngine(EagerEngine):
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
         output = self._forward_lanes(cache, tokens_BT, _chains(tokens_BT), layers, kept)
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
+        cache.advance_prompt(size)
         return output
-
-    def read_prompt(
-        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
-    ) -> TargetOutput:
-        """Refuse prompts with images.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"{self.target.name!r} has layers with a convolution or recurrent state, whose prompts are read as text "
-            "alone; give input_ids and attention_mask without images, video or sound"
-        )
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         assert isinstance(cache, StateCache)
@@ -173,15 +159,8 @@ class StatefulEngine(EagerEngine):
         """The model's logits at the indices `kept` of every lane, and the features of all its tokens."""
         assert cache.lanes is not None
         lanes = cache.lanes
-        wanted: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
-        if self.spread:  # the LM head may lie on another device than a tensor of positions
-            wanted = lanes.width - kept[0] if kept else 1
         positions_RT = lanes.positions_RT.clamp(max=self.target.max_positions - 1)
-        given: Any = (lanes.tokens_RT, positions_RT, masks, cache, layers, wanted)
-        logits_RKV, features_RTF = self.runner.run_unrecorded(self._model_forward, *given)
-        if self.spread:
-            logits_RKV = logits_RKV[:, [at - kept[0] for at in kept]]
-        return logits_RKV, features_RTF
+        return self._unrecorded_forward(lanes.tokens_RT, positions_RT, masks, cache, layers, kept)
 
     def _lane_masks(self, cache: StateCache) -> Masks | None:
         """Masks of the slots that each lane's tokens see: the committed ones up to their own, and their path."""
