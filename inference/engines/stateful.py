@@ -1,7 +1,7 @@
 """Forwards of a transformers model whose layers keep states, see `state_cache`: its own modules, lane by lane.
 
 Letters in tensor names: B batch, T tokens of a lane, N nodes, R lanes, S slots of the cache, D hidden size, F width of
-the chosen layers side by side, X columns of a framed tree attention.
+the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..state_cache import Lanes, Path, StateCache
 from ..target_model import TargetModel
-from ..tree import DraftTree
+from ..tree import DraftTree, NewNodes
 from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
 from .cpu import PackedLinearEngine
@@ -83,9 +83,7 @@ class StatefulEngine(EagerEngine):
 
     def forward_nodes(
         self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
@@ -93,7 +91,8 @@ class StatefulEngine(EagerEngine):
     ) -> TargetOutput:
         """One forward over a chain of tokens after the committed ones."""
         assert isinstance(cache, StateCache)
-        assert tokens_BN.shape[1] == depths_BM.shape[1]  # drafters that go level by level are refused
+        assert nodes.cached == 0  # drafters that go level by level are refused
+        tokens_BN = nodes.tokens_BN
         cache.reserve(tokens_BN.shape[1], longest)
         kept = None if kept_K is None else kept_K.tolist()
         return self._forward_lanes(cache, tokens_BN, _chains(tokens_BN), layers, kept)
