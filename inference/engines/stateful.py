@@ -44,8 +44,7 @@ class StatefulEngine(EagerEngine):
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> StateCache:
         target = self.target
         assert target.stateful is not None
-        layers = target.stateful.layers
-        return StateCache(self.state_shapes, layers, batch_size, target.device, tokens, rows, target.pool)
+        return StateCache(target.stateful, batch_size, target.device, tokens, rows, target.pool)
 
     @cached_property
     def own_attention(self) -> bool:
@@ -119,8 +118,8 @@ class StatefulEngine(EagerEngine):
         masks = self._lane_masks(cache)
         # The nodes of one chain a row, all after as many pending tokens, stand in the model's output as they are.
         before = lanes.width - nodes
-        in_line = all(len(path) == nodes for path in lanes.paths) and min(lanes.lengths) == lanes.width
-        if lanes.rows_R is None and in_line:
+        whole = all(len(lane.path) == nodes and len(lane.slots) == lanes.width for lane in lanes.lanes)
+        if lanes.rows_R is None and whole:
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
