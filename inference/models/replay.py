@@ -151,8 +151,7 @@ class ReplayEngine(Engine):
         )
         depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
+        cache.advance_prompt(size)
         return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
