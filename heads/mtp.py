@@ -45,7 +45,7 @@ from .layers.draft_cache import DraftCache, KVEntries
 from .layers.starting_values import block_tensors, required_gain
 from .layers.target_layer import build_layers
 from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
+from .losses import draft_loss, with_feature_loss
 from .objective import Objective
 
 STEPS = 3
@@ -250,6 +250,10 @@ class MtpHead(DraftHead):
         """FastMTP's: the true tokens, each depth weighted 0.6 of the one before."""
         return Objective({"ce": 1.0}, decay=0.6)
 
+    @classmethod
+    def extra_losses(cls, config: MtpConfig) -> tuple[str, ...]:
+        return ("smooth_l1",)
+
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         steps = self.max_depth
@@ -257,10 +261,10 @@ class MtpHead(DraftHead):
             steps = self.config.train_steps or min(STEPS, self.max_depth)
         positions = DraftPositions.of(features, steps)
         weight = features.modules.lm_head.weight
-        hiddens = []
-        for state_BTD in self.drafts(features, steps):
-            hiddens.append(state_BTD.flatten(0, 1)[positions.index_N].to(weight.dtype))
-        return draft_loss(hiddens, [weight] * steps, None, features, positions, objective, ranks)
+        hiddens = [state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)]
+        inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
+        output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
+        return with_feature_loss(output, hiddens, features, positions, objective)
 
     def drafts(self, features: TargetFeatures, steps: int) -> list[Tensor]:
         """Teacher-forced outputs y [B, T, D] of every step; step k at t predicts x_{t+2+k}."""
