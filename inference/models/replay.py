@@ -119,9 +119,6 @@ class ReplayEngine(Engine):
     name = "replay"
     target: ReplayTarget
 
-    def __init__(self, target: ReplayTarget) -> None:
-        super().__init__(target)
-
     @property
     def state_shapes(self) -> list[StateShape]:
         return [StateShape(1, 1, torch.int64, self.target.device)] * 2
