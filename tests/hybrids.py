@@ -8,9 +8,19 @@ import torch
 import transformers as tf
 
 VOCAB = 37
-BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 8}
-BASE |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GATED = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -19,12 +29,19 @@ GATED = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 4}
-MAMBA |= {"mamba_expand": 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+    "mamba_expand": 2,
+}
 LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": None}
 
 
 def without(*names: str) -> dict[str, object]:
+    """`BASE` for a config that lacks some of its fields, or has others in their place."""
     return {name: value for name, value in BASE.items() if name not in names}
 
 

@@ -48,9 +48,8 @@ if __name__ == "__main__":
 import tiny_models
 import torch
 import transformers
-from helpers import PromptOracle
+from helpers import PromptOracle, padded_batch, written_alone
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -126,11 +125,7 @@ def random_prompts() -> tuple[list[Tensor], list[Tensor]]:
 
 def written_by(model: PreTrainedModel, prompts: list[Tensor], settings: dict[str, Any]) -> Text:
     """What the model's own `generate` writes after each prompt alone."""
-    truths = []
-    for prompt in prompts:
-        whole = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)
-        truths.append(whole[0, len(prompt) :].tolist())
-    return Text(prompts, truths)
+    return Text(prompts, [written_alone(model, prompt, **settings) for prompt in prompts])
 
 
 def lively_model(name: str) -> tuple[PreTrainedModel, list[Text], list[Text]]:
@@ -154,8 +149,7 @@ def lively_model(name: str) -> tuple[PreTrainedModel, list[Text], list[Text]]:
 
 def decode(lm: SpeculativeLM, text: Text, settings: dict[str, Any]) -> float:
     """The acceptance length with which `lm` writes the truths; a `Difference` if it writes others."""
-    padded = pad_sequence(text.prompts, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in text.prompts], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(text.prompts)
     output = lm.generate(padded, attention_mask=mask, **settings)
     width = padded.shape[1]
     for row, (prompt, truth) in enumerate(zip(text.prompts, text.truths, strict=True)):

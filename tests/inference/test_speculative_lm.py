@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from helpers import padded_batch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -124,8 +125,7 @@ def test_greedy_is_generate_for_other_families(tools, family, attention):
 def test_each_row_of_a_batch_is_generate_for_it_alone(tiny_target, tools, side):
     target = tiny_target(vocab_size=VOCAB)
     rows = [prompt(length, length)[0] for length in (3, 12, 1)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    padded, mask = padded_batch(rows, side)
     eos = [4, 9]
     alone = [stock(target, row[None], eos_token_id=eos)[0, len(row) :].tolist() for row in rows]
     truths = [stock(target, row[None], max_new_tokens=48)[0, len(row) :].tolist() for row in rows]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import padded_batch, written_alone
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -467,12 +468,8 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
     head = random_head(name, options, target)
     rows = [torch.randint(5, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 4)]
     settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    alone = [
-        target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :].tolist()
-        for row in rows
-    ]
-    prompts = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    alone = [written_alone(target.model, row, **settings) for row in rows]
+    prompts, mask = padded_batch(rows)
     accepted = []
     for kind, tree in TREES.items():
         lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)

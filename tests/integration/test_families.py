@@ -12,11 +12,11 @@ import pytest
 import random_cases
 import torch
 import transformers as tf
+from helpers import padded_batch, written_alone
 from hybrids import HYBRIDS, hybrid
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
-from torch.nn.utils.rnn import pad_sequence
 from torch.testing._internal.two_tensor import TwoTensor
 
 from headstart.heads import TargetFeatures, build_head
@@ -98,11 +98,6 @@ def rows_of(lengths, vocab=VOCAB):
     return [torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
 
 
-def stock(target, row, **settings):
-    """What `generate` writes for one row alone."""
-    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
-
-
 @pytest.mark.versions
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,10 +108,9 @@ def test_every_row_is_generate_for_it_alone(tools, family, attention):
     settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     for lengths in ([11], [9, 2, 5]):
         rows = rows_of(lengths)
-        truths = [stock(target, row, **settings).tolist() for row in rows]
+        truths = [written_alone(target.model, row, **settings) for row in rows]
         assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, "the model says nothing"
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-        padded = pad_sequence(rows, batch_first=True, padding_side="left")
+        padded, mask = padded_batch(rows)
         for name, shape in SHAPES.items():
             by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths)}
             lm = SpeculativeLM(target, tools.PromptOracle(shape, by_prompt, VOCAB, wrong=0.1))
@@ -218,9 +212,8 @@ def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
     target, rows = Target(model), rows_of([9, 2, 5])
     assert target.provenance["weights"] != exact["weights"]
     settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3}
-    truths = [stock(target, row, **settings).tolist() for row in rows]
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    truths = [written_alone(target.model, row, **settings) for row in rows]
+    padded, mask = padded_batch(rows)
     lm = SpeculativeLM(target, tools.Oracle(SHAPES["tree"], truths, VOCAB, wrong=0.1))
     output = lm.generate(padded, attention_mask=mask, **settings)
     assert output.sequences[:, padded.shape[1] :].tolist() == truths

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import padded_batch, written_alone
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import HEADS, DraftHead, build_head
@@ -108,9 +108,7 @@ def taught(batch: Batch) -> Target:
 
 def alone(target: Target, prompt_T: Tensor, new_tokens: int) -> list[int]:
     """Tokens that the target generates by itself."""
-    mask = torch.ones_like(prompt_T[None])
-    written = target.model.generate(prompt_T[None], attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
-    return written[0, len(prompt_T) :].tolist()
+    return written_alone(target.model, prompt_T, max_new_tokens=new_tokens, **SETTINGS)
 
 
 def together(
@@ -118,8 +116,7 @@ def together(
 ) -> tuple[list[list[int]], GenerateOutput]:
     """Tokens generated with a head, all prompts in one left-padded batch."""
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
-    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+    input_ids, mask = padded_batch(prompts)
     output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
     return output.sequences[:, input_ids.shape[1] :].tolist(), output
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from helpers import Oracle
+from helpers import Oracle, padded_batch, written_alone
 from packaging.version import Version
-from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target, TreeShape
@@ -201,14 +200,10 @@ def test_every_row_is_generate_for_it_alone(name: str, attention: str) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": []}
     settings |= {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     for rows in (rows_of(11), rows_of(9, 2, 5)):
-        truths = []
-        for row in rows:
-            alone = target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)
-            truths.append(alone[0, len(row) :].tolist())
+        truths = [written_alone(target.model, row, **settings) for row in rows]
         assert len(set(map(tuple, truths))) == len(rows)
         assert len(set(truths[0])) > 2, "the model says nothing"
-        padded = pad_sequence(rows, batch_first=True, padding_side="left")
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        padded, mask = padded_batch(rows)
         for shape in (TREE, TreeShape.chain(4)):
             lm = SpeculativeLM(target, Oracle(shape, truths, VOCAB, wrong=0.1))
             output = lm.generate(padded, attention_mask=mask, **settings)

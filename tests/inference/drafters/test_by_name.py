@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch, written_alone
 from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration, TemperatureLogitsWarper
 
 from headstart.heads import CheckpointMetadata, DraftHead, build_head
@@ -91,15 +91,13 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
     settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [3, 7], "pad_token_id": 0}
     settings |= {"repetition_penalty": 1.1}
     lm = SpeculativeLM(target, source(word, target, tiny_target, tree))
-    padded = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(rows)
     for _ in range(2):  # the second time with what the first has left
         written = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences[
             :, padded.shape[1] :
         ]
         for row, found in zip(rows, written.tolist(), strict=True):
-            stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)
-            expected = stock[0, len(row) :].tolist()
+            expected = written_alone(target.model, row, **settings)
             assert found[: len(expected)] == expected and not any(found[len(expected) :])
 
 
@@ -108,8 +106,7 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
 def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     """Its cache holds what was written, and its drafts attend to their paths."""
     rows = prompts(5)
-    padded = pad_sequence(rows, batch_first=True)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    padded, mask = padded_batch(rows, "right")
     lm = SpeculativeLM(target, make_drafter(target, target, tree))
     depth = lm.drafter.depth
     for sampling in (False, True):

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 import torch
+from helpers import padded_batch, written_alone
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
-from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
@@ -67,10 +67,7 @@ SETTINGS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3], "pad_
 
 
 def alone(target):
-    rows = [
-        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0, len(row) :].tolist()
-        for row in prompts()
-    ]
+    rows = [written_alone(target.model, row, **SETTINGS) for row in prompts()]
     assert len({len(row) for row in rows}) > 2
     return rows
 
@@ -106,8 +103,7 @@ def test_a_batch_whose_rows_end_shares_graphs(tiny_target, case):
     target = tiny_target(vocab_size=20)
     lm = compiled_lm(target, case)
     counters.clear()
-    padded = pad_sequence(prompts(), batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in prompts()], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(prompts())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
         output = lm.generate(padded, attention_mask=mask, **SETTINGS)
