@@ -121,11 +121,9 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     shards = engine_memory(engine, processes, weights, states, here)
     # The target's states, and their copy in the dtype that the head reads.
     features = tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
-    # In packed rows a kernel that takes a mask gets one of the whole row.
-    masked = config.data.pack is not None and "fl" not in str(config.target_attention)
     memory = {
         "target": on_device,
-        "features": features + (rows * length * length if masked else 0),
+        "features": features,
         **shards,
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),

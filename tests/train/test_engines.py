@@ -590,6 +590,18 @@ def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two
         assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
 
 
+def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(options, tmp_path):
+    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch one has none."""
+    data = dataclasses.replace(options.data, max_length=64, pack=64)
+    loop = dataclasses.replace(options.loop, batch_size=2, save_every=0, timeout=0.5)
+    config = dataclasses.replace(options, data=data, loop=loop)
+    alone = train(dataclasses.replace(config, output=str(tmp_path / "alone")))
+    jobs = {"cut": (dataclasses.replace(config, target_placement="shard"), {})}
+    run = launched(tmp_path, "ddp", 2, jobs)["cut"]
+    assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
+    assert_same_curve(run.folder, alone)
+
+
 @pytest.mark.parametrize("name", ["stopped", "cut, stopped"])
 def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_lost(two, name):
     run = two[name]
