@@ -6,11 +6,12 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from string import Formatter
 from typing import Any, ClassVar, Literal
 
+from ..files import recorded_files
 from ..options import CommandOptions, Dtype, template_variables
 
 
@@ -182,7 +183,8 @@ class DataConfig:
     sources: list[str] = field(default_factory=list)
     """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub data sets
     (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's `conversations`, `prompt` and
-    `completion`, or tokens (`input_ids` and `loss_mask`)."""
+    `completion`, or tokens (`input_ids` and `loss_mask`). With features.mode stored or cached, the default is the
+    answers that were recorded in features.folder."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -522,6 +524,7 @@ class TrainConfig(CommandOptions):
     """Names for the tracker."""
 
     def __post_init__(self) -> None:
+        self._take_recorded()
         super().__post_init__()
         data, features, optim, loop, adapter = self.data, self.features, self.optim, self.loop, self.adapter
         if "type" not in self.head:
@@ -586,3 +589,11 @@ class TrainConfig(CommandOptions):
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"
             )
+
+    def _take_recorded(self) -> None:
+        """Name a folder of recorded answers, whose states are to be trained on, as the source of their tokens too."""
+        folder = self.features.folder
+        if self.data.sources or folder is None or self.features.mode not in ("stored", "cached"):
+            return
+        if recorded_files(folder):
+            object.__setattr__(self, "data", replace(self.data, sources=[folder]))

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from ..console import log
 from ..files import file_sizes, free_bytes, require_free, write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
+from ..options import check_options, named_by
 from .config import TrainConfig
 from .lost_processes import of_other_processes
 from .resume_with import names_of, with_changes
@@ -89,24 +90,6 @@ NO_CHANGE = (
 INPUTS, CHANGES = "inputs.json", "changes.jsonl"
 OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 """Digests in inputs.json, and the options by which what they are of is found."""
-
-
-def check_options(
-    holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
-) -> None:
-    """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
-
-    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options in `free`, or the
-    groups of options, may differ.
-    """
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not named_by(free, name):
-            raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
-
-
-def named_by(options: Sequence[str], name: str) -> bool:
-    """Whether an option, by its dotted name, is among some options, or in a group of them."""
-    return any(name == option or name.startswith(f"{option}.") for option in options)
 
 
 def whole_lines(path: Path) -> list[bytes]:
