@@ -597,3 +597,44 @@ class TrainConfig(CommandOptions):
             return
         if recorded_files(folder):
             object.__setattr__(self, "data", replace(self.data, sources=[folder]))
+
+
+@dataclass(frozen=True)
+class AdaptConfig(CommandOptions):
+    """A head that learns from recorded answers."""
+
+    required = ("target", "head", "recorded", "output")
+    minimum: ClassVar[dict[str, float]] = {"steps": 1, "batch_size": 1, "new_tokens": 2}
+
+    target: str = ""
+    """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
+    head: str = ""
+    """The head to start from: a checkpoint folder or Hub id."""
+    recorded: str = ""
+    """Folder of recorded answers (`headstart chat --record`, `lm.record`)."""
+    output: str = ""
+    """Folder to write: the head, if it is better, to OUTPUT/best. Started again, the command resumes."""
+    replay: str | None = None
+    """Folder of an older recording, part of which is trained on as well, so that what the head knew is
+    kept; null for none."""
+    replay_share: float = 0.3
+    """Share of the training sequences that are taken from `replay`."""
+    held_out: float = 0.2
+    """Share of the answers that both heads are judged on, the newest ones."""
+    steps: int = 200
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences of a step."""
+    lr: float = 2e-4
+    """Peak learning rate of AdamW."""
+    new_tokens: int = 64
+    """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("replay_share", "held_out"):
+            share = getattr(self, name)
+            if not 0 < share < 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")
