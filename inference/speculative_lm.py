@@ -11,7 +11,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,23 @@ class Call:
     `return_dict_in_generate` asks for it."""
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedHead:
+    """A head, and how drafters are made of it."""
+
+    head: DraftHead
+    tree: TreeSpec
+    make: Callable[..., BatchDrafter]
+    """`make_drafter` for the target, what drafts beside the head, and the fallback."""
+    compiled: bool
+    """Whether it runs in the target's engine."""
+
+    def drafter_with(self, target: Target) -> Callable[[TreeSpec], BatchDrafter]:
+        """Makes drafters by tree."""
+        head = target.engine.draft_head(self.head) if self.compiled else self.head
+        return partial(self.make, head=head)
+
+
 class SpeculativeLM:
     """A target model and a drafter: `generate` returns the target's own tokens, faster.
 
@@ -130,6 +147,8 @@ class SpeculativeLM:
         """None until the cost of rounds is measured, which decides what is drafted."""
         self._drafter_with: Callable[[TreeSpec], BatchDrafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
+        self._loaded: LoadedHead | None = None
+        """The head that `from_pretrained` loaded, or the one that took its place."""
         self._variants: dict[str, SpeculativeLM] = {}
         """By tree and acceptance rule: this model with those of single calls."""
         self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
@@ -231,14 +250,18 @@ class SpeculativeLM:
         if compile:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
-            if loaded_head is not None:
-                loaded_head = target.engine.draft_head(loaded_head)
 
-        drafter_with = partial(make_drafter, target, drafter, head=loaded_head, adaptive=fallback)
+        make = partial(make_drafter, target, drafter, adaptive=fallback)
+        drafter_with: Callable[[TreeSpec], BatchDrafter] = make
+        loaded = None
+        if loaded_head is not None:
+            loaded = LoadedHead(loaded_head, tree, make, bool(compile))
+            drafter_with = loaded.drafter_with(target)
         later = needs_costs(target, tree, loaded_head, fallback)
         lm = cls(target, None if later else drafter_with(tree), acceptance, lossy)
         lm.provenance = provenance
         lm._drafter_with = drafter_with
+        lm._loaded = loaded
         if later:
             lm._drafter = None
         return lm.compile(compile) if compile else lm
@@ -276,6 +299,40 @@ class SpeculativeLM:
                 for rows in draft_models(lm._drafter):
                     rows.renew(force=True)
         return self
+
+    def swap_head(self, head: str | Path | DraftHead, revision: str | None = None) -> DraftHead:
+        """Draft with another head from the next generation on, such as an adapted one; return the one before.
+
+        Waits for a generation that runs in another thread. The tree is again that of `from_pretrained`; "auto" is
+        chosen for the new head. Conversations go on, and their text is read again. Tokens stay the target's.
+
+        Raises:
+            ValueError: a decoder without a head, a head that does not fit the target, the tree or the rule, or one that
+                brings an adapter; nothing has changed then. Also a call inside a generation.
+        """
+        before, target = self._loaded, self.target
+        if before is None:
+            raise ValueError("swap_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
+        if any(running is target for running, _ in _RUNNING.generations):
+            raise ValueError("swap_head was called inside a generation with the same target; call it afterwards")
+        with target.lock, as_loaded(target.model):
+            new = load_fitting_head(head, target, revision)
+            target.check_layers(new.feature_layers)
+            merge_adapter_of(new, target, allowed=False)
+            loaded = replace(before, head=new.to(target.device).eval())
+            drafter_with = loaded.drafter_with(target)
+            drafter = drafter_with(before.tree)
+            sampling_rule = Verification(choose_rule(self.acceptance, drafter.kind, self.lossy))
+            for rows in draft_models(drafter):
+                rows.use(target.engine)
+            self._loaded = loaded
+            self._drafter_with = drafter_with
+            self._drafter = drafter
+            self.sampling_rule = sampling_rule
+            self.provenance = {} if new.metadata is None else new.metadata.provenance
+            self._variants.clear()
+            vars(self).pop("costs", None)  # of rounds with the old head
+        return before.head
 
     @cached_property
     def costs(self) -> RoundCosts:
@@ -600,7 +657,7 @@ class SpeculativeLM:
         past = call.past
         if past is None:
             return run(decoding, drafter, sequences)
-        owner = (self, self.target.version)
+        owner = (self, self._loaded, self.target.version)
         if past.owner != owner:
             past.forget()
             past.owner = owner
