@@ -46,7 +46,7 @@ TEXT = 64
 
 
 def gated_delta() -> PreTrainedModel:
-    """As Qwen3.5's."""
+    """Layers with the gated delta rule, in the proportions of Qwen3.5's."""
     config = transformers.Qwen3_5TextConfig(
         **BASE,
         head_dim=64,
@@ -60,7 +60,7 @@ def gated_delta() -> PreTrainedModel:
 
 
 def mamba_2() -> PreTrainedModel:
-    """As dense Granite 4's."""
+    """Mamba-2 layers, in the proportions of those of Granite 4 without experts."""
     config = transformers.GraniteMoeHybridConfig(
         **BASE,
         layer_types=[*["linear_attention"] * 3, "full_attention"],
@@ -76,7 +76,7 @@ def mamba_2() -> PreTrainedModel:
 
 
 def convolution() -> PreTrainedModel:
-    """As LFM2's."""
+    """Layers with a short convolution and no recurrence, as LFM2 has them."""
     config = transformers.Lfm2Config(
         **BASE, layer_types=[*["conv"] * 3, "full_attention"], block_auto_adjust_ff_dim=False
     )
@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 @torch.inference_mode()
 def main() -> None:
-    """Two tables for each kind of state."""
+    """Write two tables for each kind of state: rounds by draft length, and forwards over trees."""
     parser = arguments(__doc__, "hybrids.md")
     parser.add_argument("--accepted", type=float, default=0.7, help="probability that a drafted token is accepted")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of a run")

@@ -44,7 +44,7 @@ COMMITTED = 4
 
 
 def main() -> None:
-    """Two tables."""
+    """Write the tables of acceptance lengths and of draft times."""
     parser = arguments(__doc__, "long_context.md")
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
@@ -68,7 +68,7 @@ def with_window(head: DraftHead, window: int | None) -> DraftHead:
 
 
 def name_of(window: int | None) -> str:
-    """A column's title."""
+    """The title of a window's column."""
     return "all of the text" if window is None else f"window of {window}"
 
 
@@ -157,14 +157,14 @@ class Round:
             progress.longest = length
 
     def chunk(self, tokens: int) -> PrefillChunk:
-        """Random tokens and features."""
+        """Random tokens and features, as if so many tokens had been accepted."""
         tokens_1T = torch.randint(1000, (1, tokens + 1))
         features_1TF = torch.randn(1, tokens, self.features)
         return PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], features_1TF, torch.tensor([tokens]))
 
     @torch.inference_mode()
     def run(self) -> None:
-        """One round."""
+        """Observe `COMMITTED` tokens and draft a greedy chain of the head's depth."""
         self.rows.prefill(self.chunk(COMMITTED))
         state = self.rows.catch_up()
         tokens_11 = torch.zeros(1, 1, dtype=torch.int64)

@@ -33,11 +33,11 @@ class Option(NamedTuple):
 
 
 class _Asked(Exception):
-    """A command asked for its options."""
+    """Ends a command where it would parse its arguments."""
 
 
 def asked(command: str, arguments: Iterable[str] = ()) -> Callable[[], Any]:
-    """What a command calls to parse its arguments; the command itself does not run."""
+    """The call by which a command would parse these arguments; the command itself does not run."""
     module = importlib.import_module(f"headstart.scripts.{COMMANDS[command][0]}")
     with patch.object(module, "options", side_effect=_Asked) as parse, suppress(_Asked):
         module.main(list(arguments))

@@ -116,7 +116,7 @@ class DFlashState(DraftState):
 
 
 class DFlashHead(OffsetVocabularyHead):
-    """DFlash head."""
+    """Drafts a block of tokens in one pass of a few layers, which attend to the target's features."""
 
     config_class = DFlashConfig
     config: DFlashConfig

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from .base import (
     LONGEST_DRAFT,
@@ -33,7 +32,7 @@ from .draft_positions import DraftPositions
 from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
+from .losses import draft_loss, with_feature_loss
 from .objective import Objective
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -189,18 +188,7 @@ class EagleHead(DraftHead):
         # The LM head may have a narrower dtype than the features; the target's logits are computed in it too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
         output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
-        share = objective.loss.get("smooth_l1", 0.0)
-        if share == 0:
-            return output
-        # Between the feature predicted at step k and the true one at t + 1 + k, the mean over D.
-        true_RD = features.last_BTD.flatten(0, 1)
-        loss, losses = output.loss, []
-        for k, hidden_ND in enumerate(hiddens):
-            true_ND = true_RD[positions.rows_NK[:, k]]
-            apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), at_least_fp32(true_ND), reduction="none")
-            losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
-            loss = loss + objective.decay**k * losses[-1]
-        return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
+        return with_feature_loss(output, hiddens, features, positions, objective)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
         """Teacher-forced features of every step, [B, T, D] or [1, N, D] at the draft positions of `test`.

@@ -115,7 +115,7 @@ class FusionLayer(nn.Module):
 
 
 class Eagle3Head(OffsetVocabularyHead):
-    """EAGLE-3 head."""
+    """Drafts token by token with a decoder layer on features of several target layers."""
 
     config_class = Eagle3Config
     config: Eagle3Config

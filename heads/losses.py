@@ -196,7 +196,7 @@ def draft_loss(
     ranks: int = 1,
     block: BlockTerms | None = None,
 ) -> HeadOutput:
-    """The loss of drafts at all depths, except `smooth_l1`.
+    """The loss of drafts at all depths, except `smooth_l1`, which `with_feature_loss` adds.
 
     Gradients are computed here, chunk by chunk; the backward pass only scales them.
 
@@ -251,6 +251,32 @@ def draft_loss(
             gradient = torch.zeros_like(tensor)
         loss = _WithGradient.apply(loss, tensor, gradient)
     return HeadOutput(loss, losses_K, positions.valid_NK.sum(0), hits_KI)
+
+
+def with_feature_loss(
+    output: HeadOutput,
+    hiddens: Sequence[Tensor],
+    features: TargetFeatures,
+    positions: DraftPositions,
+    objective: Objective,
+) -> HeadOutput:
+    """Add `smooth_l1` to the output of `draft_loss`, if the objective has it.
+
+    It is the smooth L1 distance between the feature [N, D] that a head predicts at step k and the target's at
+    t + 1 + k, the mean over D (EAGLE-1, arXiv:2401.15077, section 4.2).
+    """
+    share = objective.loss.get("smooth_l1", 0.0)
+    if share == 0:
+        return output
+    true_RD = at_least_fp32(features.last_BTD.flatten(0, 1))
+    loss = output.loss
+    losses = []
+    for k, hidden_ND in enumerate(hiddens):
+        true_ND = true_RD[positions.rows_NK[:, k]]
+        apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), true_ND, reduction="none")
+        losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
+        loss = loss + objective.decay**k * losses[-1]
+    return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
 
 def positions_at_once(device: torch.device, vocab_size: int) -> int:

@@ -45,18 +45,25 @@ from .layers.draft_cache import DraftCache, KVEntries
 from .layers.starting_values import block_tensors, required_gain
 from .layers.target_layer import build_layers
 from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
+from .losses import draft_loss, with_feature_loss
 from .objective import Objective
 
 STEPS = 3
 """Steps of training-time test unless a config says otherwise; FastMTP's K."""
 BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 """Modules of an MTP layer that a decoder layer does not have."""
+OUTPUTS = {"o_proj", "down_proj"}
+"""Modules and parameters of a layer whose outputs are added to the residual stream, those of experts too."""
 OF_LLAMA = (
-    *("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
     "rope_parameters",
 )
-"""Options of a layer that no config of the target describes."""
+"""Options of a layer that is Llama's, and not described by a config of the target."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,9 @@ class MtpConfig(BlocksConfig):
             raise ValueError(f"mtp train_steps must be the depth {self.depth}, or some layers would not be trained")
         if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
             raise ValueError(f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}")
-        both = [name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)]
-        if self.layer is not None and both:
-            raise ValueError(f"mtp layer says of what kind and size the layers are; leave {both[0]} out, or layer")
+        of_llama = [name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)]
+        if self.layer is not None and of_llama:
+            raise ValueError(f"mtp layer says of what kind and size the layers are; leave {of_llama[0]} out, or layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +123,24 @@ class MtpDepthsState(DraftTreeState):
     """Slot of each node's parent."""
     mask_BNS: Tensor
     """True at the slots that each node attends to: the text, its ancestors and itself."""
-    frontier: int = 0
+    frontier: int
     """Slot of the first node of the newest frontier."""
 
 
+def no_nodes(batch: int, device: torch.device) -> dict[str, Any]:
+    """The fields that `MtpDepthsState` adds, before anything is drafted after the root."""
+    none_BN = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+    return {
+        "tokens_BN": none_BN,
+        "positions_BN": none_BN,
+        "above_BN": none_BN,
+        "mask_BNS": none_BN[..., None].bool(),
+        "frontier": 0,
+    }
+
+
 class MtpHead(DraftHead):
-    """MTP head."""
+    """Drafts with decoder layers of the target's kind: one for all depths, or one for each."""
 
     config_class = MtpConfig
     config: MtpConfig
@@ -172,8 +191,8 @@ class MtpHead(DraftHead):
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         start = self.config.start
-        for own in self.mtp_layers:
-            norm = own.get_submodule("final_layernorm")
+        for layer in self.mtp_layers:
+            norm = layer.get_submodule("final_layernorm")
             if type(norm) is type(modules.norm):
                 norm.load_state_dict(block_tensors(modules.norm))
         if start == "random":
@@ -184,22 +203,44 @@ class MtpHead(DraftHead):
         where = f"mtp cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
-        for k in range(len(self.mtp_layers)):
-            layer: Any = self.mtp_layers[k]
+        for k, layer in enumerate(self.mtp_layers):
             self._start_from(layer, modules.blocks[number])
-            # With h = g x / rms(x), the block is to read x: its direction is h / g. Its own norm takes the size out of
-            # what it reads, so the size alone decides how far it moves the residual stream: by STEP, as blocks do.
-            weight = layer.input_proj.weight
-            weight.zero_()
-            part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
-            weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
-            draw = torch.Generator().manual_seed(0)
-            hidden_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
-            z_BTD = nn.functional.linear(layer.hidden_layernorm(hidden_BTD.to(weight)), weight[:, part])
-            positions_BT = torch.arange(64, device=weight.device)[None]
-            attend = partial(TrainingTimeTest(len(self.mtp_layers)).at(0).attend, k)
-            moved = (self.draft_layers.run(layer, z_BTD, positions_BT, attend) - z_BTD).norm()
-            weight.mul_(moved / (STEP * z_BTD.norm()))
+            self._read_state_alone(k, gain_D)
+
+    def _read_state_alone(self, k: int, gain_D: Tensor) -> None:
+        """Make layer k read the target's state as its blocks do, and of the embedding nothing.
+
+        With h = g x / rms(x), g being the gain of the target's final norm, the block is to read x: its direction is
+        h / g. The block's own norms take the size out of what it reads, so it moves the residual stream by STEP, as
+        blocks do, if either its outputs are made small or x is made large. The outputs, unless norms follow them:
+        beside a large x, what the embedding adds is learned slowly.
+        """
+        layer: Any = self.mtp_layers[k]
+        weight = layer.input_proj.weight
+        weight.zero_()
+        part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
+        weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
+        moved = self._moved(k, part, gain_D)
+        outputs = [tensor for name, tensor in layer.named_parameters() if not OUTPUTS.isdisjoint(name.split("."))]
+        before = [tensor.clone() for tensor in outputs]
+        for tensor in outputs:
+            tensor.mul_(STEP / moved)
+        if not STEP / 2 < self._moved(k, part, gain_D) < 2 * STEP:
+            for tensor, old in zip(outputs, before, strict=True):
+                tensor.copy_(old)
+            weight.mul_(moved / STEP)
+
+    def _moved(self, k: int, part: slice, gain_D: Tensor) -> float:
+        """How far layer k moves the residual stream of random states, relative to the stream's norm."""
+        layer: Any = self.mtp_layers[k]
+        weight = layer.input_proj.weight
+        draw = torch.Generator().manual_seed(0)
+        hidden_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
+        z_BTD = nn.functional.linear(layer.hidden_layernorm(hidden_BTD.to(weight)), weight[:, part])
+        positions_BT = torch.arange(64, device=weight.device)[None]
+        attend = partial(TrainingTimeTest(len(self.mtp_layers)).at(0).attend, k)
+        out_BTD = self.draft_layers.run(layer, z_BTD, positions_BT, attend)
+        return float((out_BTD - z_BTD).norm() / z_BTD.norm())
 
     def _start_from(self, layer: nn.Module, block: nn.Module) -> None:
         """Copy the weights of one of the target's blocks, which must be of the layer's kind."""
@@ -207,10 +248,11 @@ class MtpHead(DraftHead):
         own = {
             name: tensor for name, tensor in layer.state_dict().items() if name.split(".")[0] not in BESIDE_THE_LAYER
         }
-        for name in sorted(own.keys() ^ tensors.keys()):
+        in_one = sorted(own.keys() ^ tensors.keys())
+        if in_one:
             raise ValueError(
-                f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}: {name!r} is in only "
-                f"one of it and {type(layer).__name__}; choose start: random"
+                f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}: {in_one[0]!r} is in "
+                f"only one of it and {type(layer).__name__}; choose start: random"
             )
         for name, tensor in tensors.items():
             if tensor.shape != own[name].shape:
@@ -225,6 +267,10 @@ class MtpHead(DraftHead):
         """FastMTP's: the true tokens, each depth weighted 0.6 of the one before."""
         return Objective({"ce": 1.0}, decay=0.6)
 
+    @classmethod
+    def extra_losses(cls, config: MtpConfig) -> tuple[str, ...]:
+        return ("smooth_l1",)
+
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         steps = self.max_depth
@@ -232,10 +278,10 @@ class MtpHead(DraftHead):
             steps = self.config.train_steps or min(STEPS, self.max_depth)
         positions = DraftPositions.of(features, steps)
         weight = features.modules.lm_head.weight
-        hiddens = []
-        for state_BTD in self.drafts(features, steps):
-            hiddens.append(state_BTD.flatten(0, 1)[positions.index_N].to(weight.dtype))
-        return draft_loss(hiddens, [weight] * steps, None, features, positions, objective, ranks)
+        hiddens = [state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)]
+        inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
+        output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
+        return with_feature_loss(output, hiddens, features, positions, objective)
 
     def drafts(self, features: TargetFeatures, steps: int) -> list[Tensor]:
         """Teacher-forced outputs y [B, T, D] of every step; step k at t predicts x_{t+2+k}."""
@@ -245,7 +291,7 @@ class MtpHead(DraftHead):
             fed_back = partial(self._fed_back, 0)
             outputs = test.outputs(partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back)
             return [self._normed(0, out_BTD) for out_BTD in outputs]
-        found = []
+        outputs = []
         time = features.tokens_BT.shape[1]
         column_T = torch.arange(time, device=features.tokens_BT.device)
         for k in range(steps):
@@ -256,9 +302,9 @@ class MtpHead(DraftHead):
             next_tokens_BT = features.tokens_BT[:, (column_T + 1 + k).clamp(max=time - 1)]
             positions_BT = features.position_ids_BT + k
             out_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(0), features.modules)
-            found.append(self._normed(k, out_BTD))
+            outputs.append(self._normed(k, out_BTD))
             state_BTD = self._fed_back(k, out_BTD)
-        return found
+        return outputs
 
     def _run(
         self,
@@ -282,7 +328,7 @@ class MtpHead(DraftHead):
         return self.draft_layers.run(layer, z_BTD, positions_BT, partial(kv.attend, k))
 
     def _normed(self, k: int, out_BTD: Tensor) -> Tensor:
-        """Y of layer k: its output as the LM head reads it."""
+        """The output y of layer k, as the LM head reads it."""
         layer: Any = self.mtp_layers[k]
         normed_BTD: Tensor = layer.final_layernorm(out_BTD)
         return normed_BTD
@@ -297,14 +343,7 @@ class MtpHead(DraftHead):
         state = super().begin(modules, batch_size, capacity, max_depth, nodes)
         if self.config.num_layers == 1:
             return state
-        none_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=next(self.parameters()).device)
-        return MtpDepthsState(
-            **vars(state),
-            tokens_BN=none_BN,
-            positions_BN=none_BN,
-            above_BN=none_BN,
-            mask_BNS=none_BN[..., None].bool(),
-        )
+        return MtpDepthsState(**vars(state), **no_nodes(batch_size, next(self.parameters()).device))
 
     def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
         cache = super().empty_cache(batch_size, nodes, capacity)
@@ -340,17 +379,9 @@ class MtpHead(DraftHead):
                 before_B1D = self._outputs(k, state, before_B1)
                 kv.store(self.config.num_layers + k, out_BAD[:, None], out_BAD[:, None, :, :0])
                 hidden_BAD = self._fed_back(k, torch.cat([before_B1D, out_BAD[:, :-1]], dim=1))
-        none_BN = next_tokens_BA[:, :0]
-        empty = replace(
-            state,
-            tokens_BN=none_BN,
-            positions_BN=none_BN,
-            above_BN=none_BN,
-            mask_BNS=none_BN[..., None].bool(),
-            frontier=0,
-        )
         assert first_BAD is not None
-        return empty.committed(first_BAD, lengths_B)
+        rooted = replace(state, **no_nodes(len(next_tokens_BA), next_tokens_BA.device))
+        return rooted.committed(first_BAD, lengths_B)
 
     def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)

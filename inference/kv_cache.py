@@ -212,6 +212,11 @@ class TreeCache(Cache):
         """Commit the first `lengths_B` tokens of the last forward where they lie."""
         self.lengths_B = self.lengths_B + lengths_B
 
+    def advance_prompt(self, tokens: int) -> None:
+        """Commit what the last forward read of prompts: as many tokens in every row, padding too."""
+        self.advance(torch.full_like(self.lengths_B, tokens))
+        self.prefilled += tokens
+
     def erase_uncommitted(self, shortest: int) -> None:
         """Zero the slots after each row's committed tokens, of which the shortest row has `shortest`.
 

@@ -27,7 +27,6 @@ keys and values, E head size, A accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +35,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..heads.layers.constants import counting, upload
-from .kv_cache import Pool, StateShape, TreeCache, TreeLayer
-from .models.states import CachedLayer, RowState
+from .kv_cache import Pool, TreeCache, TreeLayer
+from .models.states import CachedLayer, RowState, StatefulInterface
 
 KEPT_SNAPSHOTS = 2
 """Ends of prompts, the newest ones, to which a conversation can go back."""
@@ -46,15 +45,23 @@ Path = list[int]
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """A forward: for each lane, the row it belongs to, and the tokens that it reads."""
+class Lane:
+    """Tokens of a row that a forward reads in line."""
 
-    rows: list[int]
-    """Row of each lane; the lanes of a row follow each other."""
-    lengths: list[int]
-    """Tokens of each lane that are not padding."""
-    paths: list[Path]
-    """Nodes that each lane reads after its row's pending tokens."""
+    row: int
+    path: Path
+    """Nodes of the row's tree, which the lane reads after the row's pending tokens."""
+    slots: list[int]
+    """Slots of all its tokens."""
+    positions: list[int]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A forward over lanes: what it reads, and where its results belong."""
+
+    lanes: list[Lane]
+    """The lanes of a row follow each other."""
     width: int
     """Tokens of a lane, padding included."""
     tokens_RT: Tensor
@@ -66,7 +73,7 @@ class Lanes:
     last_R: Tensor
     """Index of the last token of each lane."""
     rows_R: Tensor | None
-    """`rows` on the device; None where lane r is row r of the cache, and there are no others."""
+    """Row of each lane; None where lane r is row r of the cache, and there are no others."""
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None
     """Entries to store: their lanes, their indices in these, and the rows and slots they go to, each [K]."""
     first_BN: Tensor
@@ -82,19 +89,18 @@ class StateCache(TreeCache):
 
     def __init__(
         self,
-        shapes: Sequence[StateShape],
-        layers: Sequence[CachedLayer],
+        interface: StatefulInterface,
         batch_size: int,
         device: torch.device,
         tokens: int = 0,
         rows: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """An empty cache; `shapes` are those of the layers with keys, see `TreeCache`, `layers` of all."""
-        super().__init__(shapes, batch_size, device, tokens, rows, pool)
+        """An empty cache of what a model keeps; the other arguments are those of `TreeCache`."""
+        super().__init__(interface.cache.state_shapes, batch_size, device, tokens, rows, pool)
         attending = 0
         self.layers = []
-        for layer in layers:
+        for layer in interface.layers:
             kept: Any = _NoLayer()
             if layer.has_state and layer.has_keys:
                 kept = _StateAndKeys(self, attending, layer)
@@ -104,7 +110,7 @@ class StateCache(TreeCache):
                 kept = _LaneLayer(self, attending)
             attending += layer.has_keys
             self.layers.append(kept)
-        self.recurrent = any(layer.recurrences for layer in layers)
+        self.recurrent = interface.recurrent
         self.read = [0] * batch_size
         """Tokens of each row that its snapshot has seen."""
         self.tokens_BS = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
@@ -158,12 +164,12 @@ class StateCache(TreeCache):
     def _lane_after(self, row: int, node: int, whole: bool) -> int | None:
         """The first lane of a row with this node; with `whole` one that ends there and has no padding."""
         assert self.lanes is not None
-        lanes = self.lanes
-        for lane, (other, path, length) in enumerate(zip(lanes.rows, lanes.paths, lanes.lengths, strict=True)):
-            if other != row or node not in path:
+        width = self.lanes.width
+        for number, lane in enumerate(self.lanes.lanes):
+            if lane.row != row or node not in lane.path:
                 continue
-            if not whole or (path[-1] == node and length == lanes.width):
-                return lane
+            if not whole or (lane.path[-1] == node and len(lane.slots) == width):
+                return number
         return None
 
     def pending(self) -> list[int]:
@@ -181,55 +187,51 @@ class StateCache(TreeCache):
         nodes = tokens_BN.shape[1]
         first_BN = [[0] * nodes for _ in lengths]
         index_BN = [[0] * nodes for _ in lengths]
-        lane_rows: list[int] = []
-        lane_paths: list[Path] = []
-        slots: list[list[int]] = []
-        positions: list[list[int]] = []
+        lanes: list[Lane] = []
         stored: list[tuple[int, int, int, int]] = []
         for row, row_paths in enumerate(paths):
             known: set[int] = set()
             length = lengths[row]
             pending = list(range(self.read[row], length))
             for path in row_paths:
-                lane = len(lane_rows)
-                lane_rows.append(row)
-                lane_paths.append(path)
-                slots.append([*pending, *[length + node for node in path]])
-                positions.append([*pending, *range(length, length + len(path))])
-                for at, node in enumerate(path, len(pending)):
+                slots = [*pending, *[length + node for node in path]]
+                positions = [*pending, *range(length, length + len(path))]
+                for index, node in enumerate(path, len(pending)):
                     if node in known:
                         continue
                     known.add(node)
-                    stored.append((lane, at, row, length + node))
-                    first_BN[row][node] = lane
-                    index_BN[row][node] = at
+                    stored.append((len(lanes), index, row, length + node))
+                    first_BN[row][node] = len(lanes)
+                    index_BN[row][node] = index
+                lanes.append(Lane(row, path, slots, positions))
             for node in set(range(nodes)) - known:  # padding of the tree, in place of which the root is read
                 first_BN[row][node] = first_BN[row][0]
                 index_BN[row][node] = index_BN[row][0]
-        self._begin(lane_rows, lane_paths, slots, positions, lengths, stored, first_BN, index_BN)
+        self._begin(lanes, lengths, stored, first_BN, index_BN)
 
     def advance_lanes(self, rows: list[int], count: int) -> None:
         """Lanes of a forward over the first `count` pending tokens of some rows; `advanced` takes their states."""
-        lengths: list[int] = self.lengths_B.tolist()
-        slots = [list(range(self.read[row], self.read[row] + count)) for row in rows]
-        self._begin(rows, [[] for _ in rows], slots, slots, lengths, [], [], [])
+        lanes = []
+        for row in rows:
+            slots = list(range(self.read[row], self.read[row] + count))
+            lanes.append(Lane(row, [], slots, positions=slots))
+        self._begin(lanes, self.lengths_B.tolist(), [], [], [])
 
     def advanced(self) -> None:
         """The forward of `advance_lanes` has run: its states are the snapshots."""
         assert self.lanes is not None
-        lanes = self.lanes
+        lanes = self.lanes.lanes
+        rows = [lane.row for lane in lanes]
+        counts = [len(lane.slots) for lane in lanes]
         for layer in self.states:
-            layer.take(lanes.rows, list(range(len(lanes.rows))), lanes.lengths, cut=False)
-        for row, count in zip(lanes.rows, lanes.lengths, strict=True):
+            layer.take(rows, list(range(len(lanes))), counts, cut=False)
+        for row, count in zip(rows, counts, strict=True):
             self.read[row] += count
         self.lanes = None
 
     def _begin(
         self,
-        rows: list[int],
-        paths: list[Path],
-        slots: list[list[int]],
-        positions: list[list[int]],
+        lanes: list[Lane],
         lengths: list[int],
         stored: list[tuple[int, int, int, int]],
         first_BN: list[list[int]],
@@ -237,34 +239,31 @@ class StateCache(TreeCache):
     ) -> None:
         """Hand out copies of the snapshots, and put what the forward needs on the device."""
         device = self.lengths_B.device
-        counts = [len(lane) for lane in slots]
-        width = max(counts)
-        padded = [[*lane, *[lane[-1]] * (width - len(lane))] for lane in slots]
-        padded_positions = [[*lane, *[lane[-1]] * (width - len(lane))] for lane in positions]
-        slots_RT = upload(padded, device)
+        rows = [lane.row for lane in lanes]
+        width = max(len(lane.slots) for lane in lanes)
+        slots_RT = upload([_padded(lane.slots, width) for lane in lanes], device)
         each_row_once = rows == list(range(len(lengths)))
         rows_R = None if each_row_once else upload(rows, device)
         tokens_BS = self.tokens_BS if rows_R is None else self.tokens_BS[rows_R]
-        same = all(lane == slots[0] for lane in slots)
-        indices = None
+        entries = None
         if stored:
-            lanes_K, at_K, rows_K, slots_K = upload(stored, device).unbind(1)
-            indices = (lanes_K, at_K, rows_K, slots_K)
+            lanes_K, index_K, rows_K, slots_K = upload(stored, device).unbind(1)
+            entries = (lanes_K, index_K, rows_K, slots_K)
+        first = lanes[0].slots[0]
+        in_order = list(range(first, first + width))
         self.lanes = Lanes(
-            rows,
-            counts,
-            paths,
+            lanes,
             width,
-            tokens_BS.gather(1, slots_RT),
-            slots_RT,
-            upload(padded_positions, device),
-            upload([lengths[row] for row in rows], device),
-            upload([count - 1 for count in counts], device),
-            rows_R,
-            indices,
-            upload(first_BN, device),
-            upload(index_BN, device),
-            same and slots[0] == list(range(slots[0][0], slots[0][0] + width)),
+            tokens_RT=tokens_BS.gather(1, slots_RT),
+            slots_RT=slots_RT,
+            positions_RT=upload([_padded(lane.positions, width) for lane in lanes], device),
+            committed_R=upload([lengths[row] for row in rows], device),
+            last_R=upload([len(lane.slots) - 1 for lane in lanes], device),
+            rows_R=rows_R,
+            stored=entries,
+            first_BN=upload(first_BN, device),
+            index_BN=upload(index_BN, device),
+            in_line=all(lane.slots == in_order for lane in lanes),
         )
         self._before = lengths
         self._path_BA = None
@@ -273,19 +272,16 @@ class StateCache(TreeCache):
 
     def _write_tokens(self, tokens_BN: Tensor) -> None:
         """Note the tokens of the next forward's slots."""
-        missing = self.capacity - self.tokens_BS.shape[1]
-        if missing > 0:
-            self.tokens_BS = torch.nn.functional.pad(self.tokens_BS, (0, missing))
+        if self.tokens_BS.shape[1] < self.capacity:
+            self.tokens_BS = _widened(self.tokens_BS, self.capacity)
         slots_BN = self.lengths_B[:, None] + counting(tokens_BN.shape[1], tokens_BN.device)
         self.tokens_BS.scatter_(1, slots_BN, tokens_BN)
 
     def compact(self, path_BA: Tensor) -> None:
         super().compact(path_BA)
         self._path_BA = path_BA
-        self.tokens_BS.scatter_(1, self.slots_BN[:, : path_BA.shape[1]], self._tokens_of(path_BA))
-
-    def _tokens_of(self, path_BA: Tensor) -> Tensor:
-        return self.tokens_BS.gather(1, self.slots_BN.gather(1, path_BA))
+        accepted_BA = self.tokens_BS.gather(1, self.slots_BN.gather(1, path_BA))
+        self.tokens_BS.scatter_(1, self.slots_BN[:, : path_BA.shape[1]], accepted_BA)
 
     def select(self, rows_R: Tensor) -> None:
         self.settle()
@@ -301,11 +297,8 @@ class StateCache(TreeCache):
         other.settle()
         super().replace(rows_R, other)
         width = max(self.tokens_BS.shape[1], other.tokens_BS.shape[1])
-        ours_BS, theirs_BS = (
-            torch.nn.functional.pad(tokens_BS, (0, width - tokens_BS.shape[1]))
-            for tokens_BS in (self.tokens_BS, other.tokens_BS)
-        )
-        self.tokens_BS = ours_BS.index_copy(0, rows_R, theirs_BS)
+        theirs_BS = _widened(other.tokens_BS, width)
+        self.tokens_BS = _widened(self.tokens_BS, width).index_copy(0, rows_R, theirs_BS)
         for row, read in zip(rows_R.tolist(), other.read, strict=True):
             self.read[row] = read
         for layer, theirs in zip(self.states, other.states, strict=True):
@@ -332,6 +325,16 @@ class StateCache(TreeCache):
     def nbytes(self) -> int:
         states = sum(layer.snapshot.nbytes for layer in self.states)
         return super().nbytes + states
+
+
+def _padded(numbers: list[int], width: int) -> list[int]:
+    """The numbers with the last one repeated, up to a width."""
+    return [*numbers, *[numbers[-1]] * (width - len(numbers))]
+
+
+def _widened(tokens_BS: Tensor, slots: int) -> Tensor:
+    """Tokens with zeros after them, up to a number of slots."""
+    return torch.nn.functional.pad(tokens_BS, (0, slots - tokens_BS.shape[1]))
 
 
 class _NoLayer:
@@ -401,17 +404,17 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
 
         With `cut` a lane's windows are those after `counts` of its tokens, whatever it has read after them.
         """
+        if not rows:
+            return
         for number, window in self.snapshot.windows.items():
-            found: Any = self.conv_states[number]
             inputs = self._inputs.get(number)
             if cut and inputs is not None:
                 size = window.shape[-1]
                 cuts = [inputs[lane, ..., count : count + size] for lane, count in zip(lanes, counts, strict=True)]
-                found = torch.stack(cuts) if cuts else found
-                lanes_here = list(range(len(cuts)))
+                windows = _replaced(window, rows, torch.stack(cuts), list(range(len(cuts))))
             else:
-                lanes_here = lanes
-            self.snapshot.windows[number] = _replaced(window, rows, found, lanes_here)
+                windows = _replaced(window, rows, self.conv_states[number], lanes)
+            self.snapshot.windows[number] = windows
         for number, state in self.snapshot.recurrences.items():
             self.snapshot.recurrences[number] = _replaced(state, rows, self.recurrent_states[number], lanes)
 
@@ -449,13 +452,11 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
         raise AssertionError("a StateCache has all states from the start")
 
 
-def _replaced(states: Tensor, rows: list[int], found: Any, lanes: list[int]) -> Tensor:
+def _replaced(states: Tensor, rows: list[int], of_lanes: Any, lanes: list[int]) -> Tensor:
     """The states with those of these lanes in these rows."""
-    if rows == lanes == list(range(len(found))) and len(found) == len(states):
-        return found
-    if not rows:
-        return states
-    return states.index_copy(0, upload(rows, states.device), found[upload(lanes, states.device)])
+    if rows == lanes == list(range(len(of_lanes))) and len(of_lanes) == len(states):
+        return of_lanes
+    return states.index_copy(0, upload(rows, states.device), of_lanes[upload(lanes, states.device)])
 
 
 class _LaneLayer(TreeLayer):
@@ -465,17 +466,19 @@ class _LaneLayer(TreeLayer):
         cache = self.cache
         assert isinstance(cache, StateCache) and cache.lanes is not None
         lanes, device = cache.lanes, key_states.device
-        found = []
+        attended = []
         for kept, new in ((cache.keys[self.index], key_states), (cache.values[self.index], value_states)):
             if lanes.stored is not None:
-                lanes_K, at_K, rows_K, slots_K = (indices_K.to(device) for indices_K in lanes.stored)
-                kept.transpose(1, 2)[rows_K, slots_K] = new.transpose(1, 2)[lanes_K, at_K]
+                lanes_K, index_K, rows_K, slots_K = (indices_K.to(device) for indices_K in lanes.stored)
+                kept.transpose(1, 2)[rows_K, slots_K] = new.transpose(1, 2)[lanes_K, index_K]
             shown = kept[:, :, : cache.attended]
             if lanes.rows_R is not None:  # one row's entries are not copied for its lanes
-                of_lanes = (len(lanes.rows), -1, -1, -1)
-                shown = shown.expand(*of_lanes) if len(shown) == 1 else shown[lanes.rows_R.to(device)]
-            found.append(shown)
-        return found[0], found[1]
+                if len(shown) == 1:
+                    shown = shown.expand(len(lanes.lanes), -1, -1, -1)
+                else:
+                    shown = shown[lanes.rows_R.to(device)]
+            attended.append(shown)
+        return attended[0], attended[1]
 
 
 class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]  # transformers' bases differ in is_croppable

@@ -26,7 +26,7 @@ from .engines.base import Engine, TargetOutput
 from .engines.by_device import chosen_engine
 from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
-from .engines.eager import EagerEngine, chain_structure
+from .engines.eager import EagerEngine
 from .engines.stateful import PackedStatefulEngine, StatefulEngine
 from .kv_cache import TreeCache
 from .models.as_loaded import as_loaded
@@ -44,7 +44,7 @@ from .models.loading import (
 )
 from .models.trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
 from .target_model import TargetModel
-from .tree import DraftTree
+from .tree import DraftTree, NewNodes
 
 
 class CurrentLMHead(nn.Module):
@@ -315,8 +315,7 @@ class Target(TargetModel):
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
         """One forward over a chain of tokens; see `Engine.forward_nodes`."""
-        framed_BNX, depths_BN = chain_structure(tokens_BN)
-        return self.engine.forward_nodes(tokens_BN, framed_BNX, depths_BN, longest, cache, layers, kept_K)
+        return self.engine.forward_nodes(NewNodes.of_chain(tokens_BN), longest, cache, layers, kept_K)
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None

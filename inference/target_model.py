@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from .kv_cache import Pool, StateShape, TreeCache
+from .kv_cache import Pool
 from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
 from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
 from .models.positions import counts_positions
-from .models.segments import segments_of
+from .models.segments import segments_of, tokens_read_at_border
 from .models.states import keeps_states, stateful_interface
 
 
@@ -100,33 +100,19 @@ class TargetModel:
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
-        info, size = self.info, torch.finfo(self.dtype).bits // 8
         if self.stateful is not None:
             shapes = self.stateful.cache.state_shapes
             token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)
             return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
-        return 2 * size * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
+        info = self.info
+        return 2 * self.dtype.itemsize * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
 
     @cached_property
     def _read_at_border(self) -> int | None:
-        """Tokens that `model.generate` reads without its cache when a text crosses the border of two segments.
-
-        None if it keeps its cache. Asked with a cache that is as long as the first segment.
-        """
+        """See `tokens_read_at_border`; None for a model whose forwards do not depend on their last position, too."""
         if self.segments is None or not self.segments.by_last:
             return None
-        border = self.segments.first
-        cache = TreeCache([StateShape(1, 1, self.dtype, self.device)] * 2, 1, self.device)
-        cache.start = border
-        text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=self.device)
-        prepared = self.model.prepare_inputs_for_generation(
-            text_1T,
-            next_sequence_length=1,
-            past_key_values=cache,
-            attention_mask=torch.ones_like(text_1T),
-            use_cache=True,
-        )
-        return None if prepared.get("past_key_values") is not None else int(prepared["input_ids"].shape[1])
+        return tokens_read_at_border(self.model, self.segments.first)
 
     @property
     def rereads_at_border(self) -> bool:

@@ -1,6 +1,7 @@
 """Draft trees: the drafted tokens of one step, and what follows from their parents: ancestors, depths, paths.
 
-Letters in tensor names: B batch, N nodes, M nodes that are attended to, A nodes of a path.
+Letters in tensor names: B batch, N nodes, M nodes that are attended to, A nodes of a path, X columns of a framed tree
+attention.
 """
 
 from __future__ import annotations
@@ -124,6 +125,41 @@ def framed(seen_BNM: Tensor) -> Tensor:
     [B, N, M + 2]: the column of a cache slot is found by clamping its offset from the committed tokens.
     """
     return F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
+
+
+@dataclass(frozen=True)
+class NewNodes:
+    """The last N of M uncommitted nodes, for a forward that reads them: the others are in the KV cache already."""
+
+    tokens_BN: Tensor
+    framed_BNX: Tensor
+    """Their tree attention, see `framed`: X is M + 2."""
+    depths_BM: Tensor
+    """Positions of all M nodes, relative to the first one after the committed tokens."""
+
+    @property
+    def cached(self) -> int:
+        """Uncommitted nodes before them, which are in the cache already."""
+        return self.depths_BM.shape[1] - self.tokens_BN.shape[1]
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree) -> NewNodes:
+        """All nodes of a tree."""
+        return cls(tree.tokens_BN, tree.structure.framed_BNX, tree.structure.depths_BN)
+
+    @classmethod
+    def of_chain(cls, tokens_BN: Tensor) -> NewNodes:
+        """A chain of tokens after the committed ones."""
+        batch, nodes = tokens_BN.shape
+        framed_1NX, depths_1N = _chain(nodes, tokens_BN.device)
+        return cls(tokens_BN, framed_1NX.expand(batch, -1, -1), depths_1N.expand(batch, -1))
+
+
+@constants
+def _chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Framed attention and depths of a chain."""
+    seen_1NN = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
+    return framed(seen_1NN), torch.arange(nodes, device=device)[None]
 
 
 @constants

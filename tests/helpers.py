@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
@@ -82,10 +83,23 @@ def build_model(
     return model.to(dtype).eval()
 
 
-def head_for(target: Target, kind: str) -> DraftHead:
+def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
+    """Prompts of different lengths as `generate` takes them: token ids [batch, time] and their mask."""
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
+    return pad_sequence(prompts, batch_first=True, padding_side=side), mask
+
+
+def written_alone(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> list[int]:
+    """The new tokens that the model's own `generate` writes after one prompt, which no other row pads."""
+    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
+    return output[0, len(prompt) :].tolist()
+
+
+def head_for(target: Target, kind: str, **options: Any) -> DraftHead:
     """An untrained head on the CPU, initialized from the target so that its drafts vary."""
     torch.manual_seed(0)
-    head = build_head(kind, {}, target.info).to(target.dtype)
+    head = build_head(kind, options, target.info).to(target.dtype)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     return head.eval()
 

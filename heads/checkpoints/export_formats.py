@@ -35,7 +35,12 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
 PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
 """Weight files of the projects whose code reads no safetensors."""
 SAFEAILAB_LACKS = (
-    *("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias"),
+    "fc_norm",
+    "norm_output",
+    "norm_before_fc",
+    "norm_before_residual",
+    "qk_norm",
+    "attention_bias",
     "sliding_window",
 )
 """Options of EAGLE-3 that its authors' code does not have."""

@@ -215,7 +215,7 @@ SPECULATORS = {
 
 
 def _layer(theirs: str, ours: str) -> dict[str, Row]:
-    """A decoder layer."""
+    """Rows of a decoder layer's tensors, with its prefix in the format and the one it has here."""
     meanings = {
         "self_attn.q_proj": "queries",
         "self_attn.k_proj": "keys",

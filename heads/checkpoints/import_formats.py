@@ -463,17 +463,14 @@ def _layers_in_file(source: Source, keys: Keys, pattern: str) -> int:
     if "num_hidden_layers" not in keys.config or stated == held or not held:
         return held or stated
     if stated != source.target.num_layers:
+        matches = (re.match(pattern, name) for name in source.tensors)
+        names = sorted({match[0].rstrip(".") for match in matches if match})
         raise ValueError(
             f"{keys.where}: num_hidden_layers is {stated}, and the file holds tensors of {held} layers, "
-            f"{', '.join(_named_layers(source.tensors, pattern))}"
+            f"{', '.join(names[:4])}"
         )
     source.remarks.append(f"num_hidden_layers is {stated}, as of the target; the file holds {held}: those are read")
     return held
-
-
-def _named_layers(tensors: dict[str, Tensor], pattern: str) -> list[str]:
-    found = {match[0].rstrip(".") for name in tensors if (match := re.match(pattern, name))}
-    return sorted(found)[:4]
 
 
 def _attention_bias(source: Source) -> bool:

@@ -20,7 +20,7 @@ from ...heads.base import TargetInfo, TargetModules
 from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..target import Target
-from ..tree import framed
+from ..tree import NewNodes, framed
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ class AssistantModel:
         seen_BWM = torch.cat([before_BWM, myself], dim=-1)
         depth_BW = before_BWM.sum(-1)  # its ancestors among the drafted nodes
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
-        output = self.model.engine.forward_nodes(
-            within(self.model, tokens_BW), framed(seen_BWM), depths_BM, state.longest, state.cache, ()
-        )
+        nodes = NewNodes(within(self.model, tokens_BW), framed(seen_BWM), depths_BM)
+        output = self.model.engine.forward_nodes(nodes, state.longest, state.cache, ())
         grown = dataclasses.replace(state, seen_BWM=seen_BWM, depths_BM=depths_BM)
         return output.logits_BNV[..., : self.draft_vocab_size], grown
 

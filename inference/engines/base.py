@@ -1,7 +1,7 @@
 """The interface of an engine, which runs the forwards of one target.
 
-Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, V vocabulary, D hidden
-size, F width of the chosen layers' features side by side, X columns of a framed tree attention.
+Letters in tensor names: B batch, T time, N nodes, K chosen nodes, V vocabulary, D hidden size, F width of the chosen
+layers' features side by side.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
 from ..target_model import TargetModel
-from ..tree import DraftTree
+from ..tree import DraftTree, NewNodes
 
 LEAST_PADDING = 2048
 """Minimum padding tokens that an extra prefill forward must save, where launching a forward is what takes time."""
@@ -143,19 +143,15 @@ class Engine(ABC):
     @abstractmethod
     def forward_nodes(
         self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        """One forward over the last N of M uncommitted nodes, the others being in the cache already.
+        """One forward over new uncommitted nodes, after those that are in the cache already.
 
-        `framed_BNX` is the new nodes' tree attention, see `framed`; `depths_BM` are positions relative to the first one
-        after the committed tokens, of which the longest row has `longest`. Returns the logits of the new nodes
-        `kept_K`, None for all.
+        The longest row has `longest` committed tokens. Returns the logits of the new nodes `kept_K`, None for all.
         """
 
     def draft_head(self, head: DraftHead) -> DraftHead:

@@ -3,7 +3,7 @@
 They cannot be told where the nodes of a tree lie, so a forward is over a chain of one row, and it is the one that
 `model.generate` would run after the tokens in the cache: masks and positions are the model's.
 
-Letters in tensor names: B batch (one row), N nodes, D hidden size, V vocabulary.
+Letters in tensor names: B batch (one row), N nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..kv_cache import TreeCache
 from ..target_model import TargetModel
 from .base import Runner
 from .cpu import PackedLinearEngine
-from .eager import EagerEngine, Masks, features_of, kept_logits
+from .eager import EagerEngine, Masks
 
 
 class CountingEngine(EagerEngine):
@@ -40,33 +40,22 @@ class CountingEngine(EagerEngine):
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         return next(iter(visible.values()))  # not used
 
-    def _model_forward(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Masks,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        target = self.target
+    def _model_inputs(
+        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+    ) -> dict[str, Any]:
+        """Arguments of a forward by which the model makes its own masks and positions."""
         assert len(tokens_BN) == 1
-        indices = target.hidden_state_indices(layers)
-        cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])  # sync: one row waits for its tokens anyway
-        given: dict[str, Any] = {target.cache_interface.name: cache}
+        start = int(cache.slots_BN[0, 0])  # sync: one row waits for its tokens anyway
+        length = start + tokens_BN.shape[1]
+        cache.follow(start, tokens_BN.shape[1])
+        inputs = {
+            "input_ids": tokens_BN,
+            "attention_mask": torch.ones(1, length, dtype=torch.int64, device=tokens_BN.device),
+            self.target.cache_interface.name: cache,
+        }
         if self._slices_logits:
-            given["logits_to_keep"] = logits_to_keep
-        if indices:
-            given["output_hidden_states"] = sorted(set(indices))
-        assert cache.attended is not None
-        output = self.model(
-            input_ids=tokens_BN,
-            attention_mask=torch.ones(1, cache.attended, dtype=torch.int64, device=tokens_BN.device),
-            use_cache=True,
-            **given,
-        )
-        logits = kept_logits(output.logits, logits_to_keep)
-        return logits, features_of(target, output, layers, tokens_BN)
+            inputs["logits_to_keep"] = logits_to_keep
+        return inputs
 
 
 class PackedCountingEngine(PackedLinearEngine, CountingEngine):

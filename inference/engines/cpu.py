@@ -1,6 +1,6 @@
 """Forwards in our CPU kernels: the whole decoder where they know its layers, else its linear layers.
 
-Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes.
+Letters in tensor names: B batch, T time, N nodes, K chosen nodes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
 from ..models.prompt_inputs import in_one_dimension
 from ..target_model import TargetModel
-from ..tree import DraftTree
+from ..tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
-from .eager import PADDING_ON_CPU, EagerEngine, chain_structure, read_by_model, visible_slots
+from .eager import PADDING_ON_CPU, EagerEngine, read_by_model, visible_slots
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
@@ -105,10 +105,8 @@ class CpuEngine(KernelEngine):
         for start, piece_BN in zip(range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True):
             nodes = piece_BN.shape[1]
             here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
-            framed_BNX, depths_BN = chain_structure(piece_BN)
-            output = self.forward_nodes(piece_BN, framed_BNX, depths_BN, cache.prefilled, cache, layers, here_K)
-            cache.advance(torch.full_like(cache.lengths_B, nodes))
-            cache.prefilled += nodes
+            output = self.forward_nodes(NewNodes.of_chain(piece_BN), cache.prefilled, cache, layers, here_K)
+            cache.advance_prompt(nodes)
             logits.append(output.logits_BNV)
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
@@ -119,23 +117,17 @@ class CpuEngine(KernelEngine):
         return read_by_model(self.target, self.target.model, tokens_1T, cache, layers, kept, inputs)
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        known = tree.structure
-        return self.forward_nodes(tree.tokens_BN, known.framed_BNX, known.depths_BN, longest, cache, layers)
+        return self.forward_nodes(NewNodes.of_tree(tree), longest, cache, layers)
 
     def forward_nodes(
         self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
-        cache.reserve(new, longest, nodes - new)
-        positions_BN, visible = visible_slots(
-            self.target, framed_BNX, depths_BM, cache.lengths_B, cache.bucketed_length
-        )
+        cache.reserve(nodes.tokens_BN.shape[1], longest, nodes.cached)
+        positions_BN, visible = visible_slots(self.target, nodes, cache.lengths_B, cache.bucketed_length)
         turned_BN = in_one_dimension(positions_BN, cache.position_offsets)
-        return TargetOutput(*self.decoder(tokens_BN, turned_BN, visible, cache, layers, kept_K))
+        return TargetOutput(*self.decoder(nodes.tokens_BN, turned_BN, visible, cache, layers, kept_K))

@@ -23,7 +23,7 @@ from ..models.changes import WeightWatch
 from ..models.prompt_inputs import offset, position_offsets
 from ..models.segments import has_changing_angles
 from ..target_model import TargetModel
-from ..tree import DraftTree, framed
+from ..tree import DraftTree, NewNodes
 from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
@@ -147,17 +147,29 @@ class EagerEngine(Engine):
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
-        # The LM head of a model that is spread over devices may lie on another one than a tensor of positions.
-        last = size - kept[0] if kept else 1
-        wanted = last if self.spread else torch.tensor(kept, dtype=torch.int64, device=target.device)
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
-        given = (tokens_BT, positions_BT, masks, cache, layers, wanted)
-        logits_BKV, features_BNF = self.runner.run_unrecorded(self._model_forward, *given)
-        if self.spread:  # logits from the first wanted position to the last token
+        logits_BKV, features_BTF = self._unrecorded_forward(tokens_BT, positions_BT, masks, cache, layers, kept)
+        cache.advance_prompt(size)
+        return TargetOutput(logits_BKV, features_BTF)
+
+    def _unrecorded_forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The model's logits at the indices `kept`, and the features of all tokens."""
+        logits_to_keep: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
+        if self.spread:  # the LM head may lie on another device than indices: all logits from the first wanted on
+            logits_to_keep = tokens_BT.shape[1] - kept[0] if kept else 1
+        given = (tokens_BT, positions_BT, masks, cache, layers, logits_to_keep)
+        logits_BKV, features_BTF = self.runner.run_unrecorded(self._model_forward, *given)
+        if self.spread:
             logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
-        return TargetOutput(logits_BKV, features_BNF)
+        return logits_BKV, features_BTF
 
     def read_prompt(
         self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
@@ -175,24 +187,20 @@ class EagerEngine(Engine):
         self, cache: TreeCache, tree: DraftTree, lengths_B: Tensor, layers: tuple[int, ...]
     ) -> tuple[TargetOutput, Tensor]:
         """The forward over all nodes of a tree, and the slots [B, N] of its entries; this function is recorded."""
-        known = tree.structure
-        return self._nodes_forward(cache, tree.tokens_BN, known.framed_BNX, known.depths_BN, None, lengths_B, layers)
+        return self._nodes_forward(cache, NewNodes.of_tree(tree), None, lengths_B, layers)
 
     def forward_nodes(
         self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
-        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
-        cache.reserve(new, longest, nodes - new)
-        self._count_from(cache, longest + nodes - new)
-        given = (tokens_BN, framed_BNX, depths_BM, kept_K, cache.lengths_B, layers)
-        output, cache.slots_BN = self._runner_for(cache)(self._nodes_forward, (cache,), *given)
+        cache.reserve(nodes.tokens_BN.shape[1], longest, nodes.cached)
+        self._count_from(cache, longest + nodes.cached)
+        run = self._runner_for(cache)
+        output, cache.slots_BN = run(self._nodes_forward, (cache,), nodes, kept_K, cache.lengths_B, layers)
         return output
 
     def _runner_for(self, cache: TreeCache) -> Runner:
@@ -207,29 +215,27 @@ class EagerEngine(Engine):
     def _nodes_forward(
         self,
         cache: TreeCache,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         kept_K: Tensor | None,
         lengths_B: Tensor,
         layers: tuple[int, ...],
     ) -> tuple[TargetOutput, Tensor]:
         """`forward_nodes` after `lengths_B` committed tokens, and the slots [B, N]; this function is recorded."""
-        new, nodes = tokens_BN.shape[1], depths_BM.shape[1]
-        cache.slots_BN = lengths_B[:, None] + counting(new, lengths_B.device, nodes - new)
+        new = nodes.tokens_BN.shape[1]
+        cache.slots_BN = lengths_B[:, None] + counting(new, lengths_B.device, nodes.cached)
         # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
         if self.tree_kernel:
-            positions_BN = node_positions(self.target, depths_BM, lengths_B, new)
-            masks = self._tree_masks(framed_BNX[:, :, 1:-1], depths_BM, lengths_B)
+            positions_BN = node_positions(self.target, nodes, lengths_B)
+            masks = self._tree_masks(nodes.framed_BNX[:, :, 1:-1], nodes.depths_BM, lengths_B)
         else:
-            positions_BN, visible = visible_slots(self.target, framed_BNX, depths_BM, lengths_B, slots)
+            positions_BN, visible = visible_slots(self.target, nodes, lengths_B, slots)
             masks = self._masks(visible)
         kept: int | Tensor = 0
         if kept_K is not None and not self.spread:
             kept = kept_K
-        logits_BNV, features_BNF = self._forward_over_nodes(tokens_BN, positions_BN, masks, cache, layers, kept)
+        logits_BNV, features_BNF = self._forward_over_nodes(nodes.tokens_BN, positions_BN, masks, cache, layers, kept)
         if kept_K is not None and self.spread:
             logits_BNV = logits_BNV[:, kept_K]
         logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
@@ -259,20 +265,24 @@ class EagerEngine(Engine):
         """The model's logits and features."""
         target = self.target
         indices = target.hidden_state_indices(layers)
-        given_cache: dict[str, Any] = {target.cache_interface.name: cache}
-        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
-            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
-        output = self.model(
-            input_ids=tokens_BN,
-            attention_mask=masks,
-            position_ids=offset(positions_BN, cache.position_offsets),
-            **given_cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            output_hidden_states=sorted(set(indices)) or False,
-        )
+        inputs = self._model_inputs(tokens_BN, positions_BN, masks, cache, logits_to_keep)
+        output = self.model(**inputs, use_cache=True, output_hidden_states=sorted(set(indices)) or False)
         logits = kept_logits(output.logits, logits_to_keep)
         return logits, features_of(target, output, layers, tokens_BN)
+
+    def _model_inputs(
+        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+    ) -> dict[str, Any]:
+        """Arguments of the model's forward over these tokens."""
+        if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
+            logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
+        return {
+            "input_ids": tokens_BN,
+            "attention_mask": masks,
+            "position_ids": offset(positions_BN, cache.position_offsets),
+            self.target.cache_interface.name: cache,
+            "logits_to_keep": logits_to_keep,
+        }
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
@@ -322,8 +332,7 @@ def read_by_model(
     output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
     logits = kept_logits(output.logits, given["logits_to_keep"])
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
-    cache.advance(torch.full_like(cache.lengths_B, size))
-    cache.prefilled += size
+    cache.advance_prompt(size)
     return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
 
 
@@ -352,36 +361,37 @@ def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
 
 
 def visible_slots(
-    target: TargetModel, framed_BNX: Tensor, depths_BM: Tensor, lengths_B: Tensor, slots: int
+    target: TargetModel, nodes: NewNodes, lengths_B: Tensor, slots: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Position ids [B, N] of the last N of M nodes, and by kind of attention the slots they attend to [B, N, S]."""
-    new, nodes = framed_BNX.shape[1], depths_BM.shape[1]
+    """Position ids [B, N] of new nodes, and by kind of attention the slots they attend to [B, N, S]."""
+    framed_BNX = nodes.framed_BNX
+    uncommitted = nodes.depths_BM.shape[1]
     device = lengths_B.device
     lengths_B1 = lengths_B[:, None]
-    if nodes == 1:
+    if uncommitted == 1:
         visible_BNS = (counting(slots, device) <= lengths_B1)[:, None]
     else:  # a column of `framed_BNX` for each slot
-        column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, nodes + 1)
-        visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, new, -1))
-    positions_BN = node_positions(target, depths_BM, lengths_B, new)
+        column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, uncommitted + 1)
+        visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, framed_BNX.shape[1], -1))
+    positions_BN = node_positions(target, nodes, lengths_B)
     visible = dict.fromkeys(target.attention_kinds, visible_BNS)
     local = [kind for kind in visible if kind in NEAR]
     if local:
         slots_S = counting(slots, device)
         after_BS = slots_S - lengths_B1
-        node_positions_BS = lengths_B1 + depths_BM.gather(1, after_BS.clamp(0, nodes - 1))
-        slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < nodes), node_positions_BS, slots_S)
+        node_positions_BS = lengths_B1 + nodes.depths_BM.gather(1, after_BS.clamp(0, uncommitted - 1))
+        slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < uncommitted), node_positions_BS, slots_S)
         for kind in local:
             visible[kind] = NEAR[kind](target, positions_BN, slot_positions_BS, visible_BNS)
     return positions_BN, visible
 
 
-def node_positions(target: TargetModel, depths_BM: Tensor, lengths_B: Tensor, new: int) -> Tensor:
-    """Position ids [B, N] of the last `new` of M nodes.
+def node_positions(target: TargetModel, nodes: NewNodes, lengths_B: Tensor) -> Tensor:
+    """Position ids [B, N] of new nodes.
 
     A node beyond the last position is never returned, but must not break an embedding table.
     """
-    depths_BN = depths_BM[:, depths_BM.shape[1] - new :]
+    depths_BN = nodes.depths_BM[:, nodes.cached :]
     return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
 
@@ -401,19 +411,6 @@ NEAR: dict[str, Callable[[TargetModel, Tensor, Tensor, Tensor], Tensor]] = {
     "chunked_attention": in_chunk,
 }
 """Kinds of attention that see a part of the text: what of the visible slots each node sees."""
-
-
-def chain_structure(tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Framed attention and depths of a chain of tokens, as `forward_nodes` takes them."""
-    batch, nodes = tokens_BN.shape
-    framed_1NX, depths_1N = _chain(nodes, tokens_BN.device)
-    return framed_1NX.expand(batch, -1, -1), depths_1N.expand(batch, -1)
-
-
-@constants
-def _chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    seen_1NN = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-    return framed(seen_1NN), torch.arange(nodes, device=device)[None]
 
 
 def _block_mask(visible_BNS: Tensor) -> BlockMask:

@@ -1,7 +1,7 @@
 """Forwards of a transformers model whose layers keep states, see `state_cache`: its own modules, lane by lane.
 
 Letters in tensor names: B batch, T tokens of a lane, N nodes, R lanes, S slots of the cache, D hidden size, F width of
-the chosen layers side by side, X columns of a framed tree attention.
+the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...heads.layers.constants import counting
 from ..kv_cache import TreeCache
 from ..state_cache import Lanes, Path, StateCache
 from ..target_model import TargetModel
-from ..tree import DraftTree
+from ..tree import DraftTree, NewNodes
 from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
 from .cpu import PackedLinearEngine
@@ -44,8 +44,7 @@ class StatefulEngine(EagerEngine):
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> StateCache:
         target = self.target
         assert target.stateful is not None
-        layers = target.stateful.layers
-        return StateCache(self.state_shapes, layers, batch_size, target.device, tokens, rows, target.pool)
+        return StateCache(target.stateful, batch_size, target.device, tokens, rows, target.pool)
 
     @cached_property
     def own_attention(self) -> bool:
@@ -72,22 +71,8 @@ class StatefulEngine(EagerEngine):
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
         output = self._forward_lanes(cache, tokens_BT, _chains(tokens_BT), layers, kept)
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
+        cache.advance_prompt(size)
         return output
-
-    def read_prompt(
-        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
-    ) -> TargetOutput:
-        """Refuse prompts with images.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"{self.target.name!r} has layers with a convolution or recurrent state, whose prompts are read as text "
-            "alone; give input_ids and attention_mask without images, video or sound"
-        )
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
         assert isinstance(cache, StateCache)
@@ -97,9 +82,7 @@ class StatefulEngine(EagerEngine):
 
     def forward_nodes(
         self,
-        tokens_BN: Tensor,
-        framed_BNX: Tensor,
-        depths_BM: Tensor,
+        nodes: NewNodes,
         longest: int,
         cache: TreeCache,
         layers: tuple[int, ...],
@@ -107,7 +90,8 @@ class StatefulEngine(EagerEngine):
     ) -> TargetOutput:
         """One forward over a chain of tokens after the committed ones."""
         assert isinstance(cache, StateCache)
-        assert tokens_BN.shape[1] == depths_BM.shape[1]  # drafters that go level by level are refused
+        assert nodes.cached == 0  # drafters that go level by level are refused
+        tokens_BN = nodes.tokens_BN
         cache.reserve(tokens_BN.shape[1], longest)
         kept = None if kept_K is None else kept_K.tolist()
         return self._forward_lanes(cache, tokens_BN, _chains(tokens_BN), layers, kept)
@@ -134,8 +118,8 @@ class StatefulEngine(EagerEngine):
         masks = self._lane_masks(cache)
         # The nodes of one chain a row, all after as many pending tokens, stand in the model's output as they are.
         before = lanes.width - nodes
-        in_line = all(len(path) == nodes for path in lanes.paths) and min(lanes.lengths) == lanes.width
-        if lanes.rows_R is None and in_line:
+        whole = all(len(lane.path) == nodes and len(lane.slots) == lanes.width for lane in lanes.lanes)
+        if lanes.rows_R is None and whole:
             logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
@@ -173,15 +157,8 @@ class StatefulEngine(EagerEngine):
         """The model's logits at the indices `kept` of every lane, and the features of all its tokens."""
         assert cache.lanes is not None
         lanes = cache.lanes
-        wanted: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
-        if self.spread:  # the LM head may lie on another device than a tensor of positions
-            wanted = lanes.width - kept[0] if kept else 1
         positions_RT = lanes.positions_RT.clamp(max=self.target.max_positions - 1)
-        given: Any = (lanes.tokens_RT, positions_RT, masks, cache, layers, wanted)
-        logits_RKV, features_RTF = self.runner.run_unrecorded(self._model_forward, *given)
-        if self.spread:
-            logits_RKV = logits_RKV[:, [at - kept[0] for at in kept]]
-        return logits_RKV, features_RTF
+        return self._unrecorded_forward(lanes.tokens_RT, positions_RT, masks, cache, layers, kept)
 
     def _lane_masks(self, cache: StateCache) -> Masks | None:
         """Masks of the slots that each lane's tokens see: the committed ones up to their own, and their path."""

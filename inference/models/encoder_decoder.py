@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..engines.base import Runner
+from ..engines.counting import CountingEngine
 from ..engines.cpu import PackedLinearEngine
-from ..engines.eager import EagerEngine, Masks
+from ..engines.eager import Masks
 from ..kv_cache import TreeCache
 from ..target import Target
-from ..target_model import TargetModel
 from .interface import CacheInterface, cache_interface
 from .loading import config_of
 
@@ -55,45 +54,27 @@ def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[s
     return config is not None and bool(config.is_encoder_decoder)
 
 
-class Seq2SeqEngine(EagerEngine):
-    """Forwards of the decoder, as they are: where its tokens lie is known on the host alone."""
+class Seq2SeqEngine(CountingEngine):
+    """Forwards of the decoder, which attends to the encoder's outputs as well."""
 
     target: Seq2SeqTarget
-    own_attention = False
-    chains_only = True
-
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
-        super().__init__(target)  # and never recorded
-
-    def _masks(self, visible: dict[str, Tensor]) -> Masks:
-        return next(iter(visible.values()))  # not used: the model makes its own
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, tokens, rows)
         cache.cross_attention = DynamicCache()
         return cache
 
-    def _model_forward(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Masks,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def _model_inputs(
+        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+    ) -> dict[str, Any]:
         target = self.target
         cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])  # sync: positions are counted from here
-        given_cache = {target.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention)}
-        output = self.model(
-            encoder_outputs=target.encoded,
-            attention_mask=target.encoded_mask,
-            decoder_input_ids=tokens_BN,
-            **given_cache,
-            use_cache=True,
-        )
-        kept = output.logits if isinstance(logits_to_keep, int) else output.logits[:, logits_to_keep]
-        return kept, torch.empty(*tokens_BN.shape, 0, dtype=target.dtype, device=target.device)
+        return {
+            "encoder_outputs": target.encoded,
+            "attention_mask": target.encoded_mask,
+            "decoder_input_ids": tokens_BN,
+            target.cache_interface.name: EncoderDecoderCache(cache, cache.cross_attention),
+        }
 
 
 class PackedSeq2SeqEngine(PackedLinearEngine, Seq2SeqEngine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,8 +29,6 @@ FINGERPRINTED = 64
 def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
     """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
     heads = layer_fact(config, "num_attention_heads") or max(1, config.hidden_size // HEAD_SIZE)
-    eps = next((getattr(config, key) for key in ("rms_norm_eps", "layer_norm_eps") if hasattr(config, key)), 1e-5)
-    act = next((getattr(config, key) for key in ("hidden_act", "hidden_activation") if hasattr(config, key)), "silu")
     return TargetInfo(
         name=name,
         hidden_size=config.hidden_size,
@@ -40,11 +38,19 @@ def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> Tar
         num_attention_heads=heads,
         num_key_value_heads=layer_fact(config, "num_key_value_heads") or heads,
         head_dim=layer_fact(config, "head_dim") or config.hidden_size // heads,
-        hidden_act=act,
-        rms_norm_eps=eps,
+        hidden_act=_first_of(config, ("hidden_act", "hidden_activation"), "silu"),
+        rms_norm_eps=_first_of(config, ("rms_norm_eps", "layer_norm_eps"), 1e-5),
         max_positions=getattr(config, "max_position_embeddings", None) or 2**31 - 1,
         rope_parameters=_rope_of_heads(rope_of(config)),
     )
+
+
+def _first_of(holder: Any, names: Sequence[str], default: Any) -> Any:
+    """The first of these attributes that a config or module has; `default` if it has none."""
+    for name in names:
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return default
 
 
 def layer_fact(config: Any, name: str) -> Any:
@@ -105,6 +111,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 BLOCKS = ("layers", "h", "blocks")
 """Names of a decoder's blocks."""
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
+"""Names of its final norm."""
 TRANSFORMS = ("lm_head", "cls.predictions.transform", "generator_predictions")
 """Names of the layers before an LM head's matrix, in models whose `get_output_embeddings` is the matrix alone."""
 
@@ -114,14 +122,13 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
     body = getattr(model.base_model, "language_model", model.base_model)
     if not any(hasattr(body, name) for name in BLOCKS):  # a causal LM in a multimodal one
         body = model.get_decoder()
-    norms = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
     config: Any = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     return TargetModules(
         embed=model.get_input_embeddings(),
         lm_head=cast(torch.nn.Linear, model.get_output_embeddings()),
-        norm=next((getattr(body, name) for name in norms if hasattr(body, name)), torch.nn.Identity()),
-        blocks=next((getattr(body, name) for name in BLOCKS if hasattr(body, name)), ()),
+        norm=_first_of(body, NORMS, torch.nn.Identity()),
+        blocks=_first_of(body, BLOCKS, ()),
         logit_scale=float(scale or 1 / (getattr(config, "logits_scaling", None) or 1)),
         logit_cap=getattr(config, "final_logit_softcapping", None),
     )

@@ -27,7 +27,7 @@ def counts_positions(model: PreTrainedModel) -> str:
 
 
 def _buffers(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The tensors of a model's blocks that are no weights."""
+    """The buffers of a model's blocks."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return [buffer for blocks in lists for buffer in blocks.buffers()]
 

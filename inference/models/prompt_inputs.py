@@ -55,21 +55,7 @@ def check_prompt_inputs(target: TargetModel, input_ids: Tensor, mask: Tensor | N
     Raises:
         ValueError: says what was given and what is valid.
     """
-    config = target.model.config
-    token = next((getattr(config, name) for name in IMAGE_TOKENS if getattr(config, name, None) is not None), None)
-    images = [name for name in given if name.startswith(("pixel_values", "image_embeds", ENCODED))]
-    if isinstance(token, int) and "pixel_values" in inspect.signature(target.model.forward).parameters:
-        count = int((input_ids == token).sum())  # sync: once a call
-        if count and not images:
-            raise ValueError(
-                f"the prompt has {count} image tokens ({token}) and no images came with it; give all that the "
-                "processor returns: generate(**processor(...))"
-            )
-        if images in (["pixel_values"], [ENCODED]) and not count:
-            raise ValueError(
-                f"images were given, and the prompt has no image token ({token}) for them; let the processor "
-                "write the prompt, or apply its chat template"
-            )
+    _check_image_tokens(target, input_ids, given)
     if not given:
         return
     what = "images or the like" if ENCODED in given else sorted(given)[0]
@@ -89,6 +75,26 @@ def check_prompt_inputs(target: TargetModel, input_ids: Tensor, mask: Tensor | N
         )
     if mask is not None and not bool(mask.bool().all()):  # sync: once a call
         raise ValueError(f"a prompt with {what} must not be padded; let the processor return one row alone")
+
+
+def _check_image_tokens(target: TargetModel, input_ids: Tensor, given: Mapping[str, Any]) -> None:
+    """Refuse image tokens without images, and images without tokens, by a ValueError."""
+    config = target.model.config
+    token = next((getattr(config, name) for name in IMAGE_TOKENS if getattr(config, name, None) is not None), None)
+    if not isinstance(token, int) or "pixel_values" not in inspect.signature(target.model.forward).parameters:
+        return
+    images = [name for name in given if name.startswith(("pixel_values", "image_embeds", ENCODED))]
+    count = int((input_ids == token).sum())  # sync: once a call
+    if count and not images:
+        raise ValueError(
+            f"the prompt has {count} image tokens ({token}) and no images came with it; give all that the "
+            "processor returns: generate(**processor(...))"
+        )
+    if images in (["pixel_values"], [ENCODED]) and not count:
+        raise ValueError(
+            f"images were given, and the prompt has no image token ({token}) for them; let the processor "
+            "write the prompt, or apply its chat template"
+        )
 
 
 def position_offsets(positions: Tensor | None, length: int) -> Tensor | None:

@@ -119,9 +119,6 @@ class ReplayEngine(Engine):
     name = "replay"
     target: ReplayTarget
 
-    def __init__(self, target: ReplayTarget) -> None:
-        super().__init__(target)
-
     @property
     def state_shapes(self) -> list[StateShape]:
         return [StateShape(1, 1, torch.int64, self.target.device)] * 2
@@ -151,8 +148,7 @@ class ReplayEngine(Engine):
         )
         depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
-        cache.advance(torch.full_like(cache.lengths_B, size))
-        cache.prefilled += size
+        cache.advance_prompt(size)
         return output
 
     def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..kv_cache import StateShape, TreeCache
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -62,6 +66,24 @@ def segments_of(config: Any) -> Segments | None:
             "change at one"
         )
     return Segments(borders.pop(), None, by_last=True) if borders else None
+
+
+def tokens_read_at_border(model: Any, border: int) -> int | None:
+    """Tokens that `model.generate` reads without its cache where a text crosses the border of two segments.
+
+    None if it keeps its cache. The model is asked with a cache that is as long as the first segment.
+    """
+    cache = TreeCache([StateShape(1, 1, model.dtype, model.device)] * 2, 1, model.device)
+    cache.start = border
+    text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=model.device)
+    prepared = model.prepare_inputs_for_generation(
+        text_1T,
+        next_sequence_length=1,
+        past_key_values=cache,
+        attention_mask=torch.ones_like(text_1T),
+        use_cache=True,
+    )
+    return None if prepared.get("past_key_values") is not None else int(prepared["input_ids"].shape[1])
 
 
 def has_changing_angles(config: Any) -> bool:

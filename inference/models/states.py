@@ -79,10 +79,11 @@ class StatefulInterface:
 
     def row_bytes(self) -> int:
         """Bytes of the states of a row."""
-        states = [
-            state for layer in self.layers for state in (*layer.convolutions.values(), *layer.recurrences.values())
-        ]
-        return sum(math.prod(state.shape) * state.dtype.itemsize for state in states)
+        total = 0
+        for layer in self.layers:
+            for state in (*layer.convolutions.values(), *layer.recurrences.values()):
+                total += math.prod(state.shape) * state.dtype.itemsize
+        return total
 
 
 def keeps_states(model: PreTrainedModel) -> bool:

@@ -22,6 +22,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +70,20 @@ FAILURES = (
     ValueError,
 )
 """What a model's code raises for inputs that it does not expect."""
-UNTOLD = ("_name_or_path", "architectures", "dtype", "id2label", "label2id", "torch_dtype", "transformers_version")
+WITHOUT_EFFECT = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "torch_dtype",
+    "transformers_version",
+)
 """Keys of a config that change nothing that is computed."""
+
+
+Retarget = Callable[[PreTrainedModel], tuple[TargetModel, Engine]]
+"""Makes the target of a model, and the engine that runs it as it is."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class Trial:
         return DraftTree.of_shape(self.shape, torch.tensor([tokens], device=self.text_1T.device))
 
 
-def check_architecture(target: TargetModel, retarget: Callable[[PreTrainedModel], tuple[TargetModel, Engine]]) -> None:
+def check_architecture(target: TargetModel, retarget: Retarget) -> None:
     """Refuse a model whose logits for the nodes of a tree are not those that it has for single tokens.
 
     Args:
@@ -105,37 +118,41 @@ def check_architecture(target: TargetModel, retarget: Callable[[PreTrainedModel]
     model = target.model
     if model.device.type == "meta" or target.max_positions < 2 * CHAIN.size + 2:
         return
-
-    def measure() -> float | None:
-        """The largest difference of a trial that the model passes."""
-        if target.stateful is not None:
-            check_states(model)
-        windows = windows_of(model.config.get_text_config())
-        hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
-        if windows and not hooked:
-            shortened = with_short_windows(model)
-            different = difference(*retarget(shortened), TEXT)
-            if different is None or different <= tolerance(model):
-                return different
-            # A model that does not read its windows from the config differs, too: it is tried as it is.
-            longest = 2 * max(windows) + TEXT
-            if longest > LONGEST_TEXT:
-                raise ValueError(refusal(target, different, TEXT))
-            return tried_as_it_is(target, retarget, longest)
-        length = TEXT  # long windows of a model that accelerate spreads or offloads would take too long
-        if hooked:
-            length = max(TEXT, *(window + TEXT for window in windows if window <= LONGEST_LOCAL), 0)
-        different = difference(*retarget(model), length)
-        if different is not None and different > tolerance(model):
-            raise ValueError(refusal(target, different, length))
-        return different
-
+    measure = partial(run_trial, target, retarget)
     measured_once(target.device, f"trial of {architecture(model)}", measure, read_difference, timing=False)
 
 
-def tried_as_it_is(
-    target: TargetModel, retarget: Callable[[PreTrainedModel], tuple[TargetModel, Engine]], length: int
-) -> float | None:
+def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
+    """The difference that a model passes the trial with, on the text that its windows need; see `tree_difference`.
+
+    Raises:
+        ValueError: the difference is larger than rounding makes it.
+    """
+    model = target.model
+    if target.stateful is not None:
+        check_states(model)
+    windows = windows_of(model.config.get_text_config())
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
+    if hooked or not windows:
+        # Texts longer than long windows would take too long in a model that accelerate spreads or offloads.
+        window = max((window for window in windows if window <= LONGEST_LOCAL), default=0)
+        length = window + TEXT
+        difference = tree_difference(*retarget(model), length)
+        if difference is not None and difference > tolerance(model):
+            raise ValueError(refusal(target, difference, length))
+        return difference
+    shortened = with_short_windows(model)  # held here: its target holds it weakly
+    difference = tree_difference(*retarget(shortened), TEXT)
+    if difference is None or difference <= tolerance(model):
+        return difference
+    # A model that does not read its windows from the config differs, too: it is tried as it is.
+    length = 2 * max(windows) + TEXT
+    if length > LONGEST_TEXT:
+        raise ValueError(refusal(target, difference, TEXT))
+    return tried_as_it_is(target, retarget, length)
+
+
+def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> float | None:
     """The difference after a text that passes all windows, which is at most a few times that after a short text.
 
     Little of what is seen lies out of a long window, so that forgetting it makes a small difference.
@@ -143,14 +160,14 @@ def tried_as_it_is(
     Raises:
         ValueError: the difference is larger.
     """
-    short = difference(*retarget(target.model), TEXT)
-    different = difference(*retarget(target.model), length)
-    if short is None or different is None:
+    short = tree_difference(*retarget(target.model), TEXT)
+    difference = tree_difference(*retarget(target.model), length)
+    if short is None or difference is None:
         return None
     allowed = min(tolerance(target.model), max(MORE * short, ROUNDING[torch.float32]))
-    if different > allowed:
-        raise ValueError(refusal(target, different, length))
-    return different
+    if difference > allowed:
+        raise ValueError(refusal(target, difference, length))
+    return difference
 
 
 def read_difference(kept: Any) -> float | None:
@@ -162,13 +179,13 @@ def read_difference(kept: Any) -> float | None:
 
 def architecture(model: PreTrainedModel) -> str:
     """All that decides how a model computes, besides its weights."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in UNTOLD}
-    told = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    config = {key: value for key, value in model.config.to_dict().items() if key not in WITHOUT_EFFECT}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
     attention = model.config._attn_implementation
     experts = getattr(model.config, "_experts_implementation", None)
     how = ", ".join(str(part) for part in (dtype_name(model.dtype), attention, experts) if part)
     versions = f"transformers {transformers.__version__}, headstart {importlib.metadata.version('headstart')}"
-    return f"{type(model).__module__}.{type(model).__qualname__} {told} in {how}, {versions}"
+    return f"{type(model).__module__}.{type(model).__qualname__} {digest} in {how}, {versions}"
 
 
 def tolerance(model: PreTrainedModel) -> float:
@@ -178,13 +195,13 @@ def tolerance(model: PreTrainedModel) -> float:
     return ROUNDING.get(model.dtype, ROUNDING_IN_16_BITS)
 
 
-def refusal(target: TargetModel, different: float, length: int) -> str:
+def refusal(target: TargetModel, difference: float, length: int) -> str:
     """Why a model cannot be decoded, and what to do."""
     model = target.model
     return (
         f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: after a text of {length} tokens, one "
         f"forward over a tree of {BRANCHING.size} gives other logits than generate gives for its tokens one by one, by "
-        f"{different:.2g} of their spread, where rounding in {dtype_name(model.dtype)} makes at most "
+        f"{difference:.2g} of their spread, where rounding in {dtype_name(model.dtype)} makes at most "
         f"{tolerance(model):.0e}. Its layers see a text in a way that its config does not tell, or differ with and "
         "without a KV cache; choose a target of another family, or another version of transformers than "
         f"{transformers.__version__}"
@@ -192,7 +209,7 @@ def refusal(target: TargetModel, different: float, length: int) -> str:
 
 
 @torch.inference_mode()
-def difference(target: TargetModel, engine: Engine, length: int) -> float | None:
+def tree_difference(target: TargetModel, engine: Engine, length: int) -> float | None:
     """How far the logits of a tree after a text are from those of `generate`, relative to their spread.
 
     The largest over the nodes; the median where rounding may choose other experts. None where no logits are finite.

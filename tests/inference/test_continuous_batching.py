@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch, written_alone
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
@@ -55,10 +55,7 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     rows = prompts(11)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
     settings |= {"pad_token_id": 0}
-    alone = [
-        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)[0, len(row) :].tolist()
-        for row in rows
-    ]
+    alone = [written_alone(target.model, row, **settings) for row in rows]
     assert len({len(row) for row in alone}) > 3  # they end at different times
     widths, original = [], target.forward_tree
     monkeypatch.setattr(
@@ -67,8 +64,7 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     lm = SpeculativeLM.from_pretrained(
         target, head_of(name, target), tree=tree if HEADS[name] else "auto", fallback=False
     )
-    padded = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(rows)
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
     for found, expected in zip(output.sequences[:, padded.shape[1] :].tolist(), alone, strict=True):
         assert found[: len(expected)] == expected and not any(found[len(expected) :])
@@ -138,8 +134,7 @@ def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, n
         observed.append(tokens.shape) or observe(state, features, tokens, *rest)
     )
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2")
-    padded = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(rows)
     lm.generate(padded, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=[], pad_token_id=0)
     assert read == [(1, 90), (3, 6)]
     assert max(batch for batch, tokens in observed if tokens > 10) == 1

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -35,14 +35,9 @@ def stock(target, row, **settings):
     return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
 
 
-def padded(rows, side="left"):
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-    return pad_sequence(rows, batch_first=True, padding_side=side), mask
-
-
 def batch(rows):
     """Arguments of `generate`."""
-    input_ids, mask = padded(rows)
+    input_ids, mask = padded_batch(rows)
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
@@ -86,7 +81,7 @@ def test_with_every_processor_a_row_is_generate_for_it_alone(tiny_target, tools,
     truths = [stock(target, row, **settings).tolist() for row in ROWS]
     plain = [stock(target, row, eos_token_id=settings.get("eos_token_id")).tolist() for row in ROWS]
     assert truths != plain, "the processor has nothing to do"
-    input_ids, mask = padded(ROWS, side)
+    input_ids, mask = padded_batch(ROWS, side)
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
     output = lm.generate(input_ids, attention_mask=mask, **settings)
     width = max(map(len, truths))
@@ -107,7 +102,7 @@ def test_a_constraint_sees_its_row_and_only_texts_that_it_allows(tiny_target, to
         stock(target, row, prefix_allowed_tokens_fn=lambda _, text, number=number: allowed(number, text)).tolist()
         for number, row in enumerate(ROWS)
     ]
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
     output = lm.generate(input_ids, attention_mask=mask, prefix_allowed_tokens_fn=checked, **PLAIN)
     assert output.sequences[:, input_ids.shape[1] :].tolist() == truths
@@ -169,7 +164,7 @@ def test_scores_and_logits_are_those_of_generate(tiny_target, tools, reads_text)
     settings = {**PLAIN, **asked, **reads_text, "eos_token_id": eos}
     alone = [target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings) for row in ROWS]
     truths = [stock(target, row, **reads_text).tolist() for row in ROWS]
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
     output = lm.generate(input_ids, attention_mask=mask, **settings)
     assert len(output.scores) == len(output.logits) == output.sequences.shape[1] - input_ids.shape[1]
@@ -207,7 +202,7 @@ def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_targe
 def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree, fallback=False)
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     state = torch.get_rng_state()
     output = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     assert output.sequences[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
@@ -270,7 +265,7 @@ def test_thresholds_that_are_none_are_named(tiny_target, acceptance):
 def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, reader, size):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False)
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size)
     chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
@@ -286,7 +281,7 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     monkeypatch.setattr(
         target, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
     )
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     eos = [int(stock(target, ROWS[0])[6]), int(stock(target, ROWS[1])[9])]
     settings = {**PLAIN, "max_new_tokens": 40, "eos_token_id": eos}
     output = lm.generate(input_ids, attention_mask=mask, **settings)
@@ -307,7 +302,7 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
     )
     for count in (1, 2, 3, budget, budget + 1):
         rows = [ROWS[number % 4] for number in range(count)]
-        input_ids, mask = padded(rows)
+        input_ids, mask = padded_batch(rows)
         seen.clear()
         written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[:, input_ids.shape[1] :]
         assert written.tolist() == [stock(target, row).tolist() for row in rows]
@@ -326,7 +321,7 @@ def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source)
     save_head(head, tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
     given = {"head": {"head": head}, "folder": {"head": tmp_path / "head"}, "drafter": {"drafter": "prompt-lookup"}}
     method = custom_generate(**given[source])
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     expected = [stock(target, row).tolist() for row in ROWS]
     written = target.model.generate(input_ids, attention_mask=mask, custom_generate=method, **PLAIN)
     assert isinstance(written, torch.Tensor)
@@ -350,7 +345,7 @@ def test_a_plain_model_is_left_as_it_was_and_others_may_follow(tiny_target):
 def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_path, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
-    input_ids, mask = padded(ROWS)
+    input_ids, mask = padded_batch(ROWS)
     written = target.model.generate(
         input_ids, attention_mask=mask, custom_generate=str(tmp_path / "head"), trust_remote_code=True, **PLAIN
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch
 
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter
@@ -25,8 +25,7 @@ def target(tiny_target):
 
 
 def sampled(target, drafter, slots=None, **settings):
-    input_ids = pad_sequence(ROWS, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in ROWS], batch_first=True, padding_side="left")
+    input_ids, mask = padded_batch(ROWS)
     generator = torch.Generator().manual_seed(5)
     lm = SpeculativeLM(target, drafter)
     settings = {**SETTINGS, **settings}

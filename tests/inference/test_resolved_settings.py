@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch
 from transformers import (
     GenerationConfig,
     StoppingCriteria,
@@ -170,8 +170,7 @@ def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(targe
         target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **PLAIN)
         for row in rows
     ]
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    ids, mask = padded_batch(rows)
     for slots in (None, 2):
         written = lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN).sequences[
             :, 9:

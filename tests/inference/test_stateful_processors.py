@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from helpers import padded_batch, written_alone
 from transformers import (
     InfNanRemoveLogitsProcessor,
     LogitsProcessor,
@@ -66,12 +66,11 @@ class CycleByText(LogitsProcessor):
 def stock(target, row, processor, **settings):
     """What `generate` writes for one row alone."""
     given = {**PLAIN, **settings, "logits_processor": LogitsProcessorList([processor])}
-    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **given)[0, len(row) :].tolist()
+    return written_alone(target.model, row, **given)
 
 
 def batch(side="left"):
-    mask = pad_sequence([torch.ones_like(row) for row in ROWS], batch_first=True, padding_side=side)
-    return pad_sequence(ROWS, batch_first=True, padding_side=side), mask
+    return padded_batch(ROWS, side)
 
 
 def a_head(target, kind="eagle3"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import padded_batch, written_alone
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import DraftHead, build_head
 from headstart.heads.layers import draft_cache
@@ -48,16 +48,12 @@ def prompts() -> list[Tensor]:
 
 
 def truths(target: Target, rows: list[Tensor]) -> list[list[int]]:
-    return [
-        target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0, len(row) :].tolist()
-        for row in rows
-    ]
+    return [written_alone(target.model, row, **SETTINGS) for row in rows]
 
 
 def decoded(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) -> tuple[list[list[int]], list[list[int]]]:
     """The new tokens of each row, and how many drafts each of its rounds accepted."""
-    padded = pad_sequence(rows, batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    padded, mask = padded_batch(rows)
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **SETTINGS)
     accepted = [[record.accepted for record in row] for row in output.stats.rows]
     return output.sequences[:, padded.shape[1] :].tolist(), accepted

@@ -190,9 +190,9 @@ class Clock:
             self.now += STEP + NODE * (tree.tokens_BN.shape[1] - 1)
             return forward_tree(tree, *rest)
 
-        def over_nodes(tokens_BN, *rest):
-            self.now += STEP + NODE * (tokens_BN.shape[1] - 1)
-            return forward_nodes(tokens_BN, *rest)
+        def over_nodes(nodes, *rest):
+            self.now += STEP + NODE * (nodes.tokens_BN.shape[1] - 1)
+            return forward_nodes(nodes, *rest)
 
         monkeypatch.setattr(engine, "forward_tree", over_a_tree)
         monkeypatch.setattr(engine, "forward_nodes", over_nodes)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import transformers
+from helpers import head_for, padded_batch, written_alone
 from packaging.version import Version
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -24,7 +22,6 @@ from transformers import (
     RoFormerForCausalLM,
 )
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.tree_policies import StaticTree
@@ -96,25 +93,19 @@ def prompt_of(length, seed=0):
 
 def alone(model, prompt, new_tokens, **more):
     settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
-    output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
-    return output[0, len(prompt) :].tolist()
+    return written_alone(model, prompt, **settings)
 
 
 def decoded(lm, prompts, new_tokens, **more):
     """The new tokens of each row, decoded as one padded batch, and the statistics."""
-    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    ones = [torch.ones_like(prompt) for prompt in prompts]
-    mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    input_ids, mask = padded_batch(prompts)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
     output = lm.generate(input_ids, attention_mask=mask, **settings)
     return [row[input_ids.shape[1] :].tolist() for row in output.sequences], output.stats
 
 
 def eagle3(target):
-    torch.manual_seed(1)
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(VOCAB) + 1)
-    return head.eval()
+    return head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
 
 
 @pytest.mark.versions
@@ -221,11 +212,7 @@ def test_samples_have_the_targets_distribution(tools, name, tree):
         return tuple(found.sequences[0, 5:].tolist())
 
     found = tools.every_branch(run)
-    for text in itertools.product(range(vocab), repeat=2):
-        weight, written = 1.0, prompt_1T
-        for token in text:
-            weight *= float((model(input_ids=written).logits[0, -1] / 0.8).softmax(-1)[token])
-            written = torch.cat([written, torch.tensor([[token]])], dim=1)
+    for text, weight in tools.exactly(target, prompt_1T[0], 2, 0.8).items():
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
 
 

@@ -30,7 +30,7 @@ from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
 from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
 from headstart.inference.engines.eager import EagerEngine
-from headstart.inference.tree import framed
+from headstart.inference.tree import NewNodes, framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 SIZES = {
@@ -285,7 +285,8 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
         seen[node] |= seen[parent]
     layers, cache = (0, -1), target.new_cache(1)
     target.read_chunk(text, 60, cache, layers, [])
-    output = target.engine.forward_nodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1, 60, cache, layers)
+    nodes = NewNodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1)
+    output = target.engine.forward_nodes(nodes, 60, cache, layers)
     for leaf in (4, 5, 7):
         path = seen[leaf].nonzero()[:, 0]
         alone = target.new_cache(1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
+from helpers import head_for
+from hybrids import hybrid
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape, custom_generate
 from headstart.inference.engines import cpu_kernels
 from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.models.prompt_inputs import check_prompt_inputs
 
 VOCAB = 60
 IMAGE, VIDEO, START, END = 51, 52, 53, 54
@@ -241,10 +243,8 @@ def test_the_kernels_go_on_after_images(name, monkeypatch):
 def test_a_head_reads_the_features_of_a_prompt_with_images(name):
     model, prompt = build(name)
     target = Target(model)
-    torch.manual_seed(1)
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(VOCAB) + 1)
-    lm = SpeculativeLM.from_pretrained(target, head.eval(), tree="dynamic:8:3:3", fallback=False, compile=False)
+    head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+    lm = SpeculativeLM.from_pretrained(target, head, tree="dynamic:8:3:3", fallback=False, compile=False)
     inputs = prompt(2)
     output = lm.generate(**inputs, **settings())
     assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
@@ -257,6 +257,23 @@ def test_plain_generate_hands_images_on(tools, name):
     given = custom_generate(drafter="prompt-lookup", fallback=False)
     found = model.generate(**inputs, **settings(), custom_generate=given)
     assert found[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("build_text_model", "reason"),
+    [
+        (lambda: hybrid("lfm2, convolution"), "keeps a state beside keys and values"),
+        (
+            lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
+            "takes no",
+        ),
+    ],
+)
+def test_targets_with_states_or_without_position_ids_read_text_alone(build_text_model, reason):
+    target = Target(build_text_model())
+    ids_1T = torch.ones(1, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"{reason}.* pixel_values cannot be read"):
+        check_prompt_inputs(target, ids_1T, None, {"pixel_values": pixels(1, 3, 16, 16)})
 
 
 def test_what_does_not_fit_a_prompt_is_refused():

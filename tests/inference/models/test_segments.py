@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from helpers import head_for, padded_batch, written_alone
 from packaging.version import Version
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     Llama4ForCausalLM,
     Llama4TextConfig,
@@ -18,7 +18,6 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.models.segments import Segments, segments_of
 
@@ -89,15 +88,12 @@ def prompt_of(length, seed=0):
 
 def alone(model, prompt, new_tokens, **more):
     settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
-    mask = torch.ones_like(prompt)[None]
-    return model.generate(prompt[None], attention_mask=mask, **settings)[0, len(prompt) :].tolist()
+    return written_alone(model, prompt, **settings)
 
 
 def decoded(lm, prompts, new_tokens, **more):
     """The new tokens of each row, decoded as one padded batch, and the statistics."""
-    input_ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    ones = [torch.ones_like(prompt) for prompt in prompts]
-    mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    input_ids, mask = padded_batch(prompts)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
     output = lm.generate(input_ids, attention_mask=mask, **settings)
     return [row[input_ids.shape[1] :].tolist() for row in output.sequences], output.stats
@@ -157,10 +153,8 @@ def test_batches_of_rows_on_both_sides(name, drafter):
     target = Target(model)
     given = {"drafter": drafter}
     if drafter == "eagle3":
-        torch.manual_seed(1)
-        head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).to(target.dtype)
-        head.initialize(target.modules, torch.arange(VOCAB) + 1)
-        given = {"head": head.eval(), "tree": "dynamic:8:3:3"}
+        head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+        given = {"head": head, "tree": "dynamic:8:3:3"}
     lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
     for lengths in ((4, 7, 5), (5, BORDER + 3), (BORDER + 3, 2 * BORDER + 5), (BORDER - 2, 3, BORDER + 1, BORDER)):
         prompts = [prompt_of(length) for length in lengths]
@@ -238,9 +232,8 @@ def test_factors_for_a_part_of_the_dimensions_are_none_for_a_head():
     factors = {"short_factor": [1.0, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.75}
     model = Phi3ForCausalLM(Phi3Config(**{**PHI, "rope_parameters": {**LONGROPE, **factors}}, sliding_window=None))
     target = Target(model.double().eval().requires_grad_(False))
-    head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).to(target.dtype)
-    head.initialize(target.modules, torch.arange(VOCAB) + 1)
-    lm = SpeculativeLM.from_pretrained(target, head.eval(), tree="chain:3", fallback=False, compile=False)
+    head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", fallback=False, compile=False)
     prompt = prompt_of(9)
     assert decoded(lm, [prompt], 30)[0] == [alone(model, prompt, 30)]
 

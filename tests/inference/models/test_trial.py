@@ -73,13 +73,13 @@ def test_known_models_pass_in_every_format(dtype: torch.dtype, attention: str, w
 
 def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    difference = trial.difference
+    tree_difference = trial.tree_difference
 
     def counted(*given: Any) -> float | None:
         tried.append(1)
-        return difference(*given)
+        return tree_difference(*given)
 
-    monkeypatch.setattr(trial, "difference", counted)
+    monkeypatch.setattr(trial, "tree_difference", counted)
     for _ in range(2):
         lm = SpeculativeLM.from_pretrained(mistral(None), drafter="prompt-lookup", compile=False)
         lm.generate(PROMPT, **SETTINGS)
