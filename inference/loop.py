@@ -96,7 +96,7 @@ def speculate(
             step = speculation_step(decoding, drafter, sequences, cache, roots_B, stats, node_limit)
         except torch.OutOfMemoryError:
             repeatable = cache.lengths_B is lengths_B and decoding.process_logits.calls == calls
-            if not repeatable or isinstance(drafter, NoDraft):  # committed, processors advanced, or nothing to save
+            if not repeatable or node_limit < 2:  # committed, processors advanced, or nothing to save
                 raise
             # The next round begins where this one did: what it left behind, in the cache's free slots and in the
             # drafter, cannot change the output.
@@ -594,7 +594,7 @@ def prefill(
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
-    context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel)
+    context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel, rows)
     if past is not None and target.segments is not None and target.segments.by_last:
         past.stay_in(target.segments.of(lengths[0] - 1))
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])

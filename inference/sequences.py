@@ -216,7 +216,7 @@ class Conversation:
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
         # The token after each kept one must be known: a head has read the two together.
         kept = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
-        if self.cache is None or kept < 1 or (drafter.feature_layers and self.draft_state is None):
+        if self.cache is None or kept < 1 or not drafter.can_resume(self.draft_state):
             self.forget()
             return None, 0
         # A recurrent state may have to go back further than keys and values.

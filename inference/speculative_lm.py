@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .models.prompt_inputs import is_prompt_input
 from .output import GenerateDictOutput, GenerateOutput, collected
+from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .streaming import streamed
@@ -81,9 +82,28 @@ class Call:
     past: Conversation | None = None
     recorder: Recorder | None = None
     """Records the rounds of a single row."""
+    kind: str | None = None
+    """Kind of the prompts, for a recording."""
     as_transformers: bool = False
     """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
     `return_dict_in_generate` asks for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedHead:
+    """A head, and how drafters are made of it."""
+
+    head: DraftHead
+    tree: TreeSpec
+    make: Callable[..., BatchDrafter]
+    """`make_drafter` for the target, what drafts beside the head, and the fallback."""
+    compiled: bool
+    """Whether it runs in the target's engine."""
+
+    def drafter_with(self, target: Target) -> Callable[[TreeSpec], BatchDrafter]:
+        """Makes drafters by tree."""
+        head = target.engine.draft_head(self.head) if self.compiled else self.head
+        return partial(self.make, head=head)
 
 
 class SpeculativeLM:
@@ -118,6 +138,8 @@ class SpeculativeLM:
         self.round_callbacks: list[Callable[[Sequences], None]] = []
         """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
         generation."""
+        self.recordings: list[Recording] = []
+        """The recording that runs, or none; see `record`."""
         self.greedy_rule = Verification(greedy)
         self._drafter: BatchDrafter | None = NoDraft()
         if drafter is not None:
@@ -125,6 +147,8 @@ class SpeculativeLM:
         """None until the cost of rounds is measured, which decides what is drafted."""
         self._drafter_with: Callable[[TreeSpec], BatchDrafter] | None = None
         """Makes a drafter of the same head or source with another tree."""
+        self._loaded: LoadedHead | None = None
+        """The head that `from_pretrained` loaded, or the one that took its place."""
         self._variants: dict[str, SpeculativeLM] = {}
         """By tree and acceptance rule: this model with those of single calls."""
         self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
@@ -226,14 +250,18 @@ class SpeculativeLM:
         if compile:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
-            if loaded_head is not None:
-                loaded_head = target.engine.draft_head(loaded_head)
 
-        drafter_with = partial(make_drafter, target, drafter, head=loaded_head, adaptive=fallback)
+        make = partial(make_drafter, target, drafter, adaptive=fallback)
+        drafter_with: Callable[[TreeSpec], BatchDrafter] = make
+        loaded = None
+        if loaded_head is not None:
+            loaded = LoadedHead(loaded_head, tree, make, bool(compile))
+            drafter_with = loaded.drafter_with(target)
         later = needs_costs(target, tree, loaded_head, fallback)
         lm = cls(target, None if later else drafter_with(tree), acceptance, lossy)
         lm.provenance = provenance
         lm._drafter_with = drafter_with
+        lm._loaded = loaded
         if later:
             lm._drafter = None
         return lm.compile(compile) if compile else lm
@@ -272,6 +300,40 @@ class SpeculativeLM:
                     rows.renew(force=True)
         return self
 
+    def swap_head(self, head: str | Path | DraftHead, revision: str | None = None) -> DraftHead:
+        """Draft with another head from the next generation on, such as an adapted one; return the one before.
+
+        Waits for a generation that runs in another thread. The tree is again that of `from_pretrained`; "auto" is
+        chosen for the new head. Conversations go on, and their text is read again. Tokens stay the target's.
+
+        Raises:
+            ValueError: a decoder without a head, a head that does not fit the target, the tree or the rule, or one that
+                brings an adapter; nothing has changed then. Also a call inside a generation.
+        """
+        before, target = self._loaded, self.target
+        if before is None:
+            raise ValueError("swap_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
+        if any(running is target for running, _ in _RUNNING.generations):
+            raise ValueError("swap_head was called inside a generation with the same target; call it afterwards")
+        with target.lock, as_loaded(target.model):
+            new = load_fitting_head(head, target, revision)
+            target.check_layers(new.feature_layers)
+            merge_adapter_of(new, target, allowed=False)
+            loaded = replace(before, head=new.to(target.device).eval())
+            drafter_with = loaded.drafter_with(target)
+            drafter = drafter_with(before.tree)
+            sampling_rule = Verification(choose_rule(self.acceptance, drafter.kind, self.lossy))
+            for rows in draft_models(drafter):
+                rows.use(target.engine)
+            self._loaded = loaded
+            self._drafter_with = drafter_with
+            self._drafter = drafter
+            self.sampling_rule = sampling_rule
+            self.provenance = {} if new.metadata is None else new.metadata.provenance
+            self._variants.clear()
+            vars(self).pop("costs", None)  # of rounds with the old head
+        return before.head
+
     @cached_property
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
@@ -287,7 +349,9 @@ class SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
         self.costs  # noqa: B018 - measured now
         callbacks = self.callbacks[:]
+        recordings = self.recordings[:]
         self.callbacks.clear()
+        self.recordings.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         settings: dict[str, Any] = {
             "attention_mask": torch.ones_like(prompt_1T),
@@ -302,6 +366,7 @@ class SpeculativeLM:
                 self.generate(prompt_1T, do_sample=sampling, **settings)
         finally:
             self.callbacks[:] = callbacks
+            self.recordings[:] = recordings
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.speeds.clear()
@@ -325,6 +390,7 @@ class SpeculativeLM:
         acceptance: str | None = None,
         past_key_values: Conversation | None = None,
         trace: bool = False,
+        kind: str | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
@@ -356,6 +422,7 @@ class SpeculativeLM:
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
+            kind: kind of the prompts, as a running recording labels them; None for the recording's own.
             settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
                 target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
                 ... as for `model.generate`.
@@ -397,7 +464,7 @@ class SpeculativeLM:
 
         target = self.target
         warn_of_autocast(target.model)
-        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder)
+        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder, kind=kind)
         with target.lock, as_loaded(target.model):
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
             with lm._shown_to_encoders(prompts) as encoded:
@@ -439,6 +506,50 @@ class SpeculativeLM:
     def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
         """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
         return Chat(self, tokenizer, system, **settings)
+
+    def record(
+        self,
+        folder: str | Path,
+        *,
+        kind: str = "",
+        max_bytes: int = MAX_BYTES,
+        format: str = "bfloat16",
+        max_length: int = MAX_LENGTH,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Recording:
+        """Record all answers from now on, for a head to be trained on them: with `features.mode: stored`.
+
+        Written are the tokens of prompts and answers, and the target's states that the head reads, which pass through
+        the loop anyway. Answers stay the same, and decoding does not wait for the disk.
+
+        with lm.record("recorded") as recording:
+            lm.generate(...)
+        print(recording.summary())
+
+        With the environment variable HEADSTART_NO_RECORD=1 nothing is recorded, and a warning says so.
+
+        Args:
+            folder: where to write a file for each answer; several processes may write to one. Readable by its owner
+                alone, if it is made here: it holds all texts, as tokens.
+            kind: kind of the prompts, unless `generate` names it.
+            max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most give way.
+            format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
+            max_length: tokens that are kept of a prompt and its answer, the first ones.
+            tokenizer: the target's, whose fingerprint is kept; loaded if the target has a name.
+
+        Returns:
+            the recording, which runs until its `stop`, or to the end of a `with` block.
+
+        Raises:
+            ValueError: a recording that runs already, a folder of another target, tokenizer, format or layers, or a
+                target on which no head can be trained.
+        """
+        tokenizer = tokenizer or load_tokenizer(self.target.name)
+        layers = self.drafter.feature_layers
+        with self.target.lock, as_loaded(self.target.model):
+            return start_recording(
+                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
+            )
 
     def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A function that `model.generate` of this target's model takes as `custom_generate`."""
@@ -510,7 +621,8 @@ class SpeculativeLM:
             )
             rule = self._rule(bool(config.do_sample), process_logits)
             decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs)
-            stats = self._speculate(call, decoding, drafter, sequences)
+            with self._recorded(call, decoding, drafter, sequences) as drafter:
+                stats = self._speculate(call, decoding, drafter, sequences)
             for callback in self.callbacks:
                 callback(stats)
         if call.streamer is not None:
@@ -521,6 +633,15 @@ class SpeculativeLM:
         if not keep:
             return output.sequences
         return GenerateDictOutput.of(output)
+
+    def _recorded(
+        self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences
+    ) -> AbstractContextManager[BatchDrafter]:
+        """The drafter to decode with: one that records, where a recording runs."""
+        if not self.recordings:
+            return nullcontext(drafter)
+        lossy = is_lossy(self.acceptance)
+        return self.recordings[0].following(drafter, decoding, sequences, call.past, lossy, call.kind)
 
     def _rule(self, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
         """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""
@@ -536,7 +657,7 @@ class SpeculativeLM:
         past = call.past
         if past is None:
             return run(decoding, drafter, sequences)
-        owner = (self, self.target.version)
+        owner = (self, self._loaded, self.target.version)
         if past.owner != owner:
             past.forget()
             past.owner = owner

@@ -35,7 +35,7 @@ def _run(generate: Callable[..., object], streamer: QueueStreamer) -> None:
     """Generate, and pass an error on to the thread that reads the tokens."""
     try:
         generate(streamer=streamer)
-    except _StreamClosed:
+    except StreamClosed:
         pass
     except BaseException as error:
         streamer.rounds.put(error)
@@ -43,7 +43,7 @@ def _run(generate: Callable[..., object], streamer: QueueStreamer) -> None:
         streamer.rounds.put(None)
 
 
-class _StreamClosed(Exception):
+class StreamClosed(Exception):
     """The caller closed a stream before its end."""
 
 
@@ -58,7 +58,7 @@ class QueueStreamer(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         if self.closed:
-            raise _StreamClosed
+            raise StreamClosed
         if self.has_prompt:  # transformers streams the prompt first
             self.rounds.put(value.tolist())
         self.has_prompt = True

@@ -74,3 +74,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
 def file_sizes(folder: Path) -> int:
     """Bytes of all files below a folder; 0 if there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def recorded_files(folder: str | Path) -> list[Path]:
+    """The files of answers that were recorded in a folder while decoding, the oldest first; none if it has none."""
+    return sorted(Path(folder).glob("recorded-*.safetensors"))

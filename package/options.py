@@ -6,6 +6,7 @@ anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -73,3 +74,21 @@ def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | 
             "other; give one of them"
         )
     return {**variables, "enable_thinking": thinking}
+
+
+def check_options(
+    holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
+) -> None:
+    """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
+
+    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options in `free`, or the
+    groups of options, may differ.
+    """
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name) and not named_by(free, name):
+            raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
+
+
+def named_by(options: Sequence[str], name: str) -> bool:
+    """Whether an option, by its dotted name, is among some options, or in a group of them."""
+    return any(name == option or name.startswith(f"{option}.") for option in options)

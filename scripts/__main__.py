@@ -14,6 +14,7 @@ COMMANDS = {
     "data": ("data", "make conversations: the model generates prompts and answers, or answers given prompts"),
     "features": ("features", "write the target's hidden states to disk, for training to read"),
     "train": ("train", "train a draft head on a frozen model"),
+    "adapt": ("adapt", "let a head learn from recorded answers, and take it only if it is better"),
     "tree": ("tree", "find the draft tree that is fastest for a head on this machine"),
     "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
     "generate": ("generate", "answer a prompt with a head, streaming"),

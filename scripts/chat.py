@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headstart.console import console, log
 from headstart.options import template_variables
-from headstart.scripts.command_line import SamplingOptions, options
+from headstart.scripts.command_line import SamplingOptions, options, recorded
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,6 +47,9 @@ class ChatConfig(SamplingOptions):
     metrics_port: int | None = None
     """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for
     none."""
+    record: str | None = None
+    """Folder in which to record the answers with the target's states, for training; null for none. It
+    holds the texts, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -75,6 +78,12 @@ def chat_on_screen(config: ChatConfig) -> None:
     log.info("warming up")
     lm.warmup()
     log.info("/help lists the commands")
+    with recorded(config.record, [session.lm, session.plain], tokenizer):
+        converse(session)
+
+
+def converse(session: Session) -> None:
+    """Answer messages and obey commands until the input ends."""
     while True:
         try:
             # Not console.input, which prints the prompt by itself: readline would erase what it does not know.

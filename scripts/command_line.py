@@ -14,7 +14,8 @@ import sys
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from headstart.console import printable, show_on_console
+from headstart.console import log, printable, show_on_console
 from headstart.options import CommandOptions, Dtype, template_variables
 from headstart.stopping import Stopped
 
@@ -141,6 +142,20 @@ class SamplingOptions(SpeculativeOptions):
         super().__post_init__()
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+
+
+@contextmanager
+def recorded(folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded."""
+    recordings = []
+    with ExitStack() as running:
+        if folder is not None:
+            for lm in decoders:
+                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer)))
+        yield
+    for recording in recordings:
+        if recording.written or recording.dropped or recording.skipped or recording.failure:
+            log.info(f"recorded: {recording.summary()}")
 
 
 def options(

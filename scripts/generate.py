@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headstart.console import console, log
-from headstart.scripts.command_line import SamplingOptions, options
+from headstart.scripts.command_line import SamplingOptions, options, recorded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +36,9 @@ class GenerateConfig(SamplingOptions):
     """Let stock `model.generate` answer first, and print both rates."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
+    record: str | None = None
+    """Folder in which to record the answer with the target's states, for training; null for none. It
+    holds the text, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -86,7 +89,8 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings, **more))
         log.info(f"{rates['generate']:.1f} tokens/s")
     title = "headstart" if config.head or config.drafter else "headstart, plain"
-    output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
+    with recorded(config.record, [lm], tokenizer):
+        output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
     log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:
         difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)

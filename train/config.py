@@ -6,11 +6,12 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from string import Formatter
 from typing import Any, ClassVar, Literal
 
+from ..files import recorded_files
 from ..options import CommandOptions, Dtype, template_variables
 
 
@@ -182,7 +183,8 @@ class DataConfig:
     sources: list[str] = field(default_factory=list)
     """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub data sets
     (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's `conversations`, `prompt` and
-    `completion`, or tokens (`input_ids` and `loss_mask`)."""
+    `completion`, or tokens (`input_ids` and `loss_mask`). With features.mode stored or cached, the default is the
+    answers that were recorded in features.folder."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -525,6 +527,7 @@ class TrainConfig(CommandOptions):
     """Names for the tracker."""
 
     def __post_init__(self) -> None:
+        self._take_recorded()
         super().__post_init__()
         data, features, optim, loop, adapter = self.data, self.features, self.optim, self.loop, self.adapter
         if "type" not in self.head:
@@ -589,3 +592,52 @@ class TrainConfig(CommandOptions):
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
                 "would otherwise run on rounded features"
             )
+
+    def _take_recorded(self) -> None:
+        """Name a folder of recorded answers, whose states are to be trained on, as the source of their tokens too."""
+        folder = self.features.folder
+        if self.data.sources or folder is None or self.features.mode not in ("stored", "cached"):
+            return
+        if recorded_files(folder):
+            object.__setattr__(self, "data", replace(self.data, sources=[folder]))
+
+
+@dataclass(frozen=True)
+class AdaptConfig(CommandOptions):
+    """A head that learns from recorded answers."""
+
+    required = ("target", "head", "recorded", "output")
+    minimum: ClassVar[dict[str, float]] = {"steps": 1, "batch_size": 1, "new_tokens": 2}
+
+    target: str = ""
+    """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
+    head: str = ""
+    """The head to start from: a checkpoint folder or Hub id."""
+    recorded: str = ""
+    """Folder of recorded answers (`headstart chat --record`, `lm.record`)."""
+    output: str = ""
+    """Folder to write: the head, if it is better, to OUTPUT/best. Started again, the command resumes."""
+    replay: str | None = None
+    """Folder of an older recording, part of which is trained on as well, so that what the head knew is
+    kept; null for none."""
+    replay_share: float = 0.3
+    """Share of the training sequences that are taken from `replay`."""
+    held_out: float = 0.2
+    """Share of the answers that both heads are judged on, the newest ones."""
+    steps: int = 200
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences of a step."""
+    lr: float = 2e-4
+    """Peak learning rate of AdamW."""
+    new_tokens: int = 64
+    """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("replay_share", "held_out"):
+            share = getattr(self, name)
+            if not 0 < share < 1:
+                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be above 0, not {self.lr}")

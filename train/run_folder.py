@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from ..console import log
 from ..files import file_sizes, free_bytes, require_free, write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
+from ..options import check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 from .resume_with import names_of, with_changes
@@ -95,24 +96,6 @@ WORTH_SAYING = 0.1
 INPUTS, CHANGES = "inputs.json", "changes.jsonl"
 OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 """Digests in inputs.json, and the options by which what they are of is found."""
-
-
-def check_options(
-    holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
-) -> None:
-    """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
-
-    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options in `free`, or the
-    groups of options, may differ.
-    """
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name) and not named_by(free, name):
-            raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
-
-
-def named_by(options: Sequence[str], name: str) -> bool:
-    """Whether an option, by its dotted name, is among some options, or in a group of them."""
-    return any(name == option or name.startswith(f"{option}.") for option in options)
 
 
 def whole_lines(path: Path) -> list[bytes]:

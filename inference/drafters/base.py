@@ -42,6 +42,8 @@ class DraftContext:
     """Gumbel noise [B, count, V] of the next `count` positions, where sampling uses fixed random numbers for each
     position. Added to the draft logits, it makes the token that will be sampled likely to be the
     best one. None where the noise is not known."""
+    rows: Sequence[int] = ()
+    """Numbers of the batch's rows in the call."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,10 @@ class BatchDrafter(Drafter):
         again.
         """
         return None
+
+    def can_resume(self, state: Any) -> bool:
+        """Whether `resume` can go on from what `saved_state` returned, without the features of the text before."""
+        return not self.feature_layers or state is not None
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts; the last one ends with the token that the target chose."""

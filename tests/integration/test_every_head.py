@@ -510,3 +510,24 @@ def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution
         if max(accepted) == 2:
             return
     pytest.fail("hardly any draft was accepted, so nothing was shown")
+
+
+# A recording has no state of a text's last token, which the target has not read when an answer ends.
+
+
+@every_head
+def test_the_state_of_the_last_token_changes_no_gradient(
+    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
+) -> None:
+    target = tiny_target(vocab_size=6, layers=4)
+    head = random_head(name, options, target)
+    tokens_BT = torch.randint(6, (2, 12), generator=torch.Generator().manual_seed(2))
+    mask_BT = torch.arange(12).expand(2, -1) >= 4
+    features = features_of(target, head, tokens_BT, mask_BT)
+    torch.manual_seed(0)
+    expected = gradients(head, features)
+    assert float(expected[0].sum()) != 0
+    features.features_BTF[:, -1] = 0
+    features.last_BTD[:, -1] = 0
+    torch.manual_seed(0)
+    assert_same_step(gradients(head, features), expected, options)

@@ -10,9 +10,12 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from headstart.files import recorded_files
 from headstart.inference import Chat, SpeculativeLM, load_tokenizer
 from headstart.inference.monitoring import Monitor
+from headstart.inference.recorded_folder import recorded_row
 from headstart.scripts import chat
+from headstart.scripts.generate import GenerateConfig, stream_answer
 
 
 @pytest.fixture
@@ -133,3 +136,26 @@ def test_a_seed_samples_the_same(talk):
     first, again, other = (re.sub(r"[\d.]+ tokens/s", "", talk("hi", temperature=1.0, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert torch.initial_seed() == 2
+
+
+def test_answers_are_recorded_by_option_with_drafts_and_without(talk, tmp_path, monkeypatch):
+    folder = tmp_path / "recorded"
+    out = talk("hello", "/plain", "and now?", record=str(folder))
+    rows = [recorded_row(path) for path in recorded_files(folder)]
+    assert [row["ended"] for row in rows] == ["complete", "complete"]
+    assert len(rows[1]["input_ids"]) > len(rows[0]["input_ids"])
+    assert out.count(f"recorded: 1 answers, 0.0 MiB, in {folder}") == 2
+    monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
+    with pytest.warns(UserWarning, match="HEADSTART_NO_RECORD is set"):
+        assert "recorded:" not in talk("hello", record=str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_generate_records_by_option(tmp_path, target_folder, capsys):
+    config = GenerateConfig(
+        target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(tmp_path), compare=True
+    )
+    stream_answer(config)
+    (path,) = recorded_files(tmp_path)
+    assert sum(recorded_row(path)["loss_mask"]) <= 8
+    assert "recorded: 1 answers" in capsys.readouterr().out

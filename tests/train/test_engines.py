@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target
+from headstart.inference.feature_cache import FeatureCache, decoded
 from headstart.train import engines
 from headstart.train.config import AdapterConfig, FeaturesConfig, OptimConfig
 from headstart.train.data.batches import Share
 from headstart.train.data.chat_template import Example
 from headstart.train.engines import check_engine, configure_deepspeed
 from headstart.train.features import online as features
-from headstart.train.features.cached import FeatureCache, decoded
 from headstart.train.features.placement import load_target
 from headstart.train.loop import check_same_everywhere, train
 

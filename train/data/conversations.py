@@ -1,9 +1,10 @@
 """Sources of conversations and the formats that they come in.
 
-A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, or one that
-`Dataset.save_to_disk` wrote), or a Hub data set `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as
-possible: a JSONL file is only searched for line breaks, the others are mapped into memory by `datasets`. JSON may be
-compressed (.gz, .zst, .bz2, .xz), and a pattern (`data/*.jsonl`) stands for all files that fit it.
+A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, one that
+`Dataset.save_to_disk` wrote, or one of answers that were recorded while decoding), or a Hub data set
+`NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as possible: a JSONL file is only searched for line
+breaks, the others are mapped into memory by `datasets`. JSON may be compressed (.gz, .zst, .bz2, .xz), and a pattern
+(`data/*.jsonl`) stands for all files that fit it.
 
 All rows of a source have the same one of the `TEXT_FORMATS`, and become
 {"messages": [{"role": "user", "content": "..."}]}. `content` may be null beside `tool_calls`; parts of type text are
@@ -32,8 +33,10 @@ import numpy as np
 from datasets import Dataset, DatasetDict, LargeList, List, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+from ...files import recorded_files
 from ...inference.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.prompt_files import compression, holds_array, json_array, open_bytes, parsed_line, without_compression
+from ...inference.recorded_folder import recorded_row
 from ...inference.tuning.machine import cache_folder
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
@@ -256,6 +259,21 @@ def _elements(name: str) -> Dataset:
     return Dataset.from_dict({"json": [json.dumps(each) for each in json_array(name)]})
 
 
+def _recorded(files: Sequence[Path]) -> Dataset:
+    """Recorded answers, the oldest first, each text once; those that have given way to newer ones are left out."""
+    rows: list[str] = []
+    known: set[tuple[int, ...]] = set()
+    for path in files:
+        if not path.exists():
+            continue
+        row = recorded_row(path)
+        text = tuple(row["input_ids"])
+        if text not in known:
+            known.add(text)
+            rows.append(json.dumps(row))
+    return Dataset.from_dict({"json": rows})
+
+
 def _places(path: Path) -> Dataset:
     """Byte ranges of the lines that are not empty, and their numbers, counted from 1."""
     if path.stat().st_size == 0:
@@ -278,6 +296,10 @@ def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
 def _data_set(name: str, limit: int | None) -> Source:
     """Open a folder, or a Hub data set, of which at most `limit` rows are downloaded."""
     place, revision, config, split = parsed_name(name)
+    recorded = recorded_files(place)
+    if recorded:
+        identity = _hash("recorded", *(path.name for path in recorded))
+        return Source(name, "texts", identity, partial(_recorded, recorded))
     if (Path(place) / "state.json").is_file() or (Path(place) / "dataset_dict.json").is_file():
         rows = load_from_disk(place)
         if isinstance(rows, DatasetDict):

@@ -30,9 +30,9 @@ from ...inference.models.loading import target_facts, tokenizer_provenance
 from ...inference.monitoring import Monitor
 from ...inference.sequences import Sequences
 from ...inference.speculative_lm import SpeculativeLM
+from ...options import check_options
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..run_folder import check_options
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
 from .bad_rows import settle_rejected_prompts

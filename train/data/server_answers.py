@@ -33,10 +33,9 @@ from ...heads.checkpoints.public import public_url
 from ...inference.chat_template import REASONING_KEYS, prompt_ids
 from ...inference.messages import check_conversation
 from ...inference.models.loading import load_tokenizer, tokenizer_provenance
-from ...options import template_variables
+from ...options import check_options, template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from ..run_folder import check_options
 from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
 from .answers import (
     Answer,

@@ -40,8 +40,7 @@ from ...files import write_whole
 from ...inference.messages import format_of
 from ...inference.models.loading import tokenizer_provenance
 from ...inference.tuning.machine import cache_folder, usable_cores
-from ...options import template_variables
-from ..run_folder import check_options
+from ...options import check_options, template_variables
 from .chat_template import Example, whole_sequences
 from .conversations import FORMATS, RowReader, Source, check_row
 

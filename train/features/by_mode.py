@@ -15,6 +15,7 @@ from torch import Tensor
 from ...console import ProgressBar, log
 from ...files import free_bytes
 from ...heads.base import DraftHead
+from ...inference.feature_cache import MANIFEST, FeatureCache, kept_layers, key_of
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
@@ -22,13 +23,11 @@ from ..config import TrainConfig
 from ..data.chat_template import Example
 from ..data.token_cache import conversations_of, lengths_of, tokens_of
 from ..engines import all_agree, any_process, from_main
-from .cached import MANIFEST, FeatureCache, key_of
 from .online import (
     CachedFeatures,
     OnlineFeatures,
     cache_bytes,
     check_room,
-    kept_layers,
     lacking_in,
     open_cache,
 )
@@ -56,7 +55,8 @@ def open_source(
         folder = Path(options.folder or Path(config.output) / "features")
         if not (folder / MANIFEST).exists():
             raise ValueError(f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}")
-        return FolderStates(open_cache(accelerator, head, provenance, options, Path(config.output)))
+        cache = open_cache(accelerator, head, provenance, options, Path(config.output))
+        return FolderStates(cache, min(config.data.max_length, target.max_positions))
     return server_source(config, target, layers)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accelerate import Accelerator
 
 from ...console import log
+from ...inference.feature_cache import FeatureCache, key_of
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.models.replay import BEYOND
 from ...inference.probe import probe_text
@@ -15,7 +16,6 @@ from ..data.chat_template import Example
 from ..engines import all_agree, from_main
 from ..evaluate import eval_prompts, judged
 from .by_mode import import_states, normed, server_source
-from .cached import FeatureCache, key_of
 from .online import CachedFeatures
 from .sources import own_answer
 from .state_server import StateServer

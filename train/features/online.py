@@ -18,6 +18,15 @@ from torch import Tensor
 from ...console import ProgressBar, log
 from ...files import free_bytes
 from ...heads.base import DraftHead, TargetFeatures
+from ...inference.feature_cache import (
+    FORMATS,
+    FeatureCache,
+    cache_manifest,
+    corrupt_shards,
+    decoded,
+    kept_layers,
+    key_of,
+)
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
 from ..config import FeaturesConfig
@@ -25,7 +34,6 @@ from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of, tokens_of
 from ..engines import all_agree, any_process
-from .cached import FORMATS, FeatureCache, corrupt_shards, decoded, key_of
 from .placement import is_sharded
 from .sources import States
 
@@ -60,11 +68,6 @@ class OnlineFeatures:
 
     def settle(self, accelerator: Accelerator) -> None:
         """Write all features computed so far to disk; called on every process before a checkpoint."""
-
-
-def kept_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers whose states a cache holds for a head that reads `layers`: these, and the state after the final norm."""
-    return tuple(dict.fromkeys((*layers, -1)))
 
 
 class CachedFeatures(OnlineFeatures):
@@ -205,14 +208,8 @@ def open_cache(
     accelerator: Accelerator, head: DraftHead, provenance: dict[str, Any], options: FeaturesConfig, output: Path
 ) -> FeatureCache:
     """Open a run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
-    names = ("target", "revision", "dtype", "quantization", "weights", "tokenizer")
-    model = {name: provenance.get(name) for name in names}  # weights may be unknown
-    manifest = {
-        **model,
-        "layers": list(kept_layers(head.feature_layers)),
-        "hidden_size": head.target.hidden_size,
-        "format": options.format,
-    }
+    layers = kept_layers(head.feature_layers)
+    manifest = cache_manifest(provenance, layers, head.target.hidden_size, options.format)
     folder = Path(options.folder or output / "features")
     with accelerator.main_process_first():
         if options.repair and accelerator.is_main_process:

@@ -10,24 +10,27 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...files import write_whole
+from ...files import recorded_files, write_whole
 from ...heads.base import DraftHead, TargetFeatures
+from ...inference.feature_cache import FeatureCache, decoded, key_of
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.models.replay import BEYOND, ReplayTarget
 from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
+from ...inference.recorded_folder import recorded_row
 from ...inference.sequences import Sequences
 from ...inference.target import Target
 from ..config import EvalConfig
 from ..data.batches import Batch
 from ..data.chat_template import Example
 from ..data.token_cache import tokens_of
-from .cached import FeatureCache, decoded, key_of
 from .online import OnlineFeatures, on_target, target_features, with_states
 from .sources import States, StateSource
 
@@ -38,18 +41,33 @@ ANSWERS = "answers"
 
 
 class FolderStates(StateSource):
-    """A folder of states that `headstart features` wrote."""
+    """A folder of states that `headstart features` wrote, or that were recorded while decoding."""
 
-    def __init__(self, cache: FeatureCache) -> None:
+    def __init__(self, cache: FeatureCache, max_length: int) -> None:
+        """Read a folder for sequences of at most `max_length` tokens, to which recorded ones are cut."""
         self.cache = cache
         self.layers = cache.layers
+        self._whole: dict[bytes, bytes] = {}
+        """By the key of a recorded text that is cut, that of the whole one, which has its states."""
+        for path in recorded_files(cache.folder):
+            tokens = recorded_row(path)["input_ids"]
+            if len(tokens) > max_length:
+                self._whole[key_of(torch.tensor(tokens[:max_length]))] = key_of(torch.tensor(tokens))
         self.greedy = (cache.folder / ANSWERS).is_dir()
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
-        key = key_of(tokens_T)
-        if key not in self.cache:
+        key = self._key_of(tokens_T)
+        if key is None:
             raise ValueError(f"{self.cache.folder} holds no states of conversation {conversation}; {FILL}")
-        return self.cache.stored(key)
+        states_TLD, scales_TL = self.cache.stored(key)
+        length = len(tokens_T)
+        return states_TLD[:length], None if scales_TL is None else scales_TL[:length]
+
+    def _key_of(self, tokens_T: Tensor | NDArray[Any]) -> bytes | None:
+        """The key of the states that begin with those of these tokens; None if there are none."""
+        key = key_of(tokens_T)
+        key = self._whole.get(key, key)
+        return key if key in self.cache else None
 
     def text_of(self, example: Example) -> Tensor | None:
         if not self.greedy:
@@ -67,7 +85,7 @@ class FolderStates(StateSource):
         """Refuse sequences whose states the folder lacks; processes share the work."""
         process, processes = accelerator.process_index, accelerator.num_processes
         own = range(process, len(examples), processes)
-        lacking = [place for place in own if key_of(tokens_of(examples, place)) not in self.cache]
+        lacking = [place for place in own if self._key_of(tokens_of(examples, place)) is None]
         if lacking:
             raise ValueError(
                 f"{self.cache.folder} lacks the states of {len(lacking)} of {len(own)} sequences {what}; the first is "
@@ -139,7 +157,7 @@ def chosen_states(
 class StoredReplay(ReplayTarget):
     """A target that repeats texts whose states a source has."""
 
-    def __init__(self, target: OuterTarget, source: StateSource, held_out: list[Example]) -> None:
+    def __init__(self, target: Target, source: StateSource, held_out: list[Example]) -> None:
         """`held_out` are the conversations whose prompts may be answered."""
         super().__init__(target)
         self.computes_logits = False  # next tokens come from the texts: stored states are rounded

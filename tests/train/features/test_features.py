@@ -12,13 +12,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import MedusaConfig, MedusaHead
-from headstart.inference import Target
-from headstart.stopping import Stopped
-from headstart.train.config import FeaturesConfig
-from headstart.train.data.batches import collate, collate_rows
-from headstart.train.data.chat_template import Example
-from headstart.train.features import cached as feature_cache
-from headstart.train.features.cached import (
+from headstart.inference import Target, feature_cache
+from headstart.inference.feature_cache import (
     FORMATS,
     FeatureCache,
     corrupt_shards,
@@ -26,6 +21,10 @@ from headstart.train.features.cached import (
     encoded,
     key_of,
 )
+from headstart.stopping import Stopped
+from headstart.train.config import FeaturesConfig
+from headstart.train.data.batches import collate, collate_rows
+from headstart.train.data.chat_template import Example
 from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
 from headstart.train.loop import train
 

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from headstart.heads import build_head
+from headstart.inference.feature_cache import FeatureCache
 from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.by_mode import import_states
-from headstart.train.features.cached import FeatureCache
 from headstart.train.features.online import CachedFeatures, online_features
 from headstart.train.features.server_states import FileStates, ServerLayers
 

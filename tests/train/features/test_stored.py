@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from headstart import files as files_module
 from headstart.heads.checkpoints.files import json_ready
-from headstart.inference import Target
+from headstart.inference import Target, feature_cache
+from headstart.inference.feature_cache import FeatureCache, key_of
 from headstart.scripts.features import precompute
 from headstart.train import loop
 from headstart.train.config import FeaturesConfig
-from headstart.train.features import by_mode, cached, online, server_states
-from headstart.train.features.cached import FeatureCache, key_of
+from headstart.train.features import by_mode, online, server_states
 from headstart.train.features.server_states import ServerLayers
 from headstart.train.loop import load_inputs, train
 
@@ -206,15 +206,15 @@ def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkey
         for tokens in rows:
             cache.add(key_of(torch.tensor(tokens)), torch.ones(len(tokens), 1, 4))
     names = []
-    original = cached.save_file
+    original = feature_cache.save_file
 
-    def save(tensors, path):
-        original(tensors, path)
+    def save(tensors, path, about):
+        original(tensors, path, about)
         names.append(path.name)
         if len(names) == 1:
             caches[1].flush()
 
-    monkeypatch.setattr(cached, "save_file", save)
+    monkeypatch.setattr(feature_cache, "save_file", save)
     monkeypatch.setattr(files_module.os, "getpid", lambda: 7)
     caches[0].flush()
     assert len(set(names)) == 2

@@ -10,6 +10,8 @@ A shard holds sequences one after the other, N tokens in all; the LM head makes 
     checksums  [n] int64        CRC-32 of each sequence's bytes in `states` and `scales`
     states     [N, L, D]        the layers' states: bfloat16, float32, or int8
     scales     [N, L] float32   with int8: what the D numbers are multiplied by
+
+A shard that was recorded while decoding holds one sequence, and more about it, see `recorded_folder`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import hashlib
 import json
 import zlib
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...files import replacing, write_whole
-from ..run_folder import check_options
+from ..files import replacing, write_whole
+from ..options import check_options
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 2**28
@@ -79,7 +82,12 @@ class FeatureCache:
     def refresh(self) -> None:
         """Look up what the shards hold that other processes wrote."""
         for path in sorted(set(self.folder.glob("*.safetensors")) - self._known):
-            file = opened(path)
+            try:
+                file = opened(path)
+            except ValueError:
+                if not path.exists():  # a recorded answer, which another process has removed meanwhile
+                    continue
+                raise
             ends = file.get_tensor("ends").tolist()
             keys, checksums = file.get_tensor("keys").numpy(), file.get_tensor("checksums").tolist()
             for key, start, stop, checksum in zip(keys, [0, *ends[:-1]], ends, checksums, strict=True):
@@ -126,25 +134,60 @@ class FeatureCache:
         """Write the states that are not yet on disk as a shard; a failure leaves nothing half-written."""
         if not self._new:
             return
-        keys, pairs = list(self._new), list(self._new.values())
-        tensors = {
-            "keys": torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64).view(-1, 2),
-            "ends": torch.tensor([len(states) for states, _ in pairs]).cumsum(0),
-            "checksums": torch.tensor([_checksum(*pair) for pair in pairs]),
-            "states": torch.cat([states for states, _ in pairs]),
-        }
-        scales = [own for _, own in pairs if own is not None]
-        if scales:
-            tensors["scales"] = torch.cat(scales)
-        path = self.folder / f"{hashlib.blake2b(b''.join(keys), digest_size=12).hexdigest()}.safetensors"
-        try:
-            with replacing(path) as partial:
-                save_file(tensors, partial)
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
+        path = self.folder / f"{hashlib.blake2b(b''.join(self._new), digest_size=12).hexdigest()}.safetensors"
+        write_shard(path, self._new)
         self._new.clear()
         self._new_bytes = 0
         self.refresh()
+
+
+def write_shard(
+    path: Path,
+    sequences: Mapping[Key, tuple[Tensor, Tensor | None]],
+    more: Mapping[str, Tensor] | None = None,
+    about: dict[str, str] | None = None,
+) -> None:
+    """Write a shard, whole or not at all: the encoded states and scales of some sequences, by their keys.
+
+    Args:
+        path: the file; one of this name is replaced.
+        sequences: what `encoded` returned for each.
+        more: further tensors, by name.
+        about: metadata of the file.
+
+    Raises:
+        OSError: a full disk, or a folder that cannot be written to.
+    """
+    pairs = list(sequences.values())
+    tensors = {
+        "keys": torch.frombuffer(bytearray(b"".join(sequences)), dtype=torch.int64).view(-1, 2),
+        "ends": torch.tensor([len(states) for states, _ in pairs]).cumsum(0),
+        "checksums": torch.tensor([_checksum(*pair) for pair in pairs]),
+        "states": torch.cat([states for states, _ in pairs]),
+        **(more or {}),
+    }
+    scales = [own for _, own in pairs if own is not None]
+    if scales:
+        tensors["scales"] = torch.cat(scales)
+    try:
+        with replacing(path) as partial:
+            save_file(tensors, partial, about)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def cache_manifest(
+    provenance: Mapping[str, Any], layers: Sequence[int], hidden_size: int, storage: str
+) -> dict[str, Any]:
+    """The manifest of a folder of states: identity of target and tokenizer, the layers, and the format."""
+    names = ("target", "revision", "dtype", "quantization", "weights", "tokenizer")
+    model = {name: provenance.get(name) for name in names}  # weights may be unknown
+    return {**model, "layers": list(layers), "hidden_size": hidden_size, "format": storage}
+
+
+def kept_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """Layers whose states a cache holds for a head that reads `layers`: these, and the state after the final norm."""
+    return tuple(dict.fromkeys((*layers, -1)))
 
 
 def corrupt_shards(folder: Path) -> list[Path]:

@@ -1,0 +1,139 @@
+"""A folder of recorded answers: a file for each, whole or not there, whichever processes write and remove them.
+
+    recorded-TIME-KIND-RANDOM.safetensors
+
+TIME is in nanoseconds, so that names sort by age; KIND is a hash of the prompt's kind. A file is a shard of
+`feature_cache` with one sequence, a prompt and its answer, and besides
+
+    tokens     [N] int32   the sequence
+    loss_mask  [N] bool    True for the answer's tokens
+    "row"                  in the metadata: what is known of the answer, `AnswerMarks`, as JSON
+
+So training reads the folder both as its data and as the states of its data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..files import recorded_files
+from .feature_cache import FeatureCache, encoded, key_of, write_shard
+
+HEADER_BYTES = 2000
+"""Bytes of a file, at most, that are not states or tokens."""
+End = Literal["complete", "stopped", "failed"]
+"""How an answer ended: by itself or at its longest, because its reader left, or by an error."""
+
+
+@dataclass(frozen=True)
+class AnswerMarks:
+    """What is known of a recorded answer besides its tokens and states."""
+
+    kind: str
+    """The caller's label of the prompt's kind; empty for none."""
+    temperature: float
+    """Temperature that it was sampled at; 0 for greedy decoding."""
+    lossy: bool
+    """Whether an acceptance rule chose it that changes the target's distribution."""
+    ended: End
+    cut: bool
+    """Whether tokens after the kept ones were left out."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+
+
+class RecordedFolder:
+    """The writer's side of a folder; several processes may write to one."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], max_bytes: int) -> None:
+        """Open or create a folder, in which recorded answers take at most `max_bytes`.
+
+        Raises:
+            ValueError: it holds states of another target, tokenizer, format or layers.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
+        cache = FeatureCache(folder, manifest)
+        self.folder = folder
+        self.format = cache.format
+        self.layers = cache.layers
+        """Layers of the states; more than the manifest's where the folder was made with more."""
+        self.tokenizer = str(manifest["tokenizer"])
+        self.max_bytes = max_bytes
+
+    def write(self, tokens: list[int], prompt: int, states_TLD: Tensor, marks: AnswerMarks) -> int:
+        """Write an answer, and remove older ones where it would not fit; return the bytes written.
+
+        Args:
+            tokens: a prompt of `prompt` tokens, and its answer.
+            prompt: length of the prompt.
+            states_TLD: the states of all tokens, by layer.
+            marks: what is known of the answer.
+
+        Returns:
+            the bytes of its file; 0 if it alone is larger than the folder may be.
+
+        Raises:
+            OSError: a full disk, or a folder that cannot be written to.
+        """
+        states = encoded(states_TLD, self.format)
+        tokens_T = torch.tensor(tokens, dtype=torch.int32)
+        more = {"tokens": tokens_T, "loss_mask": torch.arange(len(tokens)) >= prompt}
+        size = sum(part.nbytes for part in (*states, *more.values()) if part is not None) + HEADER_BYTES
+        if size > self.max_bytes:
+            return 0
+        self._make_room(size, marks.kind)
+        name = f"recorded-{time.time_ns():020d}-{_hashed(marks.kind)}-{secrets.token_hex(4)}.safetensors"
+        about = {"row": json.dumps(dataclasses.asdict(marks))}
+        write_shard(self.folder / name, {key_of(tokens_T): states}, more, about)
+        return size
+
+    def _make_room(self, size: int, kind: str) -> None:
+        """Remove answers until `size` bytes more fit: always the oldest of the kind that then takes most."""
+        files: dict[str, list[tuple[Path, int]]] = {_hashed(kind): []}
+        total = size
+        for path in recorded_files(self.folder):
+            try:
+                bytes_of_file = path.stat().st_size
+            except FileNotFoundError:  # another process has removed it
+                continue
+            files.setdefault(path.name.split("-")[2], []).append((path, bytes_of_file))
+            total += bytes_of_file
+        taken = {name: sum(bytes_of_file for _, bytes_of_file in own) for name, own in files.items()}
+        taken[_hashed(kind)] += size
+        while total > self.max_bytes:
+            largest = max((name for name in files if files[name]), key=lambda name: taken[name])
+            path, bytes_of_file = files[largest].pop(0)
+            path.unlink(missing_ok=True)
+            taken[largest] -= bytes_of_file
+            total -= bytes_of_file
+
+
+def recorded_row(path: Path) -> dict[str, Any]:
+    """A recorded answer as a row to train on: `input_ids`, `loss_mask`, `tokenizer`, and its marks.
+
+    Raises:
+        ValueError: a file that is cut or not of a recording.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            marks = json.loads(file.metadata()["row"])
+            tokens = file.get_tensor("tokens").tolist()
+            mask = file.get_tensor("loss_mask").int().tolist()
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
+    return {"input_ids": tokens, "loss_mask": mask, **marks}
+
+
+def _hashed(kind: str) -> str:
+    return hashlib.blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()

@@ -1,0 +1,480 @@
+"""Recordings: what is written is what the target read, decoding notices nothing, and folders survive everything."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from headstart.inference import Conversation, SpeculativeLM, Target, feature_cache, recording
+from headstart.inference.feature_cache import FeatureCache, decoded, key_of
+from headstart.inference.recorded_folder import RecordedFolder, recorded_files, recorded_row
+
+HEADS = {
+    "medusa": {},
+    "hydra": {},
+    "eagle": {},
+    "eagle3": {"feature_layers": [0, -1]},
+}
+"""Heads with one layer, the last one, and with several."""
+
+
+@pytest.fixture(scope="module")
+def target():
+    from helpers import build_model
+
+    return Target(build_model().requires_grad_(False))
+
+
+def model_with(target, drafter, tree="chain:3", **options):
+    """A decoder with a head of this kind, or with another source of drafts; the same each time."""
+    from headstart.heads import build_head
+
+    options = {"tree": tree, "fallback": False, "lossy": True, **options}
+    if drafter in ("prompt-lookup", "plain"):
+        options["tree"] = "auto"
+    if drafter not in HEADS:
+        return SpeculativeLM.from_pretrained(target, drafter=None if drafter == "plain" else drafter, **options)
+    torch.manual_seed(0)
+    head = build_head(drafter, HEADS[drafter], target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return SpeculativeLM.from_pretrained(target, head.eval(), **options)
+
+
+def prompts(rows, longest=9, seed=0):
+    """Prompts of different lengths, padded on the left, with their mask; two of three begin alike."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 250, (rows, longest), generator=random)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : (3 * row) % 5] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def greedy(new_tokens=8):
+    return {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+
+
+def sampling(new_tokens=8, temperature=0.8):
+    settings = {**greedy(new_tokens), "do_sample": True, "temperature": temperature}
+    return {**settings, "generator": torch.Generator().manual_seed(3)}
+
+
+def check_states(target, folder, atol=1e-5):
+    """Every recorded state is the target's own; the last of a text may be missing. Returns the rows."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    cache = FeatureCache(folder, manifest)
+    rows = [recorded_row(path) for path in recorded_files(folder)]
+    for row in rows:
+        tokens_T = torch.tensor(row["input_ids"])
+        states_TLD = decoded(*cache.stored(key_of(tokens_T)))
+        expected_1TF, _ = target.read(tokens_T[None], cache.layers)
+        found_TF = states_TLD.flatten(1).to(expected_1TF.dtype)
+        torch.testing.assert_close(found_TF[:-1], expected_1TF[0, :-1], atol=atol, rtol=0)
+        if found_TF[-1].any():
+            torch.testing.assert_close(found_TF[-1], expected_1TF[0, -1], atol=atol, rtol=0)
+    return rows
+
+
+def answers_of(rows):
+    return [[t for t, own in zip(row["input_ids"], row["loss_mask"]) if own] for row in rows]
+
+
+RULES = {
+    "greedy": (greedy, {}),
+    "exact": (sampling, {}),
+    "exact, sampled trees": (sampling, {"tree": "drawn:branch:2x1"}),
+    "typical": (sampling, {"acceptance": "typical"}),
+}
+BATCHES = {"one": (1, None), "padded": (3, None), "slots": (5, 2)}
+
+
+PAIRS = [
+    ("medusa", "greedy", "padded"),
+    ("medusa", "exact", "slots"),
+    ("medusa", "typical", "padded"),
+    ("hydra", "exact", "padded"),
+    ("hydra", "greedy", "slots"),
+    ("eagle", "exact, sampled trees", "slots"),
+    ("eagle", "typical", "one"),
+    ("eagle3", "greedy", "slots"),
+    ("eagle3", "exact", "one"),
+    ("eagle3", "exact, sampled trees", "padded"),
+    ("prompt-lookup", "greedy", "padded"),
+    ("prompt-lookup", "exact", "slots"),
+    ("ngram:2", "exact, sampled trees", "slots"),
+    ("plain", "greedy", "slots"),
+    ("plain", "exact", "padded"),
+]
+"""Every drafter, rule and batch, and most pairs of them."""
+
+
+@pytest.mark.parametrize(("drafter", "rule", "batch"), PAIRS)
+def test_recording_changes_no_token_and_keeps_the_targets_states(target, tokenizer, tmp_path, drafter, rule, batch):
+    settings, options = RULES[rule]
+    rows, slots = BATCHES[batch]
+    lm = model_with(target, drafter, **options)
+    given = {**prompts(rows), "max_batch_size": slots}
+    expected = lm.generate(**given, **settings())
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32") as running:
+        output = lm.generate(**given, **settings())
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.stats.rows == expected.stats.rows, "the same drafts were accepted"
+    assert (running.written, running.dropped, running.skipped) == (rows, 0, {})
+    recorded = check_states(target, tmp_path)
+    assert sorted(answers_of(recorded)) == sorted(expected.sequences[:, 9:].tolist())
+    for row in recorded:
+        assert row["lossy"] == (rule == "typical")
+        assert row["temperature"] == pytest.approx(0.0 if rule == "greedy" else 0.8)
+        assert row["ended"] == "complete" and not row["cut"]
+    lm.generate(**prompts(1), **settings(2))
+    assert len(recorded_files(tmp_path)) == rows, "it has stopped"
+
+
+@pytest.mark.parametrize("drafter", [*HEADS, "prompt-lookup", "plain"])
+def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, tmp_path, drafter):
+    lm, again = model_with(target, drafter), model_with(target, drafter)
+    more = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]]), torch.tensor([[9, 9]])]
+    texts = []
+    for decoder in (again, lm):
+        past, text_1T, found = Conversation(), prompts(1)["inputs"], []
+        running = decoder.record(tmp_path, tokenizer=tokenizer, format="float32") if decoder is lm else None
+        for turn, question_1T in enumerate(more):
+            text_1T = decoder.generate(text_1T, past_key_values=past, **greedy(7)).sequences
+            found.append(text_1T[0].tolist())
+            if turn == 1:  # an earlier part of the text is taken up again
+                text_1T = text_1T[:, :-3]
+            text_1T = torch.cat([text_1T, question_1T], dim=1)
+        if running is not None:
+            running.stop()
+        texts.append(found)
+    assert texts[0] == texts[1]
+    rows = check_states(target, tmp_path)
+    assert [row["input_ids"] for row in rows] == texts[0]
+    assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7], "earlier answers have a row of their own"
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "plain"])
+def test_a_conversation_goes_on_when_recording_is_switched(target, tokenizer, tmp_path, drafter):
+    """What was read without recording has no states: the turn is left out, and counted."""
+    lm, again = model_with(target, drafter), model_with(target, drafter)
+    texts = []
+    for decoder in (again, lm):
+        past, text_1T = Conversation(), prompts(1)["inputs"]
+        running, found = None, []
+        for turn in range(6):
+            if decoder is lm and turn in (1, 4):
+                running = lm.record(tmp_path / str(turn), tokenizer=tokenizer)
+            text_1T = decoder.generate(text_1T, past_key_values=past, **greedy(4)).sequences
+            found.append(text_1T.tolist())
+            text_1T = torch.cat([text_1T, torch.tensor([[turn]])], dim=1)
+            if running is not None and turn == 2:
+                running.stop()
+                assert running.skipped == {"its text was begun before the recording": 2}
+        texts.append(found)
+    running.stop()
+    assert texts[0] == texts[1]
+    assert running.skipped == {"its text was begun before the recording": 2}
+
+
+def test_an_end_token_is_recorded_and_so_is_what_a_criterion_ends(target, tokenizer, tmp_path):
+    lm = model_with(target, "medusa")
+    whole = lm.generate(**prompts(1), **greedy(20)).sequences[0, 9:].tolist()
+    end = whole[6]
+    place = whole.index(end)
+    given = {**greedy(20), "eos_token_id": [end]}
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32"):
+        lm.generate(**prompts(1), **given)
+        lm.generate(**prompts(1), **greedy(20), stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9 + 4])
+        lm.generate(**prompts(1), **greedy(1))
+    assert answers_of(check_states(target, tmp_path)) == [whole[: place + 1], whole[:4], whole[:1]]
+
+
+def test_answers_that_were_left_or_failed_are_marked(target, tokenizer, tmp_path):
+    lm = model_with(target, "eagle3")
+    whole = lm.generate(**prompts(1), **greedy(30)).sequences[0, 9:].tolist()
+
+    def fail(sequences):
+        if sequences.tokens >= 8:
+            raise RuntimeError("the disk of the caller is full")
+
+    def interrupt(ids, scores):
+        if ids.shape[1] >= 9 + 5:
+            raise KeyboardInterrupt
+        return False
+
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32"):
+        stream = lm.stream(prompts(1)["inputs"], **greedy(30))
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        lm.round_callbacks.append(fail)
+        with pytest.raises(RuntimeError, match="of the caller"):
+            lm.generate(**prompts(2), **greedy(30))
+        lm.round_callbacks.clear()
+        with pytest.raises(KeyboardInterrupt):
+            lm.generate(**prompts(1), **greedy(30), stopping_criteria=[interrupt])
+    rows = check_states(target, tmp_path)
+    assert [row["ended"] for row in rows] == ["stopped", "failed", "failed", "stopped"]
+    for row, answer in zip(rows, answers_of(rows)):
+        assert len(answer) < 30
+        if row is not rows[2]:
+            assert answer == whole[: len(answer)]
+
+
+def test_long_texts_are_cut_and_prompts_that_fill_them_left_out(target, tokenizer, tmp_path):
+    lm = model_with(target, "eagle3")
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32", max_length=12) as running:
+        lm.generate(**prompts(1), **greedy(20))
+        lm.generate(**prompts(1, longest=12), **greedy(20))
+        lm.generate(**prompts(1, longest=11), **greedy(1))
+    rows = check_states(target, tmp_path)
+    assert [(len(row["input_ids"]), row["cut"]) for row in rows] == [(12, True), (12, False)]
+    assert running.skipped == {"its prompt is as long as max_length, 12 tokens": 1}
+
+
+def test_a_long_prompt_is_recorded_chunk_by_chunk(target, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("headstart.inference.loop.PREFILL_TOKENS", 16)
+    lm = model_with(target, "eagle3")
+    ids = prompts(4, longest=70)["inputs"]
+    ids[1:3, :50] = ids[0, :50]  # a common prefix is read once
+    ids[3] = ids[0]
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    expected = lm.generate(ids, attention_mask=mask, **greedy(6)).sequences
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32"):
+        output = lm.generate(ids, attention_mask=mask, **greedy(6))
+    assert torch.equal(output.sequences, expected)
+    rows = check_states(target, tmp_path)
+    assert sorted(len(row["input_ids"]) for row in rows) == [56, 76, 76, 76]
+
+
+def test_the_warm_up_is_not_recorded_and_trees_of_single_calls_are(target, tokenizer, tmp_path):
+    lm = model_with(target, "eagle3")
+    lm.generate(**prompts(1), **greedy(4), tree="chain:2")
+    with lm.record(tmp_path, tokenizer=tokenizer) as running:
+        lm.warmup()
+        lm.generate(**prompts(1), **greedy(4), tree="chain:2", kind="other")
+        lm.generate(**prompts(1), **greedy(4), trace=True, tokenizer=tokenizer)
+        assert "eagle" not in repr(running)
+    rows = [recorded_row(path) for path in recorded_files(tmp_path)]
+    assert [row["kind"] for row in rows] == ["other", ""]
+
+
+def test_a_generation_inside_another_is_recorded_too(target, tokenizer, tmp_path):
+    lm = model_with(target, "medusa")
+    inner = []
+
+    def once(sequences):
+        if not inner:
+            inner.append(None)
+            inner[0] = lm.generate(prompts(1, seed=5)["inputs"], **greedy(4)).sequences[0].tolist()
+
+    lm.round_callbacks.append(once)
+    with lm.record(tmp_path, tokenizer=tokenizer, format="float32"):
+        outer = lm.generate(**prompts(1), **greedy(6)).sequences[0].tolist()
+    rows = check_states(target, tmp_path)
+    assert [row["input_ids"] for row in rows] == [inner[0], outer]
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+def test_formats_are_as_exact_as_those_of_a_cache(target, tokenizer, tmp_path, format):
+    lm = model_with(target, "eagle3")
+    with lm.record(tmp_path, tokenizer=tokenizer, format=format):
+        lm.generate(**prompts(2), **greedy())
+    check_states(target, tmp_path, atol=0.05)
+
+
+def test_old_answers_give_way_by_kind(target, tokenizer, tmp_path):
+    lm = model_with(target, "medusa")
+    with lm.record(tmp_path / "one", tokenizer=tokenizer):
+        lm.generate(**prompts(1), **greedy())
+    (path,) = recorded_files(tmp_path / "one")
+    size = path.stat().st_size
+    sizes = []
+    with lm.record(tmp_path / "many", tokenizer=tokenizer, max_bytes=6 * size + recording_slack()) as running:
+        for seed, kind in enumerate(["rare", "rare", *["often"] * 9]):
+            lm.generate(prompts(1, seed=seed)["inputs"], **greedy(), kind=kind)
+            sizes.append(sum(path.stat().st_size for path in recorded_files(tmp_path / "many")))
+    assert running.written == 11 and max(sizes) <= 6 * size + recording_slack()
+    rows = [recorded_row(path) for path in recorded_files(tmp_path / "many")]
+    kept = [row["kind"] for row in rows]
+    assert kept.count("rare") == 2 and kept.count("often") >= 3
+    newest = lm.generate(prompts(1, seed=10)["inputs"], **greedy()).sequences[0].tolist()
+    assert rows[-1]["input_ids"] == newest
+    with lm.record(tmp_path / "none", tokenizer=tokenizer, max_bytes=100) as running:
+        lm.generate(**prompts(1), **greedy())
+    assert running.skipped == {"it alone is larger than max_bytes": 1}
+    assert recorded_files(tmp_path / "none") == []
+
+
+def recording_slack():
+    """Bytes by which the size of a file is estimated too high."""
+    from headstart.inference.recorded_folder import HEADER_BYTES
+
+    return HEADER_BYTES
+
+
+def test_a_slow_disk_drops_answers_and_a_full_one_ends_the_recording(target, tokenizer, tmp_path, monkeypatch):
+    lm = model_with(target, "medusa")
+    expected = lm.generate(**prompts(1), **greedy()).sequences
+    original, may_write = feature_cache.save_file, threading.Event()
+
+    def slow(*given):
+        may_write.wait(60)
+        original(*given)
+
+    monkeypatch.setattr(feature_cache, "save_file", slow)
+    monkeypatch.setattr(recording, "WAITING_BYTES", 5000)
+    running = lm.record(tmp_path / "slow", tokenizer=tokenizer)
+    for _ in range(12):
+        assert torch.equal(lm.generate(**prompts(1), **greedy()).sequences, expected)
+    assert running.dropped > 0, "and nothing has waited"
+    may_write.set()
+    running.stop()
+    assert running.written + running.dropped == 12
+    assert running.written == len(recorded_files(tmp_path / "slow"))
+    assert f"{running.dropped} dropped" in running.summary()
+
+    def full(tensors, path, about):
+        Path(path).write_bytes(b"the first half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(feature_cache, "save_file", full)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with lm.record(tmp_path / "full", tokenizer=tokenizer) as running:
+            for _ in range(3):
+                assert torch.equal(lm.generate(**prompts(1), **greedy()).sequences, expected)
+    assert [str(each.message) for each in told if "recording stops" in str(each.message)] != []
+    assert len([each for each in told if "recording stops" in str(each.message)]) == 1
+    assert running.written == 0 and "No space left" in running.summary()
+    assert sorted(path.name for path in (tmp_path / "full").iterdir()) == ["manifest.json"]
+
+
+def test_a_folder_of_something_else_is_refused(target, tokenizer, tools, tmp_path):
+    lm = model_with(target, "medusa")
+    lm.record(tmp_path, tokenizer=tokenizer).stop()
+    other = Target(tools.build_model(seed=1).requires_grad_(False))
+    with pytest.raises(ValueError, match=r"holds states with weights = '\w+', not '\w+'"):
+        model_with(other, "medusa").record(tmp_path, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
+        model_with(target, "eagle3").record(tmp_path, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="holds states with format = 'bfloat16', not 'int8'"):
+        lm.record(tmp_path, tokenizer=tokenizer, format="int8")
+    another = tools.build_tokenizer()
+    another.add_tokens(["<more>"])
+    with pytest.raises(ValueError, match="holds states with tokenizer = "):
+        lm.record(tmp_path, tokenizer=another)
+    with pytest.raises(
+        ValueError, match="unknown format 'int4' of recorded states; choose from bfloat16, float32, int8"
+    ):
+        lm.record(tmp_path, tokenizer=tokenizer, format="int4")
+    with pytest.raises(ValueError, match="max_length of at least 2 tokens and max_bytes of at least 1, not 1 and 5"):
+        lm.record(tmp_path, tokenizer=tokenizer, max_length=1, max_bytes=5)
+    running = lm.record(tmp_path, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"are recorded in .* already; stop that recording first"):
+        lm.record(tmp_path / "2", tokenizer=tokenizer)
+    running.stop()
+    running.stop()
+    more = tmp_path / "more layers"
+    model_with(target, "eagle3").record(more, tokenizer=tokenizer, format="float32").stop()
+    with lm.record(more, tokenizer=tokenizer, format="float32"):
+        lm.generate(**prompts(1), **greedy())
+    check_states(target, more)
+
+
+def test_the_environment_switches_recording_off(target, tokenizer, tmp_path, monkeypatch):
+    lm = model_with(target, "medusa")
+    monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
+    with pytest.warns(UserWarning, match="HEADSTART_NO_RECORD is set: nothing is recorded"):
+        running = lm.record(tmp_path / "folder", tokenizer=tokenizer)
+    with running:
+        lm.generate(**prompts(1), **greedy())
+    assert not (tmp_path / "folder").exists()
+    assert running.summary() == "off by HEADSTART_NO_RECORD"
+    monkeypatch.setenv("HEADSTART_NO_RECORD", "0")
+    with lm.record(tmp_path / "folder", tokenizer=tokenizer):
+        lm.generate(**prompts(1), **greedy())
+    assert len(recorded_files(tmp_path / "folder")) == 1
+    assert (tmp_path / "folder").stat().st_mode & 0o077 == 0, "others may not read it"
+
+
+def test_states_that_are_not_finite_are_left_out(target, tokenizer, tmp_path):
+    lm = model_with(target, "medusa")
+    with lm.record(tmp_path, tokenizer=tokenizer) as running:
+        weight = target.model.model.embed_tokens.weight
+        token = int(prompts(1)["inputs"][0, 0])
+        before = weight.data[token].clone()
+        try:
+            weight.data[token] = torch.nan
+            with pytest.raises(ValueError, match="no numbers"):
+                lm.generate(**prompts(1), **greedy())
+        finally:
+            weight.data[token] = before
+        lm.refresh()
+        lm.generate(**prompts(1), **greedy())
+    assert running.written == 1
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from headstart.inference.recorded_folder import AnswerMarks, RecordedFolder
+from headstart.inference.feature_cache import cache_manifest
+number = int(sys.argv[1])
+manifest = cache_manifest({{"tokenizer": "t"}}, (-1,), 8, "float32")
+folder = RecordedFolder(Path({folder!r}), manifest, {limit})
+marks = AnswerMarks("", 0.0, False, "complete", False, "t")
+for step in range(int(sys.argv[2])):
+    folder.write([number, step, 3, 4], 2, torch.full((4, 1, 8), float(1000 * number + step)), marks)
+    print(step, flush=True)
+"""
+
+
+def writers(tmp_path, limit, counts):
+    code = WRITER.format(folder=str(tmp_path), limit=limit)
+    return [
+        subprocess.Popen([sys.executable, "-c", code, str(number), str(count)], stdout=subprocess.PIPE, text=True)
+        for number, count in enumerate(counts)
+    ]
+
+
+def all_readable(folder):
+    """Every recorded answer can be read, and has its own states."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    cache = FeatureCache(folder, manifest)
+    rows = [recorded_row(path) for path in recorded_files(folder)]
+    for row in rows:
+        number, step = row["input_ids"][:2]
+        states, _ = cache.stored(key_of(torch.tensor(row["input_ids"])))
+        assert torch.equal(states, torch.full((4, 1, 8), float(1000 * number + step)))
+    return rows
+
+
+def test_two_processes_write_to_one_folder(tmp_path):
+    for process in writers(tmp_path, 10**9, (20, 20)):
+        assert process.wait(500) == 0
+    assert len(all_readable(tmp_path)) == 40
+    for process in writers(tmp_path, 20_000, (20, 20)):
+        assert process.wait(500) == 0, "both remove old answers, and find some removed by the other"
+    assert 0 < len(all_readable(tmp_path)) < 40
+
+
+def test_a_killed_process_leaves_whole_answers_alone(tmp_path):
+    (process,) = writers(tmp_path, 10**9, (100_000,))
+    for _ in range(30):
+        process.stdout.readline()
+    process.kill()
+    process.wait()
+    assert len(all_readable(tmp_path)) >= 30
+    next_one = RecordedFolder(tmp_path, json.loads((tmp_path / "manifest.json").read_text()), 10**9)
+    assert next_one.layers == (-1,)

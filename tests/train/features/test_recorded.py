@@ -1,0 +1,86 @@
+"""A head trained on what was recorded while another one decoded, without the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from headstart.files import recorded_files
+from headstart.heads import build_head
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.train.config import FeaturesConfig, TrainConfig
+from headstart.train.data.conversations import open_sources, read_conversations
+from headstart.train.loop import train
+
+HEAD = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def recorded(taught, conversations_file, tmp_path_factory):
+    """A folder with the answers to all prompts, the second of them twice, in two turns of a conversation."""
+    tokenizer = load_tokenizer(taught)
+    target = Target.from_pretrained(str(taught), torch.float32)
+    options = {name: value for name, value in HEAD.items() if name != "type"}
+    torch.manual_seed(0)
+    head = build_head("eagle3", options, target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
+    folder = tmp_path_factory.mktemp("recorded")
+    rows = read_conversations(str(conversations_file))
+    questions = list(dict.fromkeys(row["messages"][0]["content"] for row in rows))
+    with lm.record(folder, format="float32", kind="counting") as running:
+        for question in questions:
+            chat = lm.chat(tokenizer, max_new_tokens=24, do_sample=False)
+            chat.say(question)
+            chat.say("again")
+        lm.chat(tokenizer, max_new_tokens=24, do_sample=False).say(questions[1])
+    assert running.written == 2 * len(questions) + 1
+    return folder
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row], [row for row in rows if "eval" in row]
+
+
+def test_a_recording_is_data_and_states_in_one(recorded, short, monkeypatch, changed):
+    features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
+    short = changed(short, features=features, head=HEAD, loop={"max_steps": 4}, eval={"new_tokens": 4})
+    config = changed(short, data={"sources": [], "held_out": 0.3})
+    assert config.data.sources == [str(recorded)]
+    online = dataclasses.replace(config, output=config.output + "-online", features=FeaturesConfig())
+    expected, (judged,) = losses(train(online))
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "load", None)
+        found, (row,) = losses(train(config))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-5, rtol=0)
+    assert row["eval"]["chain"]["acceptance_length"] > 1
+
+
+def test_longer_texts_are_cut_with_their_states(recorded, short, changed):
+    features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
+    short = changed(short, features=features, head=HEAD, loop={"max_steps": 3}, eval={"new_tokens": 2})
+    config = changed(short, data={"sources": [], "held_out": 0.3, "max_length": 40})
+    online = dataclasses.replace(config, output=config.output + "-online", features=FeaturesConfig())
+    expected, _ = losses(train(online))
+    found, _ = losses(train(config))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_equal_texts_are_one_row_and_what_is_no_recording_is_no_source(recorded, taught, tmp_path):
+    (source,) = open_sources([str(recorded)])
+    rows = [row for _, row in source.read_all()]
+    assert len(rows) == len(recorded_files(recorded)) - 1
+    assert {row["kind"] for row in rows} == {"counting"}
+    assert [sum(row["loss_mask"]) > 0 for row in rows] == [True] * len(rows)
+    (tmp_path / "recorded-1-2-3.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"recorded-1-2-3.safetensors cannot be read .*; remove it"):
+        next(open_sources([str(tmp_path)])[0].read_all())
+    given = {"target": str(taught), "output": str(tmp_path / "run")}
+    empty = FeaturesConfig(mode="stored", folder=str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match=r"option 'data.sources' is required"):
+        TrainConfig(**given, features=empty)
