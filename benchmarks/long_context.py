@@ -1,6 +1,6 @@
 """EAGLE-3 after long texts: acceptance and draft time by the length of the context, with and without a sliding window.
 
-    python benchmarks/long_context.py --text docs/*.md benchmarks/*.md --output long_context.md
+    python benchmarks/long_context.py --text docs/*.md benchmarks/*.md --output long_context.md --also 8k=runs/8k/best
 
 Acceptance: greedy chains of the shipped head with SmolLM2, after prompts of up to its 8,192 positions. The windows are
 given to that head afterwards: they change what its layer sees, and no weight. Draft time: the same head in our kernels,
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HEAD, TARGET, arguments, replay_target, save
+from common import HEAD, TARGET, arguments, named_heads, replay_target, save
 from torch import Tensor
 
 from headstart.heads import DraftHead, build_head
@@ -48,6 +48,9 @@ def main() -> None:
     parser = arguments(__doc__, "long_context.md")
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
+    parser.add_argument(
+        "--also", nargs="+", default=[], metavar="NAME=HEAD", help="heads whose acceptance is measured as they are"
+    )
     parser.add_argument("--text", nargs="+", default=[], help="files of English text, from which prompts are cut")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each length")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -55,7 +58,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.text and not args.times_only:
         parser.error("--text is needed, or --times-only")
-    lines = [] if args.times_only else acceptance_lengths(args)
+    also = named_heads(parser, args.also)
+    lines = [] if args.times_only else acceptance_lengths(args, also)
     save(args.output, [*lines, *draft_times(args)])
 
 
@@ -72,8 +76,8 @@ def name_of(window: int | None) -> str:
     return "all of the text" if window is None else f"window of {window}"
 
 
-def acceptance_lengths(args: argparse.Namespace) -> list[str]:
-    """Acceptance length of a chain by context and window."""
+def acceptance_lengths(args: argparse.Namespace, also: dict[str, DraftHead]) -> list[str]:
+    """Acceptance length of a chain by context and head: that of `--head` with each window, and others."""
     tokenizer = load_tokenizer(args.target)
     text = "\n\n".join(Path(path).read_text(encoding="utf-8") for path in args.text)
     tokens_T = tokenizer(text, return_tensors="pt").input_ids[0]
@@ -81,16 +85,17 @@ def acceptance_lengths(args: argparse.Namespace) -> list[str]:
     target = replay_target(contexts, args.new_tokens, args.target)
     head = load_head(args.head)[0].to(target.dtype)
     chain = TreeShape.chain(head.max_depth)
+    heads = {name_of(window): with_window(head, window) for window in WINDOWS}
+    heads |= {name: other.to(target.dtype).eval() for name, other in also.items()}
     lines = [
         f"{args.prompts} prompts of each length, {args.new_tokens} new tokens, greedy, chains of {head.max_depth}.",
         "",
-        "| context | " + " | ".join(map(name_of, WINDOWS)) + " |",
-        "|---|" + "---|" * len(WINDOWS),
+        "| context | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(heads),
     ]
-    heads = [with_window(head, window) for window in WINDOWS]
     for length, prompts in contexts.items():
         rows = [prompt_1T[0] for prompt_1T in prompts]
-        found = [greedy_answers(target, each, chain, rows, args.new_tokens).stats for each in heads]
+        found = [greedy_answers(target, each, chain, rows, args.new_tokens).stats for each in heads.values()]
         cells = " | ".join(f"{stats.acceptance_length:.2f}" for stats in found)
         lines.append(f"| {int(length):,} | {cells} |")
     return [*lines, ""]
