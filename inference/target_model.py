@@ -109,7 +109,7 @@ class TargetModel:
 
     @cached_property
     def _read_at_border(self) -> int | None:
-        """The result of `tokens_read_at_border`; None, too, for a model whose forwards do not depend on their last position."""
+        """Result of `tokens_read_at_border`; None, too, if no forward depends on the last position."""
         if self.segments is None or not self.segments.by_last:
             return None
         return tokens_read_at_border(self.model, self.segments.first)
