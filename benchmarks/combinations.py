@@ -11,14 +11,12 @@ each of its processes says where it stands.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import faulthandler
 import itertools
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from launches import ROOT, forget_launch, launch, write_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -39,7 +36,6 @@ from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.features import online, placement
 
-ROOT = Path(__file__).resolve().parents[1]
 AXES: dict[str, Sequence[Any]] = {
     "engine": ("ddp", "zero1", "zero2", "fsdp2"),
     "placement": ("shard", "whole"),
@@ -68,7 +64,7 @@ ERRORS = r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run."""
+    """How a run of a combination ended: how long it took, and what went wrong."""
 
     combination: dict[str, Any]
     seconds: float
@@ -199,12 +195,10 @@ PLANTED: dict[str, Callable[[], None]] = {"hang": as_it_hung, "crash": as_it_cra
 
 def make_runs(jobs: list[dict[str, Any]]) -> None:
     """Make the runs in this process of a launch; write what became of each."""
-    PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
     rank = os.environ.get("RANK", "0")
     original = placement.Target.read
     for job in jobs:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_launch()
         report = Path(f"{job['report']}.{rank}")
         with report.with_suffix(f".{rank}.stacks").open("w") as stacks:
             faulthandler.dump_traceback_later(job["seconds"], file=stacks)
@@ -230,25 +224,6 @@ def make_runs(jobs: list[dict[str, Any]]) -> None:
 
 
 # The program that launches them.
-
-
-def launch(engine: str, processes: int, jobs: list[dict[str, Any]], folder: Path) -> str:
-    """Launch processes that make runs; return what they said."""
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"configs/accelerate/{engine}.yaml", "--num_processes", str(processes)]
-    command += ["--main_process_port", "0", __file__, "--make", str(file)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return done.stdout
 
 
 def where_it_stands(stacks: Path) -> str:
@@ -306,19 +281,20 @@ def try_all(folder: Path, chosen: list[dict[str, Any]], plant: str | None, secon
         waiting = []
         for number, combination in own:
             config = config_of(folder, combination, str(number))
-            path = folder / f"{number}.yaml"
-            path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
-            job = {"config": str(path), "report": str(folder / f"{number}.report"), "plant": plant, "seconds": seconds}
+            path = write_config(config, folder / f"{number}.yaml")
+            job = {"config": path, "report": str(folder / f"{number}.report"), "plant": plant, "seconds": seconds}
             waiting.append((number, combination, job))
         while waiting:
             started = time.monotonic()
-            said = launch(engine, PROCESSES, [job for _, _, job in waiting], folder)
+            jobs = folder / "jobs.json"
+            jobs.write_text(json.dumps([job for _, _, job in waiting]))
+            done = launch("accelerate.commands.launch", engine, PROCESSES, __file__, "--make", str(jobs))
             took = time.monotonic() - started
             while waiting:
                 number, combination, job = waiting.pop(0)
                 reports = [Path(f"{job['report']}.{rank}") for rank in range(PROCESSES)]
                 if not all(report.exists() for report in reports):
-                    results.append(Result(combination, took, problem_of(job, PROCESSES, said)))
+                    results.append(Result(combination, took, problem_of(job, PROCESSES, done.stdout)))
                     break  # the runs after it were not made
                 apart = differ(losses(folder / str(number)), alone[combination["start"], combination["rows"]])
                 results.append(Result(combination, max(float(report.read_text()) for report in reports), apart))

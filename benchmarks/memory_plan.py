@@ -2,9 +2,14 @@
 
     python benchmarks/memory_plan.py                   # one process, then two with each engine
     python benchmarks/memory_plan.py --launch fsdp2:2  # one launch
+    python benchmarks/memory_plan.py --launch 8b       # a head for a target of 8 billion parameters, without the target
 
 A head of 55 million parameters, in float32, so that it outweighs what Python and torch take. Memory is the resident
 set (VmHWM, set back by /proc/self/clear_refs) less what the process had before it loaded the target.
+
+The last trains configs/llama-3.1-8b-eagle3.yaml on short rows, on files of random states (features.mode stored), and
+takes 9 GiB of memory and 4 of the disk. Embedding, final norm and LM head have the shapes of Llama-3.1-8B and random
+numbers.
 """
 
 from __future__ import annotations
@@ -14,26 +19,30 @@ import dataclasses
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
+from launches import ROOT, forget_launch, launch, write_config
 from process_status import memory_mib
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.scripts.command_line import options, run
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
+from headstart.train.engines import resolved, start
+from headstart.train.features.cached import key_of
+from headstart.train.features.online import open_cache
 from headstart.train.memory_plan import plan_run
 
-ROOT = Path(__file__).resolve().parents[1]
 LAUNCHES = ("one", "ddp:2", "zero1:2", "zero2:2", "fsdp2:2")
+STORED = "8b"
+"""The launch of one process whose target is not loaded."""
 MIB = 2**20
 MOMENTS = ("training", "evaluation", "saving")
 
@@ -53,12 +62,88 @@ def make_inputs(folder: Path) -> None:
         eos_token_id=0,
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "target")
+    rows = [[2 + (7 * row + place) % 2000 for place in range(64)] for row in range(17)]
+    make_rows(folder, folder / "target", rows)
+
+
+def make_rows(folder: Path, target: Path, rows: list[list[int]]) -> None:
+    """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1"))
     fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w1")
-    fast.save_pretrained(folder / "target")
-    rows = [[2 + (7 * row + place) % 2000 for place in range(64)] for row in range(17)]
+    fast.save_pretrained(target)
     lines = [json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(64)]}) for row in rows]
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / f"rows-{target.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make_outer_modules(folder: Path) -> None:
+    """Write what a head needs of a target with the shapes of Llama-3.1-8B: embedding, final norm and LM head."""
+    shape = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=0,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    target = folder / "target-8b"
+    shape.save_pretrained(target)
+    # A draft vocabulary has no more tokens than the answers: these are all different.
+    make_rows(folder, target, [[2 + 56 * row + place for place in range(64)] for row in range(600)])
+    torch.manual_seed(0)
+    some_VD = 0.02 * torch.randn(2004, 4096).bfloat16()  # 64 times over: all of it would take a minute
+    whole_VD = some_VD.repeat(64, 1)
+    tensors = {
+        "model.embed_tokens.weight": whole_VD,
+        "model.norm.weight": torch.ones(4096).bfloat16(),
+        "lm_head.weight": whole_VD.clone(),
+    }
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def make_states(config: TrainConfig) -> None:
+    """Write random states of all sequences of a run, as `headstart features` would."""
+    accelerator, _ = start(config)
+    config = resolved(config, accelerator)
+    inputs = loop.load_inputs(config, accelerator, outer=True)
+    cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
+    generator = torch.Generator().manual_seed(0)
+    for example in [*inputs.training[:], *inputs.held_out]:
+        states_TLD = torch.randn(len(example.tokens), len(cache.layers), 4096, generator=generator)
+        cache.add(key_of(torch.tensor(example.tokens)), states_TLD)
+    cache.flush()
+    AcceleratorState._reset_state()
+
+
+def config_of_8b(folder: Path) -> TrainConfig:
+    """Two steps of the shipped config for Llama-3.1-8B, on states in files."""
+    changes = {
+        "target": folder / "target-8b",
+        "output": folder / STORED,
+        "data.sources": f"[{folder / 'rows-target-8b.jsonl'}]",
+        "data.max_length": 64,
+        "data.held_out": 0.01,
+        "data.cache": folder / "rows-8b",
+        "features.mode": "stored",
+        "features.folder": folder / "states",
+        "loop.max_steps": 2,
+        "loop.batch_size": 2,
+        "loop.micro_batch": "null",
+        "loop.eval_every": 0,
+        "loop.save_minutes": "null",
+        "eval.prompts": 1,
+        "eval.new_tokens": 4,
+        "eval.conversations": 1,
+        "eval.nodes": 4,
+    }
+    given = ["--config", str(ROOT / "configs" / "llama-3.1-8b-eagle3.yaml")]
+    for name, value in changes.items():
+        given += [f"--{name}", str(value)]
+    return options(TrainConfig, "train", "", given)
 
 
 def config_of(folder: Path, name: str) -> TrainConfig:
@@ -68,7 +153,9 @@ def config_of(folder: Path, name: str) -> TrainConfig:
         output=str(folder / name),
         head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
         target_dtype="float32",
-        data=DataConfig(sources=[str(folder / "rows.jsonl")], max_length=64, held_out=0.05, cache=str(folder / "rows")),
+        data=DataConfig(
+            sources=[str(folder / "rows-target.jsonl")], max_length=64, held_out=0.05, cache=str(folder / "rows")
+        ),
         loop=LoopConfig(
             max_steps=4, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0, timeout=5.0
         ),
@@ -106,10 +193,9 @@ def measure(job: dict[str, Any]) -> None:
         peaks["saving"] = memory_mib("VmHWM") - before[0]
         return found
 
-    PartialState.destroy_process_group = lambda *_: None  # the second run is made by the same processes
-    loop.train(options(TrainConfig, "train", "", ["--config", job["config"], "--output", f"{job['report']}.first"]))
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_launch()
+    loop.train(options(TrainConfig, "train", "", ["--config", job["first"], "--output", f"{job['report']}.first"]))
+    forget_launch()
     loop.load_inputs, loop.evaluate_and_save = load_inputs, evaluate_and_save
     loop.RunFolder.save = saved  # type: ignore[method-assign]
     gc.collect()
@@ -117,20 +203,28 @@ def measure(job: dict[str, Any]) -> None:
     Path(f"{job['report']}.{os.environ.get('RANK', '0')}").write_text(json.dumps(peaks))
 
 
-def peaks_of(launch: str, folder: Path) -> tuple[dict[str, int], dict[str, float]]:
+def peaks_of(launched: str, folder: Path) -> tuple[dict[str, int], dict[str, float]]:
     """What a launch was planned to take in bytes, and the largest of its processes' peaks in MiB, by moment."""
-    name = launch.replace(":", "-")
-    engine, _, number = launch.partition(":")
-    config = config_of(folder, name)
-    plan = plan_run(dataclasses.replace(config, plan=launch), torch.device("cpu"))
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
+    name = launched.replace(":", "-")
+    small = config_of(folder, name)
+    config = small
+    if launched == STORED:
+        make_outer_modules(folder)
+        config = config_of_8b(folder)
+        make_states(config)
+    engine, _, number = ("one" if launched == STORED else launched).partition(":")
+    processes = int(number or 1)
+    plan = plan_run(dataclasses.replace(config, plan="one" if processes == 1 else launched), torch.device("cpu"))
     jobs = folder / "job.json"
-    jobs.write_text(json.dumps({"config": str(path), "report": str(folder / f"{name}.report")}))
-    command = [sys.executable, "-m", "headstart.scripts.launch", "--config_file", f"configs/accelerate/{engine}.yaml"]
-    command += ["--num_processes", number or "1", "--main_process_port", "0", __file__, "--measure", str(jobs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
+    job = {
+        "config": write_config(config, folder / f"{name}.yaml"),
+        "first": write_config(small, folder / f"{name}-first.yaml"),
+        "report": str(folder / f"{name}.report"),
+    }
+    jobs.write_text(json.dumps(job))
+    arguments = ("headstart.scripts.launch", engine, processes, __file__, "--measure", str(jobs))
+    done = launch(*arguments, MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stdout
     reports = [json.loads(path.read_text()) for path in folder.glob(f"{name}.report.?")]
     return plan.moments, {moment: max(report[moment] for report in reports) for moment in MOMENTS}
 
@@ -138,7 +232,7 @@ def peaks_of(launch: str, folder: Path) -> tuple[dict[str, int], dict[str, float
 def main(arguments: list[str]) -> None:
     """Measure the launches and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launch", choices=LAUNCHES, help="only this one")
+    parser.add_argument("--launch", choices=(*LAUNCHES, STORED), help="only this one")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:
@@ -147,11 +241,11 @@ def main(arguments: list[str]) -> None:
     print("| launch | moment | planned, MiB | measured, MiB | measured / planned |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder))
-        for launch in [given.launch] if given.launch else LAUNCHES:
-            planned, measured = peaks_of(launch, Path(folder))
+        for launched in [given.launch] if given.launch else LAUNCHES:
+            planned, measured = peaks_of(launched, Path(folder))
             for moment in MOMENTS:
                 ratio = measured[moment] * MIB / planned[moment]
-                print(f"| {launch} | {moment} | {planned[moment] / MIB:.0f} | {measured[moment]:.0f} | {ratio:.2f} |")
+                print(f"| {launched} | {moment} | {planned[moment] / MIB:.0f} | {measured[moment]:.0f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

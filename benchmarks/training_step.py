@@ -10,17 +10,22 @@
 3. Training on cached target states against computing them. Every step is made by each side in turn, with a head of its
    own, on the same batch: states computed online, read from a cache in each format, and held in memory, which is
    training without the target's forward. Losses are compared with the online side's at the same step.
+4. Where the time of an EAGLE-3 step goes: data, target, each step of training-time test, LM head and loss, backward,
+   optimizer. `--parts` prints this table alone.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -29,21 +34,23 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.console import console
-from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head
+from headstart.heads import TargetFeatures, TargetInfo, TargetModules, build_head, eagle3
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.heads.losses import draft_loss
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.config import TrainConfig
-from headstart.train.data.batches import Batch, Order, collate
+from headstart.train.data.batches import Batch, Order, Row, collate
+from headstart.train.data.token_cache import lengths_of
 from headstart.train.engines import autocast, resolved
 from headstart.train.features.cached import FORMATS, FeatureCache
 from headstart.train.features.online import CachedFeatures, cache_bytes, kept_layers, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.head import head_of, objective_of
-from headstart.train.loop import load_inputs
+from headstart.train.loop import Inputs, load_inputs
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
 
@@ -61,10 +68,15 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--steps", type=int, default=60, help="on cached states")
+    parser.add_argument("--parts", action="store_true", help="only the parts of a step, of --steps steps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens of a sequence")
     args = parser.parse_args()
+    if args.parts:
+        save(args.output, step_parts(args.config, args.conversations, args.steps))
+        return
     lines = plan_against_step(args.config) + peaks(args.lengths) + naive()
-    save(args.output, lines + cached_states(args.config, args.conversations, args.steps))
+    lines += cached_states(args.config, args.conversations, args.steps)
+    save(args.output, lines + step_parts(args.config, args.conversations, args.steps))
 
 
 def plan_against_step(path: str) -> list[str]:
@@ -72,6 +84,7 @@ def plan_against_step(path: str) -> list[str]:
     given = ["--config", path, "--data.sources", "[unused.jsonl]", "--output", "unused", "--plan", "one"]
     config = resolved(options(TrainConfig, "train", "", given), Accelerator())
     planned = plan_run(config).memory
+    planned.pop("copy to save", None)  # no checkpoint is written here
     stays, comes = allocated(config)
     temporary = sum(bytes for name, bytes in planned.items() if name not in STAYS)
     rows = [(name, planned[name], stays[name]) for name in STAYS] + [("temporary", temporary, comes)]
@@ -230,15 +243,21 @@ def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
     return most
 
 
-def cached_states(path: str, conversations: str, number: int) -> list[str]:
-    """A row for each source of states."""
+def opened_run(path: str, conversations: str, number: int) -> tuple[Accelerator, TrainConfig, Inputs, list[list[Row]]]:
+    """A run's inputs, loaded, and the rows of its first steps."""
     given = ["--config", path, "--data.sources", f"[{conversations}]", "--output", "unused"]
     accelerator = Accelerator()
     config = resolved(options(TrainConfig, "train", "", given), accelerator)
     inputs = load_inputs(config, accelerator)
+    order = Order(lengths_of(inputs.training), config.loop.batch_size, config.loop.seed)
+    steps = itertools.islice((rows for _, rows in order.from_step(0)), number)
+    return accelerator, config, inputs, list(steps)
+
+
+def cached_states(path: str, conversations: str, number: int) -> list[str]:
+    """A row for each source of states."""
+    accelerator, config, inputs, steps = opened_run(path, conversations, number)
     target, training = inputs.target, inputs.training
-    order = Order([len(example.tokens) for example in training], config.loop.batch_size, config.loop.seed)
-    steps = list(itertools.islice((rows for _, rows in order.from_step(0)), number))
     batches = [collate([training[i] for row in rows for i in row]) for rows in steps]
     with tempfile.TemporaryDirectory() as folder:
         sources: dict[str, Callable[[Batch], TargetFeatures]] = {
@@ -305,6 +324,69 @@ def steps_of(
             losses[name].append(float(output.losses_K.sum() / output.counts_K.sum()))
         console.print(f"step {number + 1} of {len(batches)}", end="\r")
     return seconds, losses
+
+
+def step_parts(path: str, conversations: str, number: int) -> list[str]:
+    """A row for each part of a step: median of its milliseconds and its share, over all steps but the first ones."""
+    accelerator, config, inputs, steps = opened_run(path, conversations, number)
+    head = inputs.head
+    assert isinstance(head, Eagle3Head)
+    optimizer, schedule = build_optimizer(head, config.optim, len(steps), {})
+    moments: list[tuple[str, float]] = []  # what ended, and when
+
+    def ends(what: str) -> None:
+        moments.append((what, time.perf_counter()))
+
+    def timed_loss(*given: Any) -> Any:
+        ends("norms of the outputs")
+        output = draft_loss(*given)
+        ends("LM head and loss, with its gradients")
+        return output
+
+    head.midlayer.register_forward_pre_hook(lambda *_: ends("fusion, embedding and rotary"))
+    head.midlayer.register_forward_hook(lambda *_: ends(f"training-time test {1 + calls('training-time test')}"))
+
+    def calls(what: str) -> int:
+        return sum(name.startswith(what) for name, _ in moments)
+
+    found: list[dict[str, float]] = []
+    tokens = 0
+    with patch.object(eagle3, "draft_loss", timed_loss):
+        for rows in steps:
+            moments.clear()
+            ends("begin")
+            batch = collate([inputs.training[i] for row in rows for i in row])
+            ends("data")
+            features = online_features(inputs.target, head, batch)
+            ends("target's forward")
+            with autocast(accelerator, config.loop.precision):
+                output = head(features, inputs.objective)
+            (output.loss / batch.loss_mask_BT.sum()).backward()
+            ends("backward")
+            torch.nn.utils.clip_grad_norm_(head.parameters(), config.optim.clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            ends("optimizer")
+            seconds: dict[str, float] = {}
+            for (_, begin), (what, end) in itertools.pairwise(moments):
+                seconds[what] = seconds.get(what, 0.0) + end - begin
+            found.append(seconds)
+            tokens = max(tokens, batch.tokens_BT.numel())
+            console.print(f"step {len(found)} of {len(steps)}", end="\r")
+    timed = found[WARM_UP:] or found
+    medians = {what: statistics.median(step[what] for step in timed) for what in found[0]}
+    whole = sum(medians.values())
+    lines = [
+        "",
+        f"Hardware: {hardware()}. {path}, {len(timed)} steps of {config.loop.batch_size} conversations, at most "
+        f"{tokens:,} tokens; target in {config.target_dtype}, head in {config.loop.precision}.",
+        "",
+        "| part of a step | ms | share |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {what} | {1000 * own:,.0f} | {own / whole:.1%} |" for what, own in medians.items()]
+    return [*lines, f"| together | {1000 * whole:,.0f} | |"]
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ STEPS = 3
 """Steps of training-time test unless a config says otherwise; FastMTP's K."""
 BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 """Modules of an MTP layer that a decoder layer does not have."""
+OUTPUTS = {"o_proj", "down_proj"}
+"""Modules and parameters of a layer whose outputs are added to the residual stream, those of experts too."""
 OF_LLAMA = (
     "intermediate_size",
     "num_attention_heads",
@@ -209,21 +211,36 @@ class MtpHead(DraftHead):
         """Make layer k read the target's state as its blocks do, and of the embedding nothing.
 
         With h = g x / rms(x), g being the gain of the target's final norm, the block is to read x: its direction is
-        h / g. The block's own norm takes the size out of what it reads, so the size alone decides how far it moves the
-        residual stream: by STEP, as blocks do.
+        h / g. The block's own norms take the size out of what it reads, so it moves the residual stream by STEP, as
+        blocks do, if either its outputs are made small or x is made large. The outputs, unless norms follow them:
+        beside a large x, what the embedding adds is learned slowly.
         """
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         weight.zero_()
         part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
         weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
+        moved = self._moved(k, part, gain_D)
+        outputs = [tensor for name, tensor in layer.named_parameters() if not OUTPUTS.isdisjoint(name.split("."))]
+        before = [tensor.clone() for tensor in outputs]
+        for tensor in outputs:
+            tensor.mul_(STEP / moved)
+        if not STEP / 2 < self._moved(k, part, gain_D) < 2 * STEP:
+            for tensor, old in zip(outputs, before, strict=True):
+                tensor.copy_(old)
+            weight.mul_(moved / STEP)
+
+    def _moved(self, k: int, part: slice, gain_D: Tensor) -> float:
+        """How far layer k moves the residual stream of random states, relative to the stream's norm."""
+        layer: Any = self.mtp_layers[k]
+        weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
         hidden_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
         z_BTD = nn.functional.linear(layer.hidden_layernorm(hidden_BTD.to(weight)), weight[:, part])
         positions_BT = torch.arange(64, device=weight.device)[None]
         attend = partial(TrainingTimeTest(len(self.mtp_layers)).at(0).attend, k)
-        moved = (self.draft_layers.run(layer, z_BTD, positions_BT, attend) - z_BTD).norm()
-        weight.mul_(moved / (STEP * z_BTD.norm()))
+        out_BTD = self.draft_layers.run(layer, z_BTD, positions_BT, attend)
+        return float((out_BTD - z_BTD).norm() / z_BTD.norm())
 
     def _start_from(self, layer: nn.Module, block: nn.Module) -> None:
         """Copy the weights of one of the target's blocks, which must be of the layer's kind."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..extras import require_extra
@@ -63,6 +64,8 @@ class CurrentLMHead(nn.Module):
         return logits
 
 
+SIMILAR = 0.75
+"""Shortest of the sequences of packed rows that are read together, as a share of the longest."""
 MERGED_ADAPTER = "_headstart_merged_adapter"
 """Attribute of a model into which an adapter was merged, which must not be merged twice: the adapter's folder, and the
 provenance of the model without it."""
@@ -322,24 +325,47 @@ class Target(TargetModel):
     ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
 
-        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`
-        is 0 at the start of every sequence, which attends to no other.
-
-        Raises:
-            ValueError: packed rows for a model whose layers keep states, which would run from one sequence into the
-                next.
+        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`, best given on
+        the host, is 0 at the start of every sequence, which attends to no other: sequences of similar length are read
+        together, each as a row of its own. A mask would be quadratic in the row, and not every model and attention
+        kernel takes one.
         """
-        if self.stateful is not None and positions_BT is not None:
-            raise ValueError(
-                f"{self.name!r} has layers with a convolution or recurrent state, which would run from one packed "
-                "conversation into the next; train with data.pack: null, one conversation a row"
-            )
+        if positions_BT is None:
+            self._keep_step(layers, 1)
+            return self._rows(tokens_BT, layers)
+        sequences = sequences_in(positions_BT.cpu())
+        lengths = [place.stop - place.start for _, place in sequences]
+        groups = of_similar_length(lengths, tokens_BT.shape[1])
+        self._keep_step(layers, len(groups))
+        found: list[Tensor] = []
+        for group in groups:
+            texts = [tokens_BT[row, place] for row, place in (sequences[i] for i in group)]
+            read = self._rows(pad_sequence(texts, batch_first=True), layers)
+            if not found:
+                found = [part.new_zeros(*tokens_BT.shape, part.shape[-1]) for part in read]
+            for whole, part in zip(found, read, strict=True):
+                for number, i in enumerate(group):
+                    row, place = sequences[i]
+                    whole[row, place] = part[number, : lengths[i]]
+        features_BTF, last_BTD = found
+        return features_BTF, last_BTD
+
+    def forwards(self, needed: int) -> int:
+        """Number of forwards of a read that needs so many: more, where all processes make each forward together."""
+        return needed
+
+    def _keep_step(self, layers: tuple[int, ...], needed: int) -> None:
+        """Make the forwards that other processes need and this one does not."""
+        for _ in range(self.forwards(needed) - needed):
+            self._rows(torch.zeros(1, 1, dtype=torch.int64, device=self.device), layers)
+
+    def _rows(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`states` of rows that each hold one sequence."""
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         with kernels_without_plans(self.device):  # the lengths of training rows keep changing
             output = self.model(
                 input_ids=tokens_BT,
-                position_ids=positions_BT,  # transformers makes the mask of packed rows from them
                 use_cache=False,
                 logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
                 output_hidden_states=sorted({*indices, last}),
@@ -352,3 +378,29 @@ class Target(TargetModel):
 
     read = torch.no_grad()(states)
     """`states` without gradients, for training on a frozen model."""
+
+
+def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:
+    """Row and place of each sequence in packed rows; its positions begin with 0, and it has the padding after it."""
+    sequences: list[tuple[int, slice]] = []
+    for row, positions_T in enumerate(positions_BT):
+        starts = torch.nonzero(positions_T == 0).flatten().tolist()
+        stops = [*starts[1:], len(positions_T)]
+        sequences += [(row, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    return sequences
+
+
+def of_similar_length(lengths: list[int], budget: int) -> list[list[int]]:
+    """Divide texts into groups, longest first, that a forward reads as padded rows.
+
+    A group has at most `budget` tokens, padding included, or a single text, and no text in it is shorter than SIMILAR
+    of its longest.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[i] >= SIMILAR * longest and (len(groups[-1]) + 1) * longest <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -59,23 +59,22 @@ class JointModule(nn.Module):
         """Compute the heads' loss on right-padded conversations, with the KL term once the adapter is trained too."""
         target = self._target[0]
         tokens_BT = batch.tokens_BT.to(target.device)
-        positions_BT = None if batch.positions_BT is None else batch.positions_BT.to(target.device)
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
-            features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, positions_BT)
+            features_BTF, last_BTD = target.states(tokens_BT, self.head.feature_layers, batch.positions_BT)
         features = target_features(target, batch, features_BTF, last_BTD)
         output: HeadOutput = self.head(features, self.objective)
         loss = output.loss
         if joint:
-            loss = loss + self.keep_base * self._distance(features)
+            loss = loss + self.keep_base * self._distance(features, batch.positions_BT)
         else:  # every parameter must have a gradient on every rank
             loss = loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter.values()]).sum()
         return HeadOutput(loss, output.losses_K, output.counts_K, output.hits_KI)
 
-    def _distance(self, features: TargetFeatures) -> Tensor:
-        """Sum the KL from the model without its adapter over answer tokens."""
+    def _distance(self, features: TargetFeatures, positions_BT: Tensor | None) -> Tensor:
+        """Sum the KL from the model without its adapter over answer tokens; positions are those on the host."""
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
-            _, base_BTD = target.read(features.tokens_BT, (), features.positions_BT)
+            _, base_BTD = target.read(features.tokens_BT, (), positions_BT)
         anchors = DraftPositions.of_answers(features)
         base = replace(features, last_BTD=base_BTD)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]

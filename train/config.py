@@ -356,6 +356,9 @@ class LoopConfig:
     """Steps between two checkpoints to resume from; 0 for only the last."""
     save_minutes: float | None = None
     """Minutes of training between two checkpoints, besides those of `save_every`; null for none."""
+    save_in_background: bool = True
+    """Write these checkpoints from a copy in host memory, which is as large as one, while steps go on; DeepSpeed's are
+    written before the next step."""
     keep: int = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     patience: int = 0

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -32,10 +31,6 @@ from accelerate.utils import (
     gather_object,
 )
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -45,14 +40,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ..heads.base import dtype_name
 from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
+from .checkpoint_writer import Sharded
 from .config import TrainConfig
 from .data.batches import Share
-from .machines import shard_mesh
+from .machines import GROUPS, shard_mesh
 from .optim import check_muon
 
-GROUPS: list[Any] = []
-"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: if that were the last one,
-it would wait for gloo's thread, which may wait for the lock."""
 ROWS, WIDTH, INNER = 512, 512, 2048
 """Tokens of the training step that is timed for "auto", and the widths of its two linear layers."""
 REPEATS, LIMIT = 7, 1.0
@@ -171,7 +164,6 @@ def prepare(
     if isinstance(module, FSDPModule):
         sharded = Sharded(module, optimizer)
         accelerator.register_for_checkpointing(sharded)
-        accelerator.register_save_state_pre_hook(sharded.save)
         accelerator.register_load_state_pre_hook(sharded.load)
     else:
         if accelerator.distributed_type == DistributedType.DEEPSPEED:  # does what `autocast` does for other engines
@@ -184,65 +176,6 @@ def prepare(
     if actual_engine(module) != requested_engine(accelerator):
         raise ValueError(f"the launch file asks for {requested_engine(accelerator)} and got {actual_engine(module)}")
     return module, optimizer
-
-
-@dataclasses.dataclass
-class Sharded:
-    """Weights and optimizer of an FSDP2 module for checkpoints, by torch.distributed.checkpoint.
-
-    Every process writes and reads its own shards, in the folder FOLDER of a checkpoint; nothing is gathered, and
-    another number of processes reads what it needs of them.
-    """
-
-    FOLDER = "sharded"
-
-    module: nn.Module
-    optimizer: Optimizer
-
-    def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write the shards; accelerate calls it as a hook of `save_state`.
-
-        Raises:
-            OSError: they cannot be written, as on a full disk.
-        """
-        try:
-            save_shards(self._states(), checkpoint_id=Path(folder) / self.FOLDER)
-        except CheckpointException as error:  # a BaseException
-            causes = [str(cause) for cause, _ in error.failures.values()]
-            raise OSError("; ".join(dict.fromkeys(causes))) from error
-
-    def load(self, models: Any, folder: str) -> None:
-        """Read the shards; accelerate calls it as a hook of `load_state`."""
-        place = Path(folder) / self.FOLDER
-        if not place.exists():  # written before there were shards: `load_state_dict` gets all
-            return
-        states = self._states()
-        load_shards(states, checkpoint_id=place)
-        set_state_dict(
-            self.module,
-            self.optimizer,
-            model_state_dict=states["weights"],
-            optim_state_dict=states["optimizer"],
-        )
-
-    def _states(self) -> dict[str, Any]:
-        weights, optimizer = get_state_dict(self.module, self.optimizer)
-        return {"weights": weights, "optimizer": optimizer}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing; `save` writes the shards."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint that holds everything unsharded, as they did once."""
-        if state_dict:
-            set_state_dict(
-                self.module,
-                self.optimizer,
-                model_state_dict=state_dict["weights"],
-                optim_state_dict=state_dict["optimizer"],
-                options=StateDictOptions(full_state_dict=True),
-            )
 
 
 def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager[Any]:

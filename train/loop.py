@@ -117,7 +117,10 @@ class Callback:
         """
 
     def on_save(self, progress: Progress, checkpoint: Path) -> None:
-        """Called after a checkpoint to resume from has been written to a folder."""
+        """Called after a checkpoint to resume from has been written to a folder, with the state that it holds.
+
+        Some steps later, if it was written in the background (`loop.save_in_background`).
+        """
 
     def on_end(self, progress: Progress, folder: Path) -> None:
         """Called once all steps are done and best/, last/ and report.md are written; not if the run was stopped."""
@@ -159,7 +162,7 @@ def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
     """
     config = as_begun(config)
     accelerator, share = start(config)
-    run = RunFolder(Path(config.output), accelerator)
+    run = RunFolder(Path(config.output), accelerator, config.loop.timeout)
     with lost_processes_explained(accelerator, run.newest):
         return train_in(run, share, config, callbacks)
 
@@ -187,6 +190,7 @@ def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Seque
         unfinished = run_steps(run, share, config, tracker, called)
         failed = False
     finally:
+        run.close()
         tracker.close(run.best, failed)
     accelerator.end_training()
     if called.error is not None:
@@ -247,11 +251,18 @@ def run_steps(
 
     saved_at = time.monotonic()
 
-    def save() -> None:
+    def save(background: bool) -> None:
         nonlocal saved_at
         features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
-        callbacks.call("on_save", progress, run.save(progress, config.loop.keep), stop)
+        run.wait()
+        tell_of_saves()  # before the next one removes an older one
+        run.save(progress, config.loop.keep, background)
+        tell_of_saves()
         saved_at = time.monotonic()
+
+    def tell_of_saves() -> None:
+        for saved, checkpoint in run.written():
+            callbacks.call("on_save", saved, checkpoint, stop)
 
     def save_is_due() -> bool:
         minutes = config.loop.save_minutes
@@ -272,7 +283,7 @@ def run_steps(
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
                 if (saving or due(progress.step, config.loop.save_every)) and 0 < progress.step < steps:
-                    save()
+                    save(config.loop.save_in_background)
                 if accelerator.num_processes == 1:
                     stopping = stop.wanted
                 if progress.step == steps or stopping:
@@ -286,7 +297,7 @@ def run_steps(
                 number = progress.step + 1
                 adapt = progress.step >= joint_from
                 # Processes agree on both in the sum of the loss: the one exchange that a step has anyway.
-                wishes = Wishes(stop.wanted, save_is_due())
+                wishes = Wishes(stop.wanted, save_is_due() or run.failed())
                 outputs, norm, agreement = gradients(state, data, features, metrics.clock, number, adapt, wishes)
                 stopping = agreement.stop
                 saving = agreement.save
@@ -294,12 +305,13 @@ def run_steps(
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
                 callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
+                tell_of_saves()
                 profiler.end(progress.step)
                 bar.update(progress.step, metrics.note)
         profiler.close()
         if inputs.source is not None and metrics.stepped > 0:
             log.info(f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states")
-        save()
+        save(background=False)
         if progress.step < steps:
             return f"stopped at step {progress.step} of {steps}; the same command resumes from there"
         if evaluate_and_save(state, metrics, stop, callbacks, last=True) is None:
@@ -672,6 +684,7 @@ def check_finite(what: str, value: float, batches: list[Batch], step: int, state
     if math.isfinite(value):
         return
     numbers = sorted(number for batch in batches for number in batch.conversations)
+    state.run.close()
     newest = state.run.newest()
     lower = f"optim.lr={state.config.optim.lr / 2:g}"
     advice = (

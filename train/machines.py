@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -15,6 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SECONDS = 20.0
 """Longest time in which a file must appear on another machine; network file systems keep listings for seconds."""
+
+GROUPS: list[Any] = []
+"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: if that were the last one,
+it would wait for gloo's thread, which may wait for the lock."""
 
 
 def shard_mesh(accelerator: Accelerator, over: Literal["machine", "all"]) -> DeviceMesh:

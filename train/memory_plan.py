@@ -71,6 +71,9 @@ class Plan:
     """Bytes of a token's states, if they are kept on disk."""
     checkpoint_bytes: int
     """Bytes of a checkpoint to resume from."""
+    copied_bytes: int = 0
+    """Bytes of the copy in host memory from which such a checkpoint is written in the background; with DDP only the
+    main process has one."""
 
 
 def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
@@ -118,23 +121,26 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     shards = engine_memory(engine, processes, weights, states, here)
     # The target's states, and their copy in the dtype that the head reads.
     features = tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
-    # In packed rows a kernel that takes a mask gets one of the whole row.
-    masked = config.data.pack is not None and "fl" not in str(config.target_attention)
     memory = {
         "target": on_device,
-        "features": features + (rows * length * length if masked else 0),
+        "features": features,
         **shards,
         "activations": activations(config, info, rows, length) + in_16_bits,
         "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),
     }
     if config.optim.ema:
         memory["optimizer"] += weights
+    between = config.loop.save_minutes is not None or config.loop.save_every > 0
+    part = processes if engine == "FSDP2" else 1
+    copied = (weights + states) // part if between and config.loop.save_in_background and "ZeRO" not in engine else 0
+    if here.type == "cpu" and copied > 0:
+        memory["copy to save"] = copied  # training goes on while it is written
     standing = on_device + memory["head"] + memory["optimizer"] + (memory["exchange"] if engine == "DDP" else 0)
     # The head's copy, and one in the target's dtype; under FSDP2 what it is gathered from before that.
     copies = weights + max(size * dtype.itemsize, weights if engine == "FSDP2" else 0)
     moments = {"training": sum(memory.values()), "evaluation": standing + copies, "saving": standing}
     dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
-    return Plan(engine, processes, whole, size, *dtypes, memory, moments, per_token, weights + states)
+    return Plan(engine, processes, whole, size, *dtypes, memory, moments, per_token, weights + states, copied)
 
 
 def engine_memory(engine: str, processes: int, weights: int, states: int, device: torch.device) -> dict[str, int]:
@@ -299,6 +305,9 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
         f"one that is written {(config.loop.keep + 1) * plan.checkpoint_bytes / 2**30:.2f}; {output} has "
         f"{free_bytes(output) / 2**30:.2f} GiB free"
     )
+    if plan.copied_bytes > 0:
+        copied = f"{plan.copied_bytes / 2**30:.2f} GiB of host memory"
+        log.info(f"{copied} hold the copy of which one is written while steps go on")
     if config.features.mode != "online":
         folder = Path(config.features.folder or output / "features")
         free = free_bytes(folder)

@@ -16,22 +16,25 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
+from accelerate.utils import DistributedType, broadcast_object_list
 
 from ..console import log
 from ..files import file_sizes, free_bytes, require_free, write_whole
 from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
+from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
-from .lost_processes import of_other_processes
 from .resume_with import names_of, with_changes
 
 FREE_TO_CHANGE = (
@@ -42,6 +45,7 @@ FREE_TO_CHANGE = (
     "loop.eval_every",
     "loop.save_every",
     "loop.save_minutes",
+    "loop.save_in_background",
     "loop.keep",
     "loop.patience",
     "loop.tracker",
@@ -86,6 +90,8 @@ NO_CHANGE = (
 """Options whose changes are not worth a line."""
 
 
+WORTH_SAYING = 0.1
+"""Seconds of waiting for a checkpoint of which a line tells."""
 INPUTS, CHANGES = "inputs.json", "changes.jsonl"
 OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 """Digests in inputs.json, and the options by which what they are of is found."""
@@ -214,9 +220,15 @@ def _refuse_foreign_config(path: Path) -> None:
 class RunFolder:
     """One run's files. Only the main process writes, except in `save`."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, timeout: float = 30.0) -> None:
+        """Take a folder for the processes of an accelerator, which wait for each other's files `timeout` minutes."""
         self.folder = folder
         self.accelerator = accelerator
+        self.timeout = timeout
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._group: Any = None
+        self._in_flight: Future[None] | None = None
+        self._written: deque[tuple[Progress, Path]] = deque()
         self.best, self.last, self.checkpoints = folder / "best", folder / "last", folder / "checkpoints"
 
     def claim(self, config: TrainConfig) -> None:
@@ -296,8 +308,8 @@ class RunFolder:
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
         whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]  # the main process's
-        for partial in sorted(self.checkpoints.glob("*.partial")):
-            log.info(f"{partial} is half-written and skipped")
+        for half in sorted(self.checkpoints.glob("*.partial")):
+            log.info(f"{half} is half-written and skipped")
         if whole:
             found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
             written = f"{whole[-1]} was written by {found.engine} on {found.processes} processes"
@@ -344,34 +356,100 @@ class RunFolder:
         """Return the checkpoint from which a run would resume."""
         return next(reversed(whole_checkpoints(self.folder)), None)
 
-    def save(self, progress: Progress, keep: int) -> Path:
-        """Write a checkpoint completely or not at all, remove all but the newest `keep`, and return its folder."""
+    def save(self, progress: Progress, keep: int, background: bool = False) -> None:
+        """Write a checkpoint completely or not at all, and remove all but the newest `keep`.
+
+        Waits for the one before. With `background` a thread writes a copy of the state, and steps may go on; `wait`
+        raises its errors. DeepSpeed writes its own files, before this returns.
+
+        Raises:
+            OSError: this checkpoint, or the one before, cannot be written.
+        """
+        self.wait()
         final = self.checkpoints / f"step-{progress.step:08d}"
+        saved = dataclasses.replace(progress)  # steps go on, and change it
         if broadcast_object_list([final in whole_checkpoints(self.folder)])[0]:
-            return final
+            self._written.append((saved, final))
+            return
         if broadcast_object_list([final.exists()])[0]:
             raise ValueError(f"{final} is there and was not written by this run: choose another output folder")
-        partial = final.with_name(final.name + ".partial")
-        if self.accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            if (newest := self.newest()) is not None:
-                require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
-        self.accelerator.wait_for_everyone()
+        if self._group is None:
+            self._group = writers_group(self.timeout)
+        half = final.with_name(final.name + ".partial")
+        together(partial(self._begin, half, final), self._group)
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self._write(partial(self.accelerator.save_state, str(half)), saved, half, final, keep)
+            return
+        state = TrainingState.of(self.accelerator)
+        if not background:
+            self._write(partial(state.write, half, self._group), saved, half, final, keep)
+            return
+        write = partial(state.copied().write, half, self._group)
+        self._in_flight = self._writer.submit(self._write, write, saved, half, final, keep)
+
+    def _begin(self, half: Path, final: Path) -> None:
+        """Make the folder in which a checkpoint is written, on the main process, if there is room for it."""
+        if not self.accelerator.is_main_process:
+            return
+        shutil.rmtree(half, ignore_errors=True)
+        newest = self.newest()
+        if newest is not None:
+            require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
+        half.mkdir(parents=True)
+
+    def _write(self, write: Callable[[], None], progress: Progress, half: Path, final: Path, keep: int) -> None:
+        """Write a checkpoint in the folder `half`, which is renamed once all processes have written their parts."""
         try:
-            self.accelerator.save_state(str(partial))
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
-            if isinstance(error, RuntimeError) and of_other_processes(error):
-                raise
-            shutil.rmtree(partial, ignore_errors=True)
+            together(write, self._group)
+            together(partial(self._complete, progress, half, final, keep), self._group)
+        except OSError as error:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(half, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
-        self.accelerator.wait_for_everyone()  # every process writes a part
-        if self.accelerator.is_main_process:
-            (partial / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
-            partial.rename(final)
-            for old in whole_checkpoints(self.folder)[:-keep]:
-                shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
-        return final
+        self._written.append((progress, final))
+
+    def _complete(self, progress: Progress, half: Path, final: Path, keep: int) -> None:
+        """Make a written checkpoint one to resume from, and remove older ones, on the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        (half / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
+        half.rename(final)
+        for old in whole_checkpoints(self.folder)[:-keep]:
+            shutil.rmtree(old)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that a thread writes, if there is one.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._in_flight is None:
+            return
+        in_flight = self._in_flight
+        self._in_flight = None
+        started = time.monotonic()
+        try:
+            in_flight.result()
+        finally:
+            waited = time.monotonic() - started
+            if waited >= WORTH_SAYING:
+                log.info(f"waited {waited:.1f} s for the checkpoint before to be written")
+
+    def failed(self) -> bool:
+        """Whether the checkpoint in flight cannot be written, which the next `save` or `wait` raises."""
+        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+
+    def written(self) -> Iterator[tuple[Progress, Path]]:
+        """Checkpoints that have become complete since the last call, with the state of the run that they hold."""
+        while self._written:
+            yield self._written.popleft()
+
+    def close(self) -> None:
+        """Let the checkpoint in flight become complete although the run ends by an error; its own is a warning."""
+        try:
+            self.wait()
+        except (OSError, RuntimeError) as error:
+            log.warning(str(error))
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a line to log.jsonl."""

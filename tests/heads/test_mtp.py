@@ -18,7 +18,9 @@ from headstart.heads import CheckpointMetadata, MtpHead, TargetFeatures, build_h
 from headstart.heads.checkpoints.import_formats import import_head
 from headstart.heads.checkpoints.native_mtp import read_native_mtp, write_native_mtp
 from headstart.heads.checkpoints.save_load import save_head
+from headstart.heads.eagle import STEP
 from headstart.heads.layers.target_layer import described
+from headstart.heads.mtp import OUTPUTS
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.models.info import target_info, target_modules
 from headstart.train.config import DataConfig, TrainConfig
@@ -70,7 +72,7 @@ FIRST_LAYER = 3
 def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
     """A random model of a type in float32."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | {"vocab_size": vocab_size}))
+    config = AutoConfig.for_model(kind, **(SIZES | KINDS.get(kind, {}) | {"vocab_size": vocab_size}))
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -394,14 +396,33 @@ def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
         warm_start(head_of(other, target.info, target.config), "mtp", target, torch.ones(13), {"tokenizer": "any"})
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(kind) -> None:
+@pytest.mark.parametrize(("kind", "scaled"), [("llama", True), ("qwen3_next", True), ("olmo2", False)])
+def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(kind, scaled) -> None:
+    """The block's outputs are made small, so that the embedding counts soon; norms after them would undo that."""
     model = tiny_model(kind)
     head = random_mtp(model, start="last")
     head.initialize(target_modules(model), torch.ones(13))
     block, layer = model.model.layers[-1].state_dict(), head.mtp_layers[0].state_dict()
-    assert all(torch.equal(layer[name], tensor) for name, tensor in block.items())
+    for name, tensor in block.items():
+        if scaled and not OUTPUTS.isdisjoint(name.split(".")):
+            factor = layer[name].norm() / tensor.norm()
+            assert not torch.isclose(factor, torch.ones_like(factor))
+            torch.testing.assert_close(layer[name], factor * tensor)
+        else:
+            assert torch.equal(layer[name], tensor)
     assert torch.equal(layer["final_layernorm.weight"], model.model.norm.weight)
+    features = features_of(model, torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3)))
+    moved: list[float] = []
+    run = head.draft_layers.run
+
+    def noted(own: Any, z_BTD: torch.Tensor, *given: Any) -> torch.Tensor:
+        out_BTD = run(own, z_BTD, *given)
+        moved.append(((out_BTD - z_BTD).norm() / z_BTD.norm()).item())
+        return out_BTD
+
+    head.draft_layers.run = noted
+    head.drafts(features, 1)
+    assert STEP / 3 < moved[0] < 3 * STEP
 
 
 @pytest.mark.parametrize(

@@ -236,15 +236,13 @@ def test_features_are_those_of_the_whole_text(targets, family):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_training_reads_padded_rows_as_they_are_alone_and_refuses_packed_ones(targets, family):
+def test_training_reads_padded_rows_as_they_are_alone(targets, family):
     target = targets(family)
     padded = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 0, 0, 0]])
     features_BTF, last_BTD = target.read(padded, (0, -1))
     alone_BTF, alone_BTD = target.read(padded[1:, :3], (0, -1))
     torch.testing.assert_close(features_BTF[1, :3], alone_BTF[0], **CLOSE)
     torch.testing.assert_close(last_BTD[1, :3], alone_BTD[0], **CLOSE)
-    with pytest.raises(ValueError, match=r"one packed conversation into the next.*data\.pack: null"):
-        target.read(padded, (0,), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -8,16 +8,20 @@ Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw 
     "batch_tokens"      of the batches that are computed before training
     "other_numbers"     ["R"]: these processes find other acceptance than the rest
     "other_drafts"      ["R"]: these processes draft other tokens in evaluations than the rest
+    "slow_writer"       seconds that each process waits before it writes its part of a checkpoint
+    "broken_writer"     ["R"]: these processes find a full disk when they write a checkpoint
     "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of evaluations
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from torch import nn
 from headstart.scripts.command_line import options, run
 from headstart.stopping import Stopped
 from headstart.train import engines, evaluate, loop
+from headstart.train.checkpoint_writer import TrainingState
 from headstart.train.config import TrainConfig
 from headstart.train.features import online as features
 
@@ -46,7 +51,9 @@ class Seen:
         """Of states that were computed before training."""
         self.found: list[list[float]] = []
         """Held-out losses of evaluations, as this process found them."""
-        self.progress: dict[str, Any] = {}
+        self.progress: Any = None
+        self.written_at: list[int] = []
+        """Steps that had been made when this process wrote its part of a checkpoint."""
         self.ended = "finished"
 
 
@@ -107,6 +114,20 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
         seen.batches = len(batches)
         return batches
 
+    write, write_files = TrainingState.write, TrainingState.write_files
+
+    def written(self: Any, *given: Any) -> None:
+        time.sleep(job.get("slow_writer", 0))
+        seen.written_at.append(seen.progress.step)
+        write(self, *given)
+
+    def files_written(self: Any, *given: Any) -> None:
+        if RANK in job.get("broken_writer", []):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_files(self, *given)
+
+    patch(TrainingState, "write", written)
+    patch(TrainingState, "write_files", files_written)
     patch(evaluate, "greedy_answers", greedy_answers)
     patch(loop, "evaluate", judged)
     patch(loop.MetricsLogger, "end_step", ended)
@@ -126,7 +147,7 @@ def main(arguments: list[str]) -> None:
         watch(seen, job, patched)
         try:
             loop.train(options(TrainConfig, "train", "", ["--config", job["config"]]))
-        except Stopped as stopped:
+        except (Stopped, OSError) as stopped:
             seen.ended = str(stopped)
         for place in patched:
             place.remove() if not isinstance(place, tuple) else setattr(*place)

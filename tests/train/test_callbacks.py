@@ -30,7 +30,7 @@ def last(folder):
 @pytest.fixture
 def judged(short, changed):
     """A run with an evaluation and checkpoints in its middle."""
-    return changed(short, loop={"eval_every": 8, "save_every": 5, "log_every": 3})
+    return changed(short, loop={"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background": False})
 
 
 class Recorder(Callback):

@@ -33,7 +33,8 @@ def test_two_processes_have_the_losses_of_one_where_only_some_need_the_target(en
     assert (rows[0]["placement"], rows[0]["features"], rows[0]["start"]) == ("shard", "auto", "last")
 
 
-def test_any_two_values_meet_in_a_run():
+def test_any_two_values_meet_in_a_run(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
     spec = importlib.util.spec_from_file_location("combinations", PROGRAM)
     program = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = program  # its dataclasses look themselves up there

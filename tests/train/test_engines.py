@@ -23,6 +23,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target
@@ -295,6 +297,59 @@ def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
     assert_same_curve(config.output, alone)
 
 
+def contents(checkpoint):
+    """All tensors and numbers of a checkpoint, by file; what FSDP2 sharded is put together."""
+    found = {}
+    for path in sorted(checkpoint.iterdir()):
+        if path.is_dir():
+            together = path.with_suffix(".pt")
+            dcp_to_torch_save(path, together)
+            path = together
+        if path.suffix == ".safetensors":
+            found[path.name] = load_file(path)
+        elif path.suffix != ".json":
+            found[path.name] = torch.load(path, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("word", ["ddp", "fsdp2"])
+def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_asked_for(options, tmp_path, word):
+    def saving(**more):
+        loop = dataclasses.replace(options.loop, save_every=10, keep=5, **more)
+        return dataclasses.replace(options, loop=loop)
+
+    jobs = {
+        "plain": (saving(save_in_background=False), {}),
+        "background": (saving(), {"slow_writer": 0.5}),
+        "broken": (saving(), {"broken_writer": ["1"]}),
+    }
+    runs = launched(tmp_path, word, 2, jobs)
+    assert checkpoints(runs["background"].folder) == ["step-00000010", "step-00000020", "step-00000030"]
+    for seen in runs["background"].seen:  # steps went on meanwhile, but for the last
+        assert seen["written_at"][0] > 10 and seen["written_at"][1] > 20 and seen["written_at"][2] == 30
+    for name in checkpoints(runs["plain"].folder):
+        theirs = contents(runs["plain"].folder / "checkpoints" / name)
+        ours = contents(runs["background"].folder / "checkpoints" / name)
+        assert ours.keys() == theirs.keys() and len(ours) >= 4
+        for file in ours:
+            torch.testing.assert_close(as_tensors(ours[file]), as_tensors(theirs[file]), rtol=0, atol=0)
+    for seen in runs["broken"].seen:
+        assert "step-00000010 cannot be written: [Errno 28] No space left" in seen["ended"]
+        assert 10 <= seen["progress"]["step"] < 20
+    assert checkpoints(runs["broken"].folder) == []
+
+
+def as_tensors(value):
+    """The same structure with tensors for all numbers, and text for the rest."""
+    if isinstance(value, dict):
+        return {str(name): as_tensors(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_tensors(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(list(str(value).encode()))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_status_0(
     alone, options, tmp_path, wait_for, steps_logged, number
@@ -533,6 +588,18 @@ def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two
     assert_same_curve(run.folder, whole)
     if name != "cut, auto":
         assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
+
+
+def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(options, tmp_path):
+    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch one has none."""
+    data = dataclasses.replace(options.data, max_length=64, pack=64)
+    loop = dataclasses.replace(options.loop, batch_size=2, save_every=0, timeout=0.5)
+    config = dataclasses.replace(options, data=data, loop=loop)
+    alone = train(dataclasses.replace(config, output=str(tmp_path / "alone")))
+    jobs = {"cut": (dataclasses.replace(config, target_placement="shard"), {})}
+    run = launched(tmp_path, "ddp", 2, jobs)["cut"]
+    assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
+    assert_same_curve(run.folder, alone)
 
 
 @pytest.mark.parametrize("name", ["stopped", "cut, stopped"])

@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from headstart.heads import build_head
@@ -30,6 +29,7 @@ from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tr
 from headstart.scripts.command_line import options as options_of
 from headstart.stopping import Stopped
 from headstart.train import evaluate, loop
+from headstart.train.checkpoint_writer import TrainingState
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
@@ -402,19 +402,18 @@ def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, monkeypa
 
 
 def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(options, undisturbed, monkeypatch, changed):
-    folder, first, original = Path(options.output), [], Accelerator.save_state
+    folder, first, original = Path(options.output), [], TrainingState.write
 
-    def full(self, output_dir):
+    def full(self, checkpoint, *given):
         if first:
-            Path(output_dir).mkdir()
-            (Path(output_dir) / "model.safetensors").write_bytes(b"half")
+            (checkpoint / "model.safetensors").write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        first.append(output_dir)
-        return original(self, output_dir)
+        first.append(checkpoint)
+        return original(self, checkpoint, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "save_state", full)
-        with pytest.raises((OSError, ValueError), match="No space left"):
+        patch.setattr(TrainingState, "write", full)
+        with pytest.raises(OSError, match="No space left"):
             train(changed(options, loop={"keep": 1}))
     assert "step-00000007" in checkpoints_of(folder)
     assert not (folder / "checkpoints" / "step-00000014").exists()

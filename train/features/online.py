@@ -38,7 +38,7 @@ def online_features(
 ) -> TargetFeatures:
     """Run the target over a batch of right-padded conversations; `dtype` is that of the head's weights."""
     features_BTF, last_BTD = target.read(
-        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, on_target(target, batch.positions_BT)
+        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, batch.positions_BT
     )
     return target_features(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
@@ -152,7 +152,7 @@ class CachedFeatures(OnlineFeatures):
         if missing if self._together is None else any_process(self._together, missing):
             tokens_BT = batch.tokens_BT.to(self.target.device)
             layers = self.cache.layers
-            states_BTF, _ = self.target.read(tokens_BT, layers, on_target(self.target, batch.positions_BT))
+            states_BTF, _ = self.target.read(tokens_BT, layers, batch.positions_BT)
             states_BTLD = states_BTF.unflatten(-1, (len(layers), -1))
             for key, (row, place) in zip(keys, batch.places(), strict=True):
                 self.cache.add(key, states_BTLD[row, place])

@@ -65,6 +65,15 @@ def loading_options(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+class ShardedTarget(Target):
+    """A target each of whose forwards needs all processes, from which its blocks are gathered."""
+
+    def forwards(self, needed: int) -> int:
+        count = torch.tensor(needed, device=self.device)
+        torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+        return int(count)  # sync: packed rows of other processes may need more forwards
+
+
 def is_sharded(target: Target) -> bool:
     """Whether every forward needs all processes, from which its blocks are gathered."""
     return any(isinstance(module, FSDPModule) for module in target.model.modules())
@@ -88,7 +97,7 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
         buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
-    target = Target(model.eval().requires_grad_(False), str(config.target))
+    target = ShardedTarget(model.eval().requires_grad_(False), str(config.target))
     target.was_tried()
     target.provenance = broadcast_object_list(provenance)[0]
     # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a head starts from the

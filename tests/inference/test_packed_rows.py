@@ -1,0 +1,153 @@
+"""Packed rows: each sequence has the states that it has alone, and no mask of a whole row is made."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import transformers as tf
+from hybrids import VOCAB, hybrid
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headstart.inference import Target
+from headstart.inference.target import SIMILAR, of_similar_length, sequences_in
+
+SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE)),
+    "mistral, window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SHAPE, sliding_window=4)),
+    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    ),
+    "gemma 3, windows and full": lambda: tf.Gemma3ForCausalLM(
+        tf.Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "gpt-2, learned positions": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+    "bloom, ALiBi": lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)),
+    "qwen3.5, gated delta": lambda: hybrid("qwen3.5, gated delta"),
+    "lfm2, convolution": lambda: hybrid("lfm2, convolution"),
+    "granite-4, mamba-2": lambda: hybrid("granite-4, mamba-2"),
+    "mamba-2 alone": lambda: hybrid("mamba-2 alone"),
+}
+LENGTHS = [[9, 3, 7, 1], [11, 8]]
+"""Of the sequences of each row; the second has a token of padding."""
+ROUNDED = {"qwen3.5, gated delta", "granite-4, mamba-2", "mamba-2 alone"}
+"""Whose recurrences are computed in float32."""
+
+
+def target_of(family):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval().requires_grad_(False)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the faster ones know no float64
+    return Target(model)
+
+
+def packed(lengths, seed=1):
+    """Rows of random tokens, and their positions."""
+    texts = [
+        [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed + n)) for n in row] for row in lengths
+    ]
+    longest = max(sum(row) for row in lengths)
+    tokens_BT = torch.zeros(len(lengths), longest, dtype=torch.int64)
+    positions_BT = torch.arange(longest).repeat(len(lengths), 1)
+    for row, own in enumerate(texts):
+        tokens_BT[row, : sum(lengths[row])] = torch.cat(own)
+        start = 0
+        for length in lengths[row]:
+            positions_BT[row, start:] = torch.arange(longest - start)
+            start += length
+    return texts, tokens_BT, positions_BT
+
+
+@pytest.mark.parametrize("layers", [(0, -1), ()])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_in_packed_rows_are_those_of_each_sequence_alone(family, layers):
+    target = target_of(family)
+    texts, tokens_BT, positions_BT = packed(LENGTHS)
+    features_BTF, last_BTD = target.read(tokens_BT, layers, positions_BT)
+    close = {"rtol": 1e-4, "atol": 1e-4} if family in ROUNDED else {"rtol": 1e-6, "atol": 1e-9}
+    for row, own in enumerate(texts):
+        starts = itertools.accumulate([0, *map(len, own)])
+        for text, start in zip(own, starts, strict=False):
+            features_1TF, last_1TD = target.read(text[None], layers)
+            place = slice(start, start + len(text))
+            torch.testing.assert_close(features_BTF[row, place], features_1TF[0], **close)
+            torch.testing.assert_close(last_BTD[row, place], last_1TD[0], **close)
+    assert features_BTF.shape == (*tokens_BT.shape, 32 * len(layers))
+    assert last_BTD.shape == (*tokens_BT.shape, 32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "gemma 3, windows and full"])
+def test_they_are_those_of_a_mask_of_the_whole_row(family):
+    """Which transformers makes from the positions."""
+    target = target_of(family)
+    _, tokens_BT, positions_BT = packed(LENGTHS)
+    masked = target.model(input_ids=tokens_BT, position_ids=positions_BT, output_hidden_states=True, use_cache=False)
+    features_BTF, last_BTD = target.read(tokens_BT, (0,), positions_BT)
+    torch.testing.assert_close(features_BTF, masked.hidden_states[1], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(last_BTD, masked.hidden_states[-1], rtol=1e-6, atol=1e-9)
+
+
+def test_gradients_reach_the_weights_through_packed_rows():
+    """An adapter of the target is trained through them."""
+    target = target_of("llama")
+    weight = target.model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    texts, tokens_BT, positions_BT = packed(LENGTHS)
+    _, last_BTD = target.states(tokens_BT, (), positions_BT)
+    inside_BT = torch.tensor([[True] * 20, [True] * 19 + [False]])
+    (ours,) = torch.autograd.grad(last_BTD[inside_BT].square().sum(), weight)
+    loss = sum(target.states(text[None], ())[1].square().sum() for row in texts for text in row)
+    (theirs,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(ours, theirs)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that a tensor has which an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return made
+
+
+def test_a_row_of_8192_tokens_needs_no_mask_of_its_square():
+    target = target_of("llama")
+    target.model.float()
+    lengths = [512, 700, 300, 90, 410, 1000, 600, 40] * 2
+    lengths.append(8192 - sum(lengths))
+    _, tokens_BT, positions_BT = packed([lengths])
+    with Largest() as largest:
+        target.read(tokens_BT, (0, -1), positions_BT)
+    assert largest.elements <= 8192 * 64  # what the row's states take; a mask takes 128 times as many
+    with Largest() as largest, torch.no_grad():
+        target.model.model(input_ids=tokens_BT[:, :2048], position_ids=positions_BT[:, :2048], use_cache=False)
+    assert largest.elements >= 2048 * 2048  # as it was
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.integers(1, 400))
+def test_every_sequence_is_read_once_with_others_of_its_length(lengths, budget):
+    groups = of_similar_length(lengths, budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        own = [lengths[i] for i in group]
+        assert len(group) == 1 or len(own) * max(own) <= budget
+        assert min(own) >= SIMILAR * max(own)
+
+
+def test_places_of_sequences_are_found_by_their_positions():
+    positions_BT = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    places = [(row, place.start, place.stop) for row, place in sequences_in(positions_BT)]
+    assert places == [(0, 0, 3), (0, 3, 5), (0, 5, 6), (1, 0, 6)]

@@ -1,0 +1,186 @@
+"""Checkpoints to resume from: the part that a process writes, and how processes agree that all have.
+
+A thread may write a copy of the state in host memory while training goes on. It exchanges errors with the threads of
+other processes in a process group of its own, since exchanges of training steps would mix with them. Files have the
+names and contents that accelerate's `load_state` reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.optim import Optimizer
+
+from .lost_processes import of_other_processes
+from .machines import GROUPS
+
+
+@dataclass
+class Sharded:
+    """Weights and optimizer of an FSDP2 module for checkpoints, by torch.distributed.checkpoint.
+
+    Every process writes and reads its own shards, in the folder FOLDER of a checkpoint; nothing is gathered, and
+    another number of processes reads what it needs of them.
+    """
+
+    FOLDER = "sharded"
+
+    module: nn.Module
+    optimizer: Optimizer
+
+    def load(self, models: Any, folder: str) -> None:
+        """Read the shards; accelerate calls it as a hook of `load_state`."""
+        place = Path(folder) / self.FOLDER
+        if not place.exists():  # written before there were shards: `load_state_dict` gets all
+            return
+        states = self.states()
+        load_shards(states, checkpoint_id=place)
+        set_state_dict(
+            self.module,
+            self.optimizer,
+            model_state_dict=states["weights"],
+            optim_state_dict=states["optimizer"],
+        )
+
+    def states(self) -> dict[str, Any]:
+        """This process's shards, of which the writer of checkpoints makes files."""
+        weights, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"weights": weights, "optimizer": optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: `states` has the shards."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint that holds everything unsharded, as they did once."""
+        if state_dict:
+            set_state_dict(
+                self.module,
+                self.optimizer,
+                model_state_dict=state_dict["weights"],
+                optim_state_dict=state_dict["optimizer"],
+                options=StateDictOptions(full_state_dict=True),
+            )
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A process's part of a checkpoint; its tensors are those of training, or a copy of them."""
+
+    files: dict[str, Any]
+    """Contents by name of the file: weights in .safetensors, other objects by `torch.save`."""
+    shards: dict[str, Any]
+    """This process's part of what FSDP2 shards, for torch.distributed.checkpoint; empty with other engines."""
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> TrainingState:
+        """Collect what was prepared or registered, as accelerate's `save_state` does; not for DeepSpeed."""
+        files: dict[str, Any] = {f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl": random_states(accelerator.step)}
+        shards: dict[str, Any] = {}
+        for item in accelerator._custom_objects:
+            if isinstance(item, Sharded):
+                shards = item.states()
+        if accelerator.is_main_process:
+            for model in accelerator._models:
+                weights = accelerator.get_state_dict(model, unwrap=False)
+                files[SAFE_WEIGHTS_NAME] = clean_state_dict_for_safetensors(weights)
+            for optimizer in accelerator._optimizers:
+                files[f"{OPTIMIZER_NAME}.bin"] = optimizer.state_dict()
+            for number, item in enumerate(accelerator._custom_objects):
+                files[f"custom_checkpoint_{number}.pkl"] = item.state_dict()
+        return cls(files, shards)
+
+    def copied(self) -> TrainingState:
+        """Copy all tensors to host memory, so that later steps do not change them."""
+        stager = BlockingAsyncStager()
+        return TrainingState(stager.stage(self.files), stager.stage(self.shards))
+
+    def write(self, folder: Path, group: Any = None) -> None:
+        """Write shards, with all processes of the group, and then this process's files.
+
+        Raises:
+            OSError, RuntimeError, SafetensorError, CheckpointException: they cannot be written, as on a full disk.
+        """
+        if self.shards:  # first: a process whose files cannot be written would leave the others waiting here
+            save_shards(self.shards, checkpoint_id=folder / Sharded.FOLDER, process_group=group)
+        self.write_files(folder)
+
+    def write_files(self, folder: Path) -> None:
+        """Write what is not sharded."""
+        for name, content in self.files.items():
+            path = folder / name
+            if path.suffix == ".safetensors":
+                save_file(content, path, metadata={"format": "pt"})
+            else:
+                torch.save(content, path)
+
+
+def random_states(step: int) -> dict[str, Any]:
+    """States of this process's random generators, by accelerate's names, with accelerate's count of steps."""
+    states = {
+        "step": step,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and hasattr(torch.get_device_module(accelerator), "get_rng_state_all"):
+        states[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(accelerator).get_rng_state_all()
+    return states
+
+
+def writers_group(minutes: float) -> Any:
+    """Make the process group in which writers exchange what happened; None for one process. All processes call this.
+
+    `minutes` is how long one waits for the others.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+    GROUPS.append(group)
+    return group
+
+
+def together(work: Callable[[], None], group: Any) -> None:
+    """Do work of which each process may have a part, and wait for the others; where one fails, all raise its error.
+
+    Raises:
+        OSError: what could not be written, of the first process that failed.
+    """
+    cause: BaseException | None = None
+    failure: str | None = None
+    try:
+        work()
+    except CheckpointException as error:  # a BaseException
+        cause = error
+        failure = "; ".join(dict.fromkeys(str(own) for own, _ in error.failures.values()))
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
+        if isinstance(error, RuntimeError) and of_other_processes(error):
+            raise
+        cause = error
+        failure = str(error)
+    failures = [failure]
+    if group is not None:
+        failures = [None] * group.size()
+        torch.distributed.all_gather_object(failures, failure, group=group)
+        torch.distributed.barrier(group)  # which leaves gloo's thread no Python objects to free, see `end_together`
+    for message in failures:
+        if message is not None:
+            raise OSError(message) from cause
