@@ -109,7 +109,7 @@ class TargetModel:
 
     @cached_property
     def _read_at_border(self) -> int | None:
-        """See `tokens_read_at_border`; None for a model whose forwards do not depend on their last position, too."""
+        """`tokens_read_at_border`; None as well for a model whose forwards do not depend on their last position."""
         if self.segments is None or not self.segments.by_last:
             return None
         return tokens_read_at_border(self.model, self.segments.first)
