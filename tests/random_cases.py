@@ -14,12 +14,10 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from helpers import PromptOracle, build_tokenizer, random_shape
+from helpers import PromptOracle, build_tokenizer, padded_batch, random_shape, written_alone
 from hypothesis import HealthCheck, assume
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import DraftHead, build_head
@@ -136,13 +134,8 @@ def written(model: PreTrainedModel, number: int | None) -> Iterator[None]:
             weights[number % len(weights)].neg_()
 
 
-def stock(model: PreTrainedModel, row: Tensor, **settings: Any) -> Tensor:
-    """What `generate` writes for one row alone."""
-    return model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
-
-
-def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a case with `generate`, or, with a seed, with the text that the seed gives without drafts."""
+def settings_of(case: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `generate`; cases that may leave no token to choose are given up."""
     settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
     if case["planted"] is not None:  # a tied LM head gives it a score that is not finite either
         settings["suppress_tokens"] = [UNSAID, *settings.get("suppress_tokens", ())]
@@ -152,42 +145,54 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
         assume(max(case["lengths"]) + chosen["max_new_tokens"] + len(set(suppressed)) + 1 < VOCAB)
     if "stop_strings" in settings:
         settings["tokenizer"] = TOKENIZER
+    if case["seed"] is not None and case["source"] != "oracle":
+        settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
+    return settings
+
+
+def drafting(target: Target, case: dict[str, Any]) -> SpeculativeLM:
+    """The target with the drafter of a case; an oracle knows no text yet."""
+    if case["source"] == "oracle":
+        shape = random_shape(case["shape"])
+        return SpeculativeLM(target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"]))
+    head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
+    if target.engine.chains_only:  # which refuses a tree that is named
+        assume(head is None or case["tree"] in CHAINS)
+    options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
+    return SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
+
+
+def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare a case with `generate`, or, with a seed, with the text that the seed gives without drafts."""
+    settings = settings_of(case, chosen)
     rows = [
         torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
         for place, length in enumerate(case["lengths"])
     ]
-    padded = pad_sequence(rows, batch_first=True, padding_side=case["side"])
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=case["side"])
-    if case["seed"] is not None and case["source"] != "oracle":
-        settings |= {"do_sample": True, "temperature": 0.7, "top_k": 9}
-    seeded = lambda: {"generator": torch.Generator().manual_seed(case["seed"] or 0)}  # noqa: E731
-    slots, options, past = case["slots"], {}, None
-    if case["source"] == "oracle":
-        shape = random_shape(case["shape"])
-        lm = SpeculativeLM(target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"]))
-    else:
-        head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
-        if target.engine.chains_only:  # which refuses a tree that is named
-            assume(head is None or case["tree"] in CHAINS)
-        options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
-        lm = SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
+    padded, mask = padded_batch(rows, case["side"])
+    lm = drafting(target, case)
+    target.check_decoding()  # which reads any token, the one with a planted embedding too
     monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
+
+    def tokens_of(decoder: SpeculativeLM, **more: Any) -> list[list[int]]:
+        """New tokens of each row, drawn with the seed of the case."""
+        generator = torch.Generator().manual_seed(case["seed"] or 0)
+        output = decoder.generate(padded, attention_mask=mask, generator=generator, **settings, **more)
+        return output.sequences[:, padded.shape[1] :].tolist()
+
+    past = None
     with planted(target.model, case["planted"]):
         if case["written"] is not None and len(rows) == 1 and case["source"] != "oracle":
             past = Conversation()
-            lm.generate(padded, attention_mask=mask, past_key_values=past, **settings, **seeded())
+            tokens_of(lm, past_key_values=past)
         with written(target.model, case["written"]):
-            if settings["do_sample"]:  # a seed gives the text that it gives without drafts
-                plain = SpeculativeLM(target).generate(padded, attention_mask=mask, **settings, **seeded())
-                truths = plain.sequences[:, padded.shape[1] :].tolist()
+            if settings["do_sample"]:
+                truths = tokens_of(SpeculativeLM(target))
             else:
-                truths = [stock(target.model, row, **settings).tolist() for row in rows]
+                truths = [written_alone(target.model, row, **settings) for row in rows]
             if case["source"] == "oracle":
                 lm.drafter.by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths, strict=True)}
-            output = lm.generate(
-                padded, attention_mask=mask, max_batch_size=slots, past_key_values=past, **settings, **seeded()
-            )
-    found = output.sequences[:, padded.shape[1] :].tolist()
+            found = tokens_of(lm, max_batch_size=case["slots"], past_key_values=past)
     width = max(map(len, truths))
     ends = settings.get("eos_token_id") or settings.get("stop_strings")
     assert len(found[0]) == width
