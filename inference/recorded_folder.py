@@ -38,7 +38,7 @@ End = Literal["complete", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class AnswerMarks:
-    """What is known of a recorded answer besides its tokens and states."""
+    """Facts about a recorded answer besides its tokens and states."""
 
     kind: str
     """The caller's label of the prompt's kind; empty for none."""
