@@ -145,7 +145,7 @@ class Recording:
         self.texts.clear()
 
     def summary(self) -> str:
-        """Answers that were recorded and that were not, in a line."""
+        """A line about the answers that were recorded, and those that were not."""
         if self.folder is None:
             return f"off by {NO_RECORD}"
         parts = [f"{self.written} answers, {self.bytes / 2**20:.1f} MiB, in {self.folder.folder}"]
@@ -335,7 +335,7 @@ class RecordingDrafter(BatchDrafter):
             self.texts[row] = Text([*text.pieces], text.length, text.begun_before)
 
     def _text_before(self, tokens: list[int]) -> Text:
-        """The known states of a conversation's tokens that are not read again."""
+        """The states of a conversation's tokens that are not read again, as far as they are known."""
         before = None if self.past is None else self.recording.texts.get(self.past)
         if before is not None:
             known, text = before

@@ -182,7 +182,7 @@ def test_a_full_disk_leaves_no_half_shard(cached, examples, monkeypatch):
     source = cached()
     source.fill(collate(examples))
 
-    def full(tensors, path):
+    def full(tensors, path, about):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
