@@ -165,8 +165,8 @@ class MtpHead(DraftHead):
             num_attention_heads=built.num_attention_heads,
             num_key_value_heads=draft_layers.groups,
             head_dim=draft_layers.head_dim,
-            hidden_act=built.hidden_act,
-            rms_norm_eps=built.rms_norm_eps,
+            hidden_act=draft_layers.hidden_act,
+            rms_norm_eps=draft_layers.eps,
             qk_norm=config.qk_norm,
         )
         self.draft_layers = draft_layers

@@ -29,6 +29,8 @@ OF_BROKEN_PICKLES = (AssertionError, AttributeError, LookupError, OverflowError,
 """What torch's reader of pickles raises for a file with a changed byte, besides errors of its own."""
 CONFIG_LIMIT = 2**22
 """Most bytes of a JSON file."""
+INDEX_LIMIT = 2**27
+"""Most bytes of an index; that of a model with a hundred thousand experts' matrices has some ten million."""
 WEIGHT_FILES = (
     WEIGHTS_FILE,
     "medusa_lm_head.safetensors",
@@ -39,13 +41,13 @@ WEIGHT_FILES = (
 """Names of weight files, each possibly sharded; the first that exists is read."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of at most `CONFIG_LIMIT` bytes."""
+def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
+    """Read a JSON object of at most `limit` bytes."""
     if not path.is_file():
         raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}")
     size = path.stat().st_size
-    if size > CONFIG_LIMIT:
-        raise ValueError(f"{path} has {size:,} bytes, and a head's {path.name} at most {CONFIG_LIMIT:,}")
+    if size > limit:
+        raise ValueError(f"{path} has {size:,} bytes, and {path.name} may have at most {limit:,}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -72,12 +74,8 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     parts, index = weight_files(folder, (WEIGHTS_FILE,))
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
-        path = _inside(folder, part)
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+        with open_safetensors(_inside(folder, part)) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if index is not None:
         _check_index(folder, index, shapes.keys())
     return shapes
@@ -94,8 +92,28 @@ def weight_files(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> tuple[l
     raise ValueError(f"no head in {str(folder)!r}: it has no {' or '.join(names)}")
 
 
+def files_of_tensors(path: Path) -> dict[str, str]:
+    """The file of each tensor of a checkpoint, by its index or, where it is one file of safetensors, by that file."""
+    if path.suffix == ".json":
+        return _weight_map(path)
+    with open_safetensors(path) as file:
+        return dict.fromkeys(file.keys(), path.name)
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, of which tensors are read by name; a ValueError for one that is missing or cut."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+
+
 def _weight_map(index: Path) -> dict[str, str]:
-    parts = read_json(index).get("weight_map")
+    parts = read_json(index, INDEX_LIMIT).get("weight_map")
     if not isinstance(parts, dict) or not parts or not all(isinstance(part, str) for part in parts.values()):
         raise ValueError(f"{index} has no weight_map of tensors to files")
     return parts

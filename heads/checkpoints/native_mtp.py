@@ -3,6 +3,8 @@
     mtp.fc.weight, mtp.layers.0.*                     Qwen3-Next, Qwen3.5, Mellum
     model.layers.{L}.eh_proj.weight, ...              DeepSeek, GLM: layers after the model's own L
     model.mtp_layers.0.input_proj.weight, ...         MiMo
+    model.mtp_linear_proj.0.weight, ...               ERNIE 4.5
+    mtp.layers.0.eh_proj.weight, mtp.layers.1.*       Nemotron-H: the blocks of one layer
     mtp_layers.0.input_proj.weight, ...               the package speculators
 
 transformers drops these tensors on loading; here only the files that hold them are opened.
@@ -13,21 +15,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..base import TargetInfo
 from ..by_name import build_head
 from ..mtp import MtpHead
-from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
+from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, files_of_tensors, new_folder, open_safetensors
 from .hub import local_folder
 from .save_load import build_unloaded
 
@@ -44,6 +44,8 @@ REST_FILE = "model-rest.safetensors"
 """The file of all other tensors of a checkpoint that had one: beside an index, its own name would be read alone."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 """One expert's matrix, which transformers keeps in one tensor for all."""
+IN_BLOCK = re.compile(r"mtp_layers\.\d+\.blocks\.(\d+)\.")
+"""Names here of a layer that is several blocks of its model."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,16 @@ class Family:
     """How a family of models names the tensors of its MTP layers, and what these compute."""
 
     names: dict[str, str]
-    """Beginnings of names to those here; {l} counts layers, {n} too, from the number of the model's own blocks on."""
+    """Beginnings of names to those here. {l} counts layers, {n} too, from the number of the model's own blocks on, and
+    {b} the blocks of the only layer."""
     copies: tuple[str, ...] = ()
     """Ends of names of copies of the model's embedding and LM head, which are not read."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of `MtpConfig`."""
+    mark: str = ""
+    """Part of one of the names at least, where another family's names begin alike."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """Names of the model's own tensors that its MTP layers use too, to those here."""
 
 
 def _deepseek(model: str) -> Family:
@@ -72,7 +79,23 @@ def _deepseek(model: str) -> Family:
     )
 
 
+def _nemotron(model: str) -> Family:
+    first = f"{model}mtp.layers.0."
+    return Family(
+        {
+            f"{first}enorm.": "mtp_layers.0.token_layernorm.",
+            f"{first}hnorm.": "mtp_layers.0.hidden_layernorm.",
+            f"{first}eh_proj.": "mtp_layers.0.input_proj.",
+            f"{model}mtp.layers.{{b}}.final_layernorm.": "mtp_layers.0.final_layernorm.",
+            f"{model}mtp.layers.{{b}}.": "mtp_layers.0.blocks.{b}.",
+        },
+        mark=".mixer.",
+    )
+
+
 FAMILIES: dict[str, Family] = {
+    "nemotron": _nemotron(""),
+    "nemotron (language_model)": _nemotron("language_model."),
     "qwen": Family(
         {
             "mtp.fc.": "mtp_layers.{l}.input_proj.",
@@ -88,12 +111,26 @@ FAMILIES: dict[str, Family] = {
         {"model.mtp_layers.{l}.": "mtp_layers.{l}."},
         options={"hidden_first": True, "zero_first": True},
     ),
+    "ernie": Family(
+        {
+            "model.mtp_emb_norm.{l}.": "mtp_layers.{l}.token_layernorm.",
+            "model.mtp_hidden_norm.{l}.": "mtp_layers.{l}.hidden_layernorm.",
+            "model.mtp_linear_proj.{l}.": "mtp_layers.{l}.input_proj.",
+            "model.mtp_block.{l}.": "mtp_layers.{l}.",
+        },
+        shared={"model.norm.weight": "mtp_layers.{l}.final_layernorm.weight"},
+    ),
     "speculators": Family(
         {"mtp_layers.{l}.": "mtp_layers.{l}."},
         ("embed_tokens.weight", "lm_head.weight"),
     ),
 }
 """By name."""
+REFUSED = {
+    re.compile(r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\."): "MiMo-V2's MTP layers attend to a sliding window with "
+    "attention sinks, which a draft layer does not",
+}
+"""Names of MTP tensors that are known, and why no head is made of them."""
 OTHERS = re.compile(r"(^|\.)mtp[._]|eh_proj|(^|\.)nextn")
 """Names that MTP tensors of other families have."""
 
@@ -107,17 +144,25 @@ class Found(NamedTuple):
     copies: tuple[str, ...]
     """Names of copies of the model's embedding and LM head."""
 
+    @property
+    def read(self) -> set[str]:
+        """Names of all tensors that the head is made of."""
+        return self.names.keys() | self.family.shared.keys()
+
 
 def find(names: Iterable[str], blocks: int, where: str) -> Found:
     """The MTP tensors among a checkpoint's names, of a model with so many blocks of its own.
 
     Raises:
-        ValueError: there are none, or they are named as no family here names them.
+        ValueError: there are none, or they are named as no family here names them, or of a kind that no head has.
     """
     names = sorted(names)
+    for pattern, reason in REFUSED.items():
+        if any(pattern.match(name) for name in names):
+            raise ValueError(f"the MTP head of {where} is not read: {reason}. Train one: `headstart train`")
     for family in FAMILIES.values():
         found = _found(family, names, blocks)
-        if found.names:
+        if any(family.mark in name for name in found.names):
             return found
     others = [name for name in names if OTHERS.search(name)]
     if others:
@@ -131,30 +176,25 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
     )
 
 
-@lru_cache
-def _pattern(template: str) -> re.Pattern[str]:
-    """A template of names as a pattern, whose group is the number of a layer, if it has one."""
-    text = re.escape(template).replace(r"\{l\}", r"(\d+)").replace(r"\{n\}", r"(\d+)")
-    return re.compile(text)
-
-
 def _found(family: Family, names: list[str], blocks: int) -> Found:
+    patterns: dict[re.Pattern[str], str] = {}
+    for theirs, ours in family.names.items():
+        patterns[re.compile(re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(theirs)))] = ours
     found: dict[str, str] = {}
     copies = []
     for name in names:
-        for theirs, ours in family.names.items():
-            match = _pattern(theirs).match(name)
+        for pattern, ours in patterns.items():
+            match = pattern.match(name)
             if match is None:
                 continue
-            layer = int(match[1]) if match.groups() else 0
-            if "{n}" in theirs:
-                layer -= blocks
+            numbers = {letter: int(digits) for letter, digits in match.groupdict().items()}
+            layer = numbers["n"] - blocks if "n" in numbers else numbers.get("l", 0)
             if layer < 0:
                 continue
             if name.endswith(family.copies or ("\0",)):
                 copies.append(name)
             else:
-                found[name] = ours.format(l=layer) + name[match.end() :]
+                found[name] = ours.format(l=layer, b=numbers.get("b")) + name[match.end() :]
             break
     return Found(family, found, tuple(copies))
 
@@ -184,13 +224,11 @@ def read_native_mtp(
     folder = _folder_with_index(source, revision, token, cache_dir)
     files = _files_of_tensors(folder, source)
     found = find(files, target.num_layers, repr(str(source)))
-    wanted = sorted({files[name] for name in found.names})
+    names = found.read & files.keys()
+    wanted = sorted({files[name] for name in names})
     if not all((folder / file).is_file() for file in wanted):
         folder = local_folder(source, revision, token, cache_dir, wanted)
-    tensors: dict[str, Tensor] = {}
-    for file in wanted:
-        tensors |= _read(folder / file, [name for name in found.names if files[name] == file])
-    return head_of_tensors(found, tensors, target, layer, repr(str(source)))
+    return head_of_tensors(found, _read_all(folder, files, names), target, layer, repr(str(source)))
 
 
 def head_of_tensors(
@@ -204,19 +242,23 @@ def head_of_tensors(
     """A head of MTP tensors by their names in a checkpoint; see `read_native_mtp`."""
     state: dict[str, Tensor] = {}
     theirs: dict[str, str] = {}
-    for name, tensor in _dequantized(tensors).items():
-        state[found.names[name]] = tensor
+    tensors = _dequantized(tensors)
+    for name in found.names.keys() & tensors.keys():
+        state[found.names[name]] = tensors[name]
         theirs[found.names[name]] = name
     state = _joined_experts(state)
     numbers = {int(name.split(".")[1]) for name in state}
     layers = max(numbers) + 1
+    for name in found.family.shared.keys() & tensors.keys():
+        for number in range(layers):
+            state[found.family.shared[name].format(l=number)] = tensors[name]
     depth = layers if layers > 1 else RECURRENT_DEPTH
     chosen = {"num_layers": layers, "depth": depth, "layer": layer, **found.family.options, **(options or {})}
     try:
         expected = build_unloaded("mtp", chosen, target, len(state)).state_dict()
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    named = {ours: name for name, ours in _names_there(found.family, expected, target.num_layers).items()}
+    named = _names_there(found.family, expected, target.num_layers)
     problems = [f"missing tensor {named[name]!r}" for name in expected if name not in state]
     problems += [f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected]
     for name in expected.keys() & state.keys():
@@ -236,16 +278,20 @@ def head_of_tensors(
 
 
 def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, str]:
-    """Names in a checkpoint of a family to those here."""
-    found: dict[str, str] = {}
+    """The names of a head's tensors here to those in a checkpoint of a family."""
+    named: dict[str, str] = {}
+    # A layer's last block has the layer's last norm.
+    last = max((int(match[1]) for name in ours if (match := IN_BLOCK.match(name))), default=None)
     for name in ours:
         layer = int(name.split(".")[1])
-        for theirs, own in family.names.items():
-            beginning = own.format(l=layer)
+        in_block = IN_BLOCK.match(name)
+        block = last if in_block is None else int(in_block[1])
+        for theirs, own in (family.shared | family.names).items():
+            beginning = own.format(l=layer, b=block)
             if name.startswith(beginning):
-                found[theirs.format(l=layer, n=blocks + layer) + name[len(beginning) :]] = name
+                named[name] = theirs.format(l=layer, n=blocks + layer, b=block) + name[len(beginning) :]
                 break
-    return found
+    return named
 
 
 def _folder_with_index(
@@ -260,35 +306,28 @@ def _folder_with_index(
 
 def _files_of_tensors(folder: Path, source: str | Path) -> dict[str, str]:
     """The file of each of a checkpoint's tensors."""
-    if (folder / INDEX_FILE).is_file():
-        files = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError(f"{folder / INDEX_FILE} has no weight_map of tensors to files")
-        return files
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ValueError(
-            f"{str(source)!r} has no {WEIGHTS_FILE} and no {INDEX_FILE}, in which an MTP head is looked for"
-        )
-    try:
-        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), WEIGHTS_FILE)
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read, or was truncated: {error}") from error
+    for name in (INDEX_FILE, WEIGHTS_FILE):
+        if (folder / name).is_file():
+            return files_of_tensors(folder / name)
+    raise ValueError(f"{str(source)!r} has no {WEIGHTS_FILE} and no {INDEX_FILE}, in which an MTP head is looked for")
+
+
+def _read_all(folder: Path, files: dict[str, str], names: Collection[str]) -> dict[str, Tensor]:
+    """Some of the tensors of a checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({files[name] for name in names}):
+        tensors |= _read(folder / file, [name for name in names if files[name] == file])
+    return tensors
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
     """Some of the tensors of a file."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing")
-    try:
-        with safe_open(path, framework="pt") as file:
-            held = set(file.keys())
-            missing = [name for name in names if name not in held]
-            if missing:
-                raise ValueError(f"{path} lacks tensor {missing[0]!r}, which the index has there")
-            return {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
+    with open_safetensors(path) as file:
+        held = set(file.keys())
+        missing = [name for name in names if name not in held]
+        if missing:
+            raise ValueError(f"{path} lacks tensor {missing[0]!r}, which the index has there")
+        return {name: file.get_tensor(name) for name in names}
 
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -322,12 +361,18 @@ def _joined_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
             experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
     for name, matrices in experts.items():
         numbers = range(1 + max(number for number, _ in matrices))
+        gated = any(kind == "gate_proj" for _, kind in matrices)  # Nemotron-H's experts are not
+        kinds = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
         for number in numbers:
-            for kind in ("gate_proj", "up_proj", "down_proj"):
+            for kind in kinds:
                 if (number, kind) not in matrices:
                     raise ValueError(f"the MTP head lacks tensor {f'{name}.{number}.{kind}.weight'!r}")
-        gate_up = [torch.cat([matrices[number, "gate_proj"], matrices[number, "up_proj"]]) for number in numbers]
-        joined[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        up = [matrices[number, "up_proj"] for number in numbers]
+        if gated:
+            gate_up = [torch.cat([matrices[number, "gate_proj"], up[number]]) for number in numbers]
+            joined[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        else:
+            joined[f"{name}.up_proj"] = torch.stack(up)
         joined[f"{name}.down_proj"] = torch.stack([matrices[number, "down_proj"] for number in numbers])
     return joined
 
@@ -368,9 +413,7 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
     where = repr(str(source))
     files = _files_of_tensors(folder, source)
     found = find(files, head.target.num_layers, where)
-    old: dict[str, Tensor] = {}
-    for file in sorted({files[name] for name in found.names}):
-        old |= _read(folder / file, [name for name in found.names if files[name] == file])
+    old = _read_all(folder, files, found.read & files.keys())
     if any(name.endswith("_scale_inv") for name in old):
         raise ValueError(f"{where} holds its MTP head in fp8, which is not written: export it as a folder of its own")
     before = head_of_tensors(found, old, head.target, head.config.layer, where)
@@ -381,12 +424,21 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
                 f"{getattr(head.config, option)}"
             )
     state = head.state_dict()
+    for ours in found.family.shared.values():
+        for number in range(head.config.num_layers):
+            name = ours.format(l=number)
+            if not torch.equal(state[name].cpu(), before.state_dict()[name].to(state[name].dtype)):
+                raise ValueError(
+                    f"{where} has no place for {name!r}, which was trained here: its MTP head uses the model's own "
+                    "norm; export it as a folder of its own"
+                )
     if any(EXPERT.fullmatch(ours) for ours in found.names.values()):
         state = _split_experts(state)
     new = {}
     for name, ours in found.names.items():
         new[name] = state[ours].detach().to("cpu", old[name].dtype).contiguous()
-    with new_folder(output, Contents("a model with an MTP head", ("*",), _written_here)) as partial:
+    contents = Contents("a model with an MTP head", ("*",), lambda written: (written / MTP_FILE).is_file())
+    with new_folder(output, contents) as partial:
         rest = _copy_rest(folder, partial, files, set(new))
         save_file(new, partial / MTP_FILE, metadata={"format": "pt"})
         index = {"metadata": {}, "weight_map": dict(sorted((rest | dict.fromkeys(new, MTP_FILE)).items()))}
@@ -412,8 +464,3 @@ def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[
         rest |= dict.fromkeys(kept, place)
         save_file(_read(path, kept), output / place, metadata={"format": "pt"})
     return rest
-
-
-def _written_here(folder: Path) -> bool:
-    """Whether a folder is a model into which an MTP head was written."""
-    return (folder / MTP_FILE).is_file()

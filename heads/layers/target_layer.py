@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ OF_LOADING = ("_name_or_path", "auto_map", "dtype", "quantization_config", "torc
 """Keys of a config that say how a model is stored."""
 ALIASES = {"mimo": "qwen2"}
 """Model types that transformers reads by a repository's own code alone, and those whose decoder layer they have."""
+ATTENTION_KINDS = ("full_attention", "attention")
+"""How versions of transformers call a Nemotron-H block with attention."""
+RECURRENT_KINDS = ("linear_attention", "mamba")
+"""And one with a state."""
 
 
 def draft_attention(
@@ -84,6 +88,19 @@ def _widened(states: Tensor, size: int) -> Tensor:
     return states if missing == 0 else F.pad(states, (0, missing))
 
 
+class JoinedBlocks(nn.Module):
+    """Blocks that make one layer together: Nemotron-H's have either attention or an MLP."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x_BTD: Tensor, **others: Any) -> Tensor:
+        for block in self.blocks:
+            x_BTD = block(x_BTD, **others)
+        return x_BTD
+
+
 class DraftLayers:
     """Decoder layers of a transformers class, which a head registers, and what they share."""
 
@@ -92,39 +109,53 @@ class DraftLayers:
         model = _model_of(config)
         self.config = model.config
         self._experts = getattr(self.config, "_experts_implementation", None)
-        self.blocks: nn.ModuleList = model.layers
+        self.blocks: nn.ModuleList = _layers_of(model)
         self.groups = groups
         """Key and value heads that a KV cache holds."""
         self.head_dim = head_dim
         """Width of a cached head: the larger one of keys and values."""
-        self._norm_class: Any = type(model.norm)
+        self.hidden_act: str = getattr(self.config, "hidden_act", None) or self.config.mlp_hidden_act
+        self.eps: float = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        self._norm_class: Any = type(getattr(model, "norm", None) or model.norm_f)
         # Not registered by a head: its frequencies must stay float32 and out of checkpoints.
-        self._rotary = model.rotary_emb
-        self._rotary_options: dict[str, Any] = {}
-        if "layer_type" in inspect.signature(model.rotary_emb.forward).parameters:
-            self._rotary_options["layer_type"] = config.layer_types[0]
+        self._rotary = _Rotary(model)
 
     def norm(self) -> nn.Module:
         """A new norm of the model's own class."""
-        norm: nn.Module = self._norm_class(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        norm: nn.Module = self._norm_class(self.config.hidden_size, eps=self.eps)
         return norm
 
     def run(self, block: nn.Module, x_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """The residual stream after a block."""
-        if any(buffer.device != x_BTD.device for buffer in self._rotary.buffers()):
-            self._rotary.to(x_BTD.device)
         # The kernels that transformers chooses for experts know no float64.
         self.config._experts_implementation = "eager" if x_BTD.dtype == torch.float64 else self._experts
-        rotary = self._rotary(x_BTD, position_ids=positions_BT, **self._rotary_options)
         output = block(
             x_BTD,
             attention_mask=None,
             position_ids=positions_BT,
-            position_embeddings=rotary,
             draft_attend=attend,
+            **self._rotary.of(x_BTD, positions_BT),
         )
         out_BTD: Tensor = output[0] if isinstance(output, tuple) else output
         return out_BTD
+
+
+class _Rotary:
+    """The rotary embedding of a model, if it has one."""
+
+    def __init__(self, model: Any) -> None:
+        self._module: nn.Module | None = getattr(model, "rotary_emb", None)
+        self._options: dict[str, Any] = {}
+        if self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters:
+            self._options["layer_type"] = model.config.layer_types[0]
+
+    def of(self, x_BTD: Tensor, positions_BT: Tensor) -> dict[str, Any]:
+        """What a block is given of positions, by name."""
+        if self._module is None:
+            return {}
+        if any(buffer.device != x_BTD.device for buffer in self._module.buffers()):
+            self._module.to(x_BTD.device)
+        return {"position_embeddings": self._module(x_BTD, position_ids=positions_BT, **self._options)}
 
 
 def described(config: PreTrainedConfig) -> dict[str, Any]:
@@ -175,6 +206,12 @@ def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig
         changes["layer_types"] = (full.get("mtp_layer_types") or ["full_attention"] * count)[:count]
     elif full.get("sliding_window") is not None:  # a draft layer attends to all of the text
         changes["sliding_window"] = None
+    if full.get("mtp_layers_block_type"):  # an MTP layer of Nemotron-H is several of its blocks
+        full.pop("layer_types", None)
+        changes.pop("layer_types", None)
+        changes["layers_block_type"] = list(full["mtp_layers_block_type"]) * count
+    if "moe_layer_start_index" in full:  # ERNIE's MTP layers are dense, whatever the model's last one is
+        changes["moe_layer_start_index"] = count
     if full.get("mlp_layer_types"):
         kinds = full.get("mtp_mlp_layer_types") or [full["mlp_layer_types"][last]] * count
         changes["mlp_layer_types"] = kinds[:count]
@@ -201,18 +238,38 @@ def _config_of(given: dict[str, Any]) -> PreTrainedConfig:
 def _model_of(config: PreTrainedConfig) -> Any:
     """The decoder of a config, whose layers attend through a KV view."""
     model = AutoModel.from_config(config, attn_implementation="eager")
-    for part in ("layers", "norm", "rotary_emb"):
+    # Nemotron-H has no positions: its states know the order.
+    parts = ("layers", "norm_f") if config.model_type == "nemotron_h" else ("layers", "norm", "rotary_emb")
+    for part in parts:
         if getattr(model, part, None) is None:
             raise ValueError(f"{type(model).__name__} has no {part}")
     model.config._attn_implementation = ATTENTION
     return model
 
 
+def _layers_of(model: Any) -> nn.ModuleList:
+    """A model's decoder layers, each of which attends once."""
+    kinds = getattr(model.config, "mtp_layers_block_type", None)
+    if not kinds:
+        layers: nn.ModuleList = model.layers
+        return layers
+    if sum(kind in ATTENTION_KINDS for kind in kinds) != 1 or any(kind in RECURRENT_KINDS for kind in kinds):
+        raise ValueError(
+            f"an MTP layer of blocks {', '.join(kinds)} is not one with attention once and no state besides"
+        )
+    return nn.ModuleList(
+        JoinedBlocks(model.layers[start : start + len(kinds)]) for start in range(0, len(model.layers), len(kinds))
+    )
+
+
 def _cached_shape(model: Any) -> tuple[int, int]:
     """Number and width of the heads that attention caches, by a forward of the first layer's over one token."""
-    attention = getattr(model.layers[0], "self_attn", None)
+    layer = _layers_of(model)[0]
+    attention = getattr(layer, "self_attn", None)
+    if isinstance(layer, JoinedBlocks):
+        attention = next(block.mixer for block in layer.blocks if block.block_type in ATTENTION_KINDS)
     if attention is None:
-        raise ValueError(f"{type(model.layers[0]).__name__} has no self_attn")
+        raise ValueError(f"{type(layer).__name__} has no self_attn")
     shapes: list[tuple[int, int]] = []
 
     def attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
@@ -221,15 +278,12 @@ def _cached_shape(model: Any) -> tuple[int, int]:
 
     x_11D = torch.empty(1, 1, model.config.hidden_size)
     position_11 = torch.zeros(1, 1, dtype=torch.int64)
-    options = {}
-    if "layer_type" in inspect.signature(model.rotary_emb.forward).parameters:
-        options["layer_type"] = model.config.layer_types[0]
     attention(
         hidden_states=x_11D,
-        position_embeddings=model.rotary_emb(x_11D, position_ids=position_11, **options),
         attention_mask=None,
         position_ids=position_11,
         draft_attend=attend,
+        **_Rotary(model).of(x_11D, position_11),
     )
     if len(shapes) != 1:
         raise ValueError(f"{type(attention).__name__} attends {len(shapes)} times in one forward")

@@ -156,7 +156,7 @@ class EagerEngine(Engine):
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        masks: Masks,
+        masks: Masks | None,
         cache: TreeCache,
         layers: tuple[int, ...],
         kept: list[int],

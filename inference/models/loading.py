@@ -252,6 +252,9 @@ def load_model(
         model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **given)
     except (OSError, ValueError, ImportError) as error:  # a tower of the model may need a package of its own
         raise no_model(source, error) from error
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors waits for the first forward of the whole model; blocks are read and run before one.
+        model.hf_quantizer.compressor.decompress_model(model)
     placed = model if "device_map" in given else model.to(where)
     return cast(PreTrainedModel, placed.eval().requires_grad_(False))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast, overload
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -28,6 +26,7 @@ from transformers.utils.hub import cached_file
 
 from ...extras import require_extra
 from ...heads.base import dtype_name
+from ...heads.checkpoints.files import files_of_tensors, open_safetensors
 from ..target import Target
 from .info import FINGERPRINTED, before_lm_head, target_modules
 from .interface import fitting_logits
@@ -59,7 +58,7 @@ class CheckpointTensors:
             )
         index = self._path(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
-            self.files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files = files_of_tensors(index)
             """The file of each tensor."""
             return
         whole = self._path(SAFE_WEIGHTS_NAME)
@@ -68,8 +67,7 @@ class CheckpointTensors:
                 f"{self.source!r} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, from which single "
                 f"tensors are read; save the model in safetensors files, {LOAD_ALL}"
             )
-        with _opened(whole) as file:
-            self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        self.files = files_of_tensors(whole)
 
     def rename_for(self, model: PreTrainedModel) -> None:
         """Take in how transformers renames this model's tensors as it loads them."""
@@ -104,7 +102,7 @@ class CheckpointTensors:
         Raises:
             ValueError: a file that is missing or cut, or a tensor that is not made of 16-bit or longer floats.
         """
-        with _opened(self._file(name)) as file:
+        with open_safetensors(self._file(name)) as file:
             tensor = cast(Tensor, file.get_tensor(name))
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(
@@ -118,7 +116,7 @@ class CheckpointTensors:
         path = self._path(self.files[name], here=True)
         if path is None:
             return None
-        with _opened(path) as file:
+        with open_safetensors(path) as file:
             part = file.get_slice(name)
             shape = part.get_shape()
             if not shape:
@@ -129,7 +127,7 @@ class CheckpointTensors:
             return cast(Tensor, part[: -(-count // max(row, 1))]).flatten()[:count]
 
     def _shape(self, name: str) -> torch.Size:
-        with _opened(self._file(name)) as file:
+        with open_safetensors(self._file(name)) as file:
             return torch.Size(file.get_slice(name).get_shape())
 
     def _file(self, name: str) -> Path:
@@ -367,10 +365,3 @@ class OuterTarget(Target):
                 return None
             digest.update(name.encode() + values.to(weight.dtype).to(torch.bfloat16).float().numpy().tobytes())
         return digest.hexdigest()[:16]
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy it again") from error

@@ -63,8 +63,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
     },
+    # The last layer is a mixture of experts, and MTP layers are dense.
+    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4, "moe_layer_start_index": 2},
 }
 """Options of tiny models by type; hybrids have attention alone."""
+NEMOTRON: dict[str, Any] = EXPERTS | {
+    "layers_block_type": ["mamba", "attention", "moe"],
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+}
+"""Options of a tiny Nemotron-H, whose MTP layer transformers' MTP model cannot have: it is two of its blocks."""
 FIRST_LAYER = 3
 """Number by which a checkpoint of DeepSeek's or GLM's family calls its first MTP layer: that of the model's blocks."""
 
@@ -72,10 +85,12 @@ FIRST_LAYER = 3
 def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
     """A random model of a type in float32."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SIZES | KINDS.get(kind, {}) | {"vocab_size": vocab_size}))
+    options = NEMOTRON if kind == "nemotron_h" else KINDS.get(kind, {})
+    config = AutoConfig.for_model(kind, **(SIZES | options | {"vocab_size": vocab_size}))
     model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        # Mamba's step sizes stay within its bounds, which its modules apply to several tokens and not to one.
+        if parameter.ndim > 1 and "mixer.in_proj" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval().requires_grad_(False)
 
@@ -142,6 +157,39 @@ def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
             torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max()))
 
 
+def causal_mask(length: int) -> torch.Tensor:
+    """Of a forward over a whole text, as transformers' eager attention adds it."""
+    return torch.full((length, length), -torch.inf).triu(1)[None, None]
+
+
+def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
+    """A block with attention, which has no positions, and one with experts, run by transformers over the whole text."""
+    model = tiny_model("nemotron_h")
+    head = random_mtp(model)
+    tokens_BT = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(2))
+    features = features_of(model, tokens_BT)
+    state = head.state_dict()
+    layer = {name.removeprefix("mtp_layers.0."): tensor for name, tensor in state.items()}
+    blocks: Any = model.model.layers[1:]
+    for number, block in enumerate(blocks):
+        beginning = f"blocks.{number}."
+        block.load_state_dict({name.removeprefix(beginning): layer[name] for name in layer if beginning in name})
+
+    def norm(name: str, x_BTD: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x_BTD, (32,), layer[f"{name}.weight"], model.config.layer_norm_epsilon)
+
+    embeds_BTD = features.modules.embed(tokens_BT[:, 1:])
+    pair = [norm("token_layernorm", embeds_BTD), norm("hidden_layernorm", features.features_BTF[:, :-1])]
+    with torch.no_grad():
+        expected_BTD = F.linear(torch.cat(pair, dim=-1), layer["input_proj.weight"])
+        for block in blocks:
+            expected_BTD = block(expected_BTD, attention_mask=causal_mask(11))
+        expected_BTV = features.modules.logits(norm("final_layernorm", expected_BTD))
+        found_BTV = features.modules.logits(head.drafts(features, 1)[0])[:, :-1]
+    assert expected_BTV.abs().max() > 0.5
+    torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max()))
+
+
 # Heads in a model's own checkpoint.
 
 NAMES = {
@@ -160,6 +208,19 @@ NAMES = {
         "": "model.layers.{n}",
     },
     "mimo": {"": "model.mtp_layers.{l}"},
+    "ernie": {
+        "input_proj": "model.mtp_linear_proj.{l}",
+        "hidden_layernorm": "model.mtp_hidden_norm.{l}",
+        "token_layernorm": "model.mtp_emb_norm.{l}",
+        "": "model.mtp_block.{l}",
+    },
+    "nemotron": {
+        "input_proj": "mtp.layers.0.eh_proj",
+        "final_layernorm": "mtp.layers.1.final_layernorm",
+        "hidden_layernorm": "mtp.layers.0.hnorm",
+        "token_layernorm": "mtp.layers.0.enorm",
+        "blocks": "mtp.layers",
+    },
     "speculators": {"": "mtp_layers.{l}"},
 }
 """How families call the parts of an MTP layer; "" is all that the decoder layer has itself."""
@@ -171,15 +232,17 @@ def as_named(head: MtpHead, family: str) -> dict[str, torch.Tensor]:
     for name, tensor in head.state_dict().items():
         _, layer, part, *rest = name.split(".")
         names = NAMES[family]
-        place = names.get(part, names[""]).format(l=layer, n=FIRST_LAYER + int(layer))
+        if family == "ernie" and part == "final_layernorm":  # that of the model itself
+            continue
+        place = names.get(part, names.get("", "")).format(l=layer, n=FIRST_LAYER + int(layer))
         tail = rest if part in names else [part, *rest]
         if "experts" not in tail or family == "speculators":
             found[".".join([place, *tail])] = tensor.clone()
             continue
         for number, matrix in enumerate(tensor):
-            parts = (
-                {"down_proj": matrix} if tail[-1] == "down_proj" else {"gate_proj": matrix[:16], "up_proj": matrix[16:]}
-            )
+            parts = {tail[-1]: matrix}
+            if tail[-1] == "gate_up_proj":
+                parts = {"gate_proj": matrix[:16], "up_proj": matrix[16:]}
             for kind, weight in parts.items():
                 found[".".join([place, *tail[:-1], str(number), kind, "weight"])] = weight.clone()
     return found
@@ -214,6 +277,9 @@ def read(model: PreTrainedModel, folder: Path) -> MtpHead:
         ("deepseek_v3", "deepseek", 1, True),
         ("glm4_moe", "deepseek", 2, False),
         ("qwen2", "mimo", 3, True),
+        ("ernie4_5_moe", "ernie", 1, True),
+        ("ernie4_5_moe", "ernie", 2, False),
+        ("nemotron_h", "nemotron", 1, True),
         ("qwen3", "speculators", 1, True),
     ],
 )
@@ -221,6 +287,8 @@ def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(kind, fami
     model = tiny_model(kind)
     order = {"hidden_first": True, "zero_first": True} if family == "mimo" else {}
     head = random_mtp(model, num_layers=layers, depth=layers, **order)
+    if family == "ernie":
+        share_the_norm(head, model)
     tensors = as_named(head, family)
     if family == "deepseek":  # copies of the model's own
         tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(2, 2)
@@ -235,26 +303,44 @@ def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(kind, fami
         assert torch.equal(tensor, state[name]), name
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
-def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(kind, tmp_path) -> None:
-    family, norm = {"glm4_moe": ("deepseek", "model.layers.3.hnorm.weight"), "qwen3_next": ("qwen", "mtp.norm.weight")}[
-        kind
-    ]
+def share_the_norm(head: MtpHead, model: PreTrainedModel) -> None:
+    """Give a head the last norm of its model, as ERNIE's has it."""
+    norm: Any = model.get_decoder().norm
+    torch.nn.init.normal_(norm.weight, std=0.5)
+    for layer in head.mtp_layers:
+        layer.get_submodule("final_layernorm").load_state_dict(norm.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "norm"),
+    [
+        ("glm4_moe", "deepseek", "model.layers.3.hnorm.weight"),
+        ("qwen3_next", "qwen", "mtp.norm.weight"),
+        ("nemotron_h", "nemotron", "mtp.layers.1.final_layernorm.weight"),
+        ("nemotron_h", "nemotron", "mtp.layers.1.norm.weight"),
+        ("ernie4_5_moe", "ernie", "model.mtp_emb_norm.0.weight"),
+    ],
+)
+def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(kind, family, norm, tmp_path) -> None:
     model = tiny_model(kind)
     tensors = as_named(random_mtp(model), family)
     less = {name: tensor for name, tensor in tensors.items() if name != norm}
-    expert = next(name for name in tensors if name.endswith("experts.2.up_proj.weight"))
+    expert = next((name for name in tensors if name.endswith("experts.2.up_proj.weight")), None)
     cases = {
         f"missing tensor '{norm}'": less,
         f"tensor '{norm}' of shape (31,) instead of (32,)": less | {norm: torch.ones(31)},
         f"'{norm}' has values that are no numbers": less | {norm: torch.full((32,), torch.nan)},
         f"unknown tensor '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
-        "lacks tensor 'mtp_layers.0.mlp.experts.2.up_proj.weight'": {
-            name: tensor for name, tensor in tensors.items() if name != expert
-        },
         "brings no MTP head": {},
         "named as in no family here: mtp.strange.weight": {"mtp.strange.weight": torch.ones(2)},
+        "attend to a sliding window with attention sinks": {
+            "model.mtp.layers.0.pre_mlp_layernorm.weight": torch.ones(32),
+            "model.mtp.layers.0.eh_proj.weight": torch.ones(32, 64),
+        },
     }
+    if expert is not None:
+        fewer = {name: tensor for name, tensor in tensors.items() if name != expert}
+        cases["mixer.experts.2.up_proj.weight'" if family == "nemotron" else "mlp.experts.2.up_proj.weight'"] = fewer
     for number, (message, given) in enumerate(cases.items()):
         folder = tmp_path / str(number)
         save_with(model, given, folder, shards=number % 2 == 0)
@@ -272,6 +358,13 @@ def test_experts_of_a_head_in_fp8_are_scaled_by_their_blocks(tmp_path) -> None:
     save_with(model, tensors, tmp_path)
     found = read(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
     torch.testing.assert_close(found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01)
+
+
+def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
+    model = tiny_model("nemotron_h")
+    model.config.mtp_layers_block_type = [model.config.layers_block_type[0], *model.config.layers_block_type[1:]]
+    with pytest.raises(ValueError, match=r"is not one with attention once and no state besides"):
+        random_mtp(model)
 
 
 # Decoding with the target's own head.
@@ -305,6 +398,26 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
     assert output.stats.rounds < rounds
 
 
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "nemotron_h"])
+def test_heads_that_transformers_cannot_run_draft_what_their_model_writes(kind, tmp_path) -> None:
+    """ERNIE's own norm is used twice; Nemotron-H is a target with a state, in chains and in a tree."""
+    model = tiny_model(kind, vocab_size=4)
+    head = random_mtp(model)
+    if kind == "ernie4_5_moe":
+        share_the_norm(head, model)
+    save_with(model, as_named(head, kind.split("4")[0].split("_")[0]), tmp_path)
+    prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt_1T)}
+    # The kernels that transformers chooses for experts know no float64.
+    options: dict[str, Any] = {"dtype": "float64", "experts_implementation": "eager", "compile": False}
+    for tree in ("chain:3", "dynamic:10:3:3"):
+        lm = SpeculativeLM.from_pretrained(tmp_path, "mtp", tree=tree, **options)
+        expected = lm.target.model.generate(prompt_1T, pad_token_id=0, **settings)
+        output = lm.generate(prompt_1T, pad_token_id=0, **settings)
+        assert torch.equal(output.sequences, expected)
+        assert output.stats.rounds < 39, "no draft was accepted, so nothing was shown"
+
+
 def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeypatch) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "plain")
@@ -325,7 +438,8 @@ def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "shards"), [("deepseek_v3", "deepseek", False), ("qwen3_next", "qwen", True)]
+    ("kind", "family", "shards"),
+    [("deepseek_v3", "deepseek", False), ("qwen3_next", "qwen", True), ("nemotron_h", "nemotron", True)],
 )
 def test_a_head_is_written_into_its_models_checkpoint_and_read_again(kind, family, shards, tmp_path) -> None:
     """By the names of the family; all other tensors are what they were, and the model is loaded as before."""
@@ -351,6 +465,21 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(kind, famil
     assert not (tmp_path / "nothing").exists()
     with pytest.raises(ValueError, match="holds files that are not those of a model with an MTP head"):
         write_native_mtp(tuned, tmp_path / "before", plain)
+
+
+def test_a_head_that_uses_its_models_norm_is_written_only_with_that_norm(tmp_path) -> None:
+    model = tiny_model("ernie4_5_moe")
+    head = random_mtp(model)
+    share_the_norm(head, model)
+    save_with(model, as_named(head, "ernie"), tmp_path / "before")
+    head.state_dict()["mtp_layers.0.input_proj.weight"].add_(1)
+    write_native_mtp(head, tmp_path / "before", tmp_path / "after")
+    assert torch.equal(
+        read(model, tmp_path / "after").mtp_layers[0].input_proj.weight, head.mtp_layers[0].input_proj.weight
+    )
+    head.state_dict()["mtp_layers.0.final_layernorm.weight"].add_(1)
+    with pytest.raises(ValueError, match=r"has no place for 'mtp_layers\.0\.final_layernorm\.weight'"):
+        write_native_mtp(head, tmp_path / "before", tmp_path / "other")
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from headstart.files import write_whole
-from headstart.heads.checkpoints.files import CONFIG_LIMIT, read_json, read_weights, weight_shapes
+from headstart.heads.checkpoints.files import CONFIG_LIMIT, files_of_tensors, read_json, read_weights, weight_shapes
 
 
 class Runs:
@@ -121,3 +121,15 @@ def test_a_text_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
         assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
     write_whole(path, "private", mode=0o600)
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text() == "private"
+
+
+def test_the_index_of_a_large_mixture_of_experts_is_read(tmp_path: Path) -> None:
+    """Those of DeepSeek-V3 and Kimi-K2 have some ten megabytes: a tensor for each matrix of each expert."""
+    files = {
+        f"model.layers.{number}.mlp.experts.gate_proj.weight": "model-00001-of-00163.safetensors"
+        for number in range(60_000)
+    }
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    assert index.stat().st_size > CONFIG_LIMIT
+    assert files_of_tensors(index) == files

@@ -144,7 +144,7 @@ def test_other_files_are_refused_by_name(tmp_path):
     path = folder / index["lm_head.weight"]
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match=rf"{path} cannot be read .*copy it again"):
+    with pytest.raises(ValueError, match=rf"{path} cannot be read, or was truncated"):
         OuterTarget.load(folder, torch.float32, "cpu")
     path.unlink()
     with pytest.raises(ValueError, match=f"lacks the file {path.name}, which holds"):
