@@ -32,11 +32,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.inference.feature_cache import key_of
 from headstart.scripts.command_line import options, run
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.engines import resolved, start
-from headstart.train.features.cached import key_of
 from headstart.train.features.online import open_cache
 from headstart.train.memory_plan import plan_run
 

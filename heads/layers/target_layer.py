@@ -150,7 +150,7 @@ class _Rotary:
             self._options["layer_type"] = model.config.layer_types[0]
 
     def of(self, x_BTD: Tensor, positions_BT: Tensor) -> dict[str, Any]:
-        """What a block is given of positions, by name."""
+        """Arguments of a block that tell positions, by name."""
         if self._module is None:
             return {}
         if any(buffer.device != x_BTD.device for buffer in self._module.buffers()):
