@@ -628,7 +628,7 @@ class AdaptConfig(CommandOptions):
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences of a step."""
-    lr: float = 2e-4
+    lr: float = 1e-3
     """Peak learning rate of AdamW."""
     new_tokens: int = 64
     """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
