@@ -208,7 +208,7 @@ def measure(job: dict[str, Any]) -> None:
 
 
 def peaks_of(launched: str, folder: Path) -> tuple[dict[str, int], dict[str, float]]:
-    """What a launch was planned to take in bytes, and the largest of its processes' peaks in MiB, by moment."""
+    """Planned bytes of a launch, and the largest of its processes' peaks in MiB, by moment."""
     name = launched.replace(":", "-")
     small = config_of(folder, name)
     config = small

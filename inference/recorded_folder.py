@@ -19,6 +19,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,6 +134,16 @@ def recorded_row(path: Path) -> dict[str, Any]:
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
     return {"input_ids": tokens, "loss_mask": mask, **marks}
+
+
+def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of recorded answers, each text once; files that have given way to newer ones are left out."""
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    for path in files:
+        if path.exists():
+            row = recorded_row(path)
+            rows.setdefault(tuple(row["input_ids"]), row)
+    return list(rows.values())
 
 
 def _hashed(kind: str) -> str:

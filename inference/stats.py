@@ -66,6 +66,11 @@ class Stats:
         return sum(record.returned for row in self.rows for record in row)
 
     @property
+    def tokens_and_rounds(self) -> list[list[int]]:
+        """Tokens that rounds returned, and rounds, of each row."""
+        return [[sum(record.returned for record in row), len(row)] for row in self.rows]
+
+    @property
     def acceptance_length(self) -> float:
         """Tokens per round; NaN without a round."""
         return self.tokens / self.rounds if self.rounds else float("nan")
@@ -77,9 +82,9 @@ class Stats:
         A ratio estimate over clusters: rows (prompts) if there are several, since rounds of one text resemble each
         other; else rounds. NaN with fewer than two clusters.
         """
-        clusters = [(sum(record.returned for record in row), len(row)) for row in self.rows if row]
+        clusters = [[tokens, rounds] for tokens, rounds in self.tokens_and_rounds if rounds]
         if len(clusters) == 1:
-            clusters = [(record.returned, 1) for row in self.rows for record in row]
+            clusters = [[record.returned, 1] for row in self.rows for record in row]
         count, mean = len(clusters), self.acceptance_length
         if count < 2:
             return float("nan"), float("nan")

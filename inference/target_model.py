@@ -112,7 +112,7 @@ class TargetModel:
         """Result of `tokens_read_at_border`; None, too, if no forward depends on the last position."""
         if self.segments is None or not self.segments.by_last:
             return None
-        return tokens_read_at_border(self.model, self.segments.first)
+        return tokens_read_at_border(self.model, self.cache_interface.name, self.segments.first)
 
     @property
     def rereads_at_border(self) -> bool:

@@ -32,7 +32,7 @@ from ..inference.feature_cache import MANIFEST, FeatureCache
 from ..inference.models.dtypes import dtype_named
 from ..inference.models.loading import default_device, locate
 from ..inference.models.outer_modules import OuterTarget
-from ..inference.recorded_folder import recorded_row
+from ..inference.recorded_folder import recorded_rows
 from ..inference.stats import Stats
 from ..inference.target import Target
 from ..inference.tuning.tree_spec import TreeShape
@@ -61,7 +61,7 @@ class Comparison:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval of the new head's acceptance length less the old one's, paired by prompt."""
-        return difference_interval(_counts(self.new), _counts(self.old))
+        return difference_interval(self.new.tokens_and_rounds, self.old.tokens_and_rounds)
 
     @property
     def better(self) -> bool:
@@ -152,14 +152,16 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     manifest = _manifest(folder / "states")
     name = next(name for name, kind in HEADS.items() if type(head) is kind)
     sources = [folder / "training.jsonl"]
+    rows = _rows(sources[0])
     weights = None
     replay = folder / "replay.jsonl"
     if replay.exists():
         sources.append(replay)
-        ratio = len(_rows(sources[0])) / len(_rows(replay))
-        weights = [1.0, config.replay_share / (1 - config.replay_share) * ratio]
+        replayed = _rows(replay)
+        weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
+        rows += replayed
     _, gguf = locate(config.target)
-    longest = max(len(row["input_ids"]) for source in sources for row in _rows(source))
+    longest = max(len(row["input_ids"]) for row in rows)
     return TrainConfig(
         target=config.target,
         target_revision=manifest["revision"],
@@ -249,14 +251,9 @@ def _stats_by_kind(
     return found
 
 
-def _counts(stats: Stats) -> list[list[int]]:
-    """Tokens and rounds of each prompt."""
-    return [[sum(record.returned for record in row), len(row)] for row in stats.rows]
-
-
 def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
     """Link the recorded answers of a folder into another, or copy them to another disk; return them, each text once."""
-    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    places = []
     for path in recorded_files(source):
         place = folder / path.name
         try:
@@ -266,9 +263,8 @@ def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
             continue
         except OSError:
             shutil.copyfile(path, place)
-        row = recorded_row(place)
-        rows.setdefault(tuple(row["input_ids"]), row)
-    return list(rows.values())
+        places.append(place)
+    return recorded_rows(places)
 
 
 def _manifest(folder: str | Path) -> dict[str, Any]:

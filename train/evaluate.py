@@ -79,7 +79,7 @@ class Evaluation:
     @property
     def prompts(self) -> list[list[int]]:
         """Tokens and rounds of each prompt with the best tree."""
-        return [[sum(record.returned for record in row), len(row)] for row in self.trees[self.best].rows]
+        return self.trees[self.best].tokens_and_rounds
 
     def shorter_than(self, others: list[list[int]]) -> bool:
         """Whether acceptance is shorter than in an earlier evaluation, beyond chance; `others` are its `prompts`.

@@ -8,7 +8,6 @@ and counts tokens from the cache's length instead of taking their positions.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,20 +68,18 @@ def segments_of(config: Any) -> Segments | None:
     return Segments(borders.pop(), None, by_last=True) if borders else None
 
 
-def tokens_read_at_border(model: Any, border: int) -> int | None:
+def tokens_read_at_border(model: Any, cache_name: str, border: int) -> int | None:
     """Tokens that `model.generate` reads without its cache where a text crosses the border of two segments.
 
-    None if it keeps its cache. The model is asked with a cache that is as long as the first segment.
+    None if it keeps its cache. The model is asked with a cache that is as long as the first segment, under the name by
+    which its forward takes one.
     """
     cache = TreeCache([StateShape(1, 1, model.dtype, model.device)] * 2, 1, model.device)
     cache.start = border
     text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=model.device)
-    prepare = model.prepare_inputs_for_generation
-    # The argument's name from transformers 5.24 on, and the one before.
-    name = "cache" if "cache" in inspect.signature(prepare).parameters else "past_key_values"
-    options = {name: cache, "attention_mask": torch.ones_like(text_1T), "use_cache": True}
-    prepared = prepare(text_1T, next_sequence_length=1, **options)
-    return None if prepared.get(name) is not None else int(prepared["input_ids"].shape[1])
+    options = {cache_name: cache, "attention_mask": torch.ones_like(text_1T), "use_cache": True}
+    prepared = model.prepare_inputs_for_generation(text_1T, next_sequence_length=1, **options)
+    return None if prepared.get(cache_name) is not None else int(prepared["input_ids"].shape[1])
 
 
 def has_changing_angles(config: Any) -> bool:

@@ -13,6 +13,7 @@ from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.recorded_folder import recorded_row
 from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped
 from headstart.train import adapting
@@ -78,7 +79,7 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
         names[name] = [json.loads(line) for line in lines]
     newest = json.dumps(names["judged"][-1]["input_ids"])
     paths = recorded_files(begun / "recorded")
-    assert newest == json.dumps(adapting.recorded_row(paths[-1])["input_ids"])
+    assert newest == json.dumps(recorded_row(paths[-1])["input_ids"])
     assert len(names["judged"]) == 6 and len(names["replay"]) == 16
     again = adapt(config)
     assert again == folder, "what is finished is found"

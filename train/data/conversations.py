@@ -36,7 +36,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from ...files import recorded_files
 from ...inference.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.prompt_files import compression, holds_array, json_array, open_bytes, parsed_line, without_compression
-from ...inference.recorded_folder import recorded_row
+from ...inference.recorded_folder import recorded_rows
 from ...inference.tuning.machine import cache_folder
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
@@ -260,18 +260,8 @@ def _elements(name: str) -> Dataset:
 
 
 def _recorded(files: Sequence[Path]) -> Dataset:
-    """Recorded answers, the oldest first, each text once; those that have given way to newer ones are left out."""
-    rows: list[str] = []
-    known: set[tuple[int, ...]] = set()
-    for path in files:
-        if not path.exists():
-            continue
-        row = recorded_row(path)
-        text = tuple(row["input_ids"])
-        if text not in known:
-            known.add(text)
-            rows.append(json.dumps(row))
-    return Dataset.from_dict({"json": rows})
+    """Recorded answers, the oldest first."""
+    return Dataset.from_dict({"json": [json.dumps(row) for row in recorded_rows(files)]})
 
 
 def _places(path: Path) -> Dataset:
