@@ -36,7 +36,7 @@ TAIL = 20
 """Lines of it that the reason of a failure repeats, at most."""
 STOP_SECONDS = 30.0
 """Time that `stop` leaves the process to save its state, before it is killed."""
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 10.0
 """The same when this process ends."""
 LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "ROLE_")
@@ -235,6 +235,9 @@ def start_adaptation(
     refuse_if_off(f"adapting a head to {str(recorded)!r}")
     if threads < 1 or not 0 <= niceness <= 19:
         raise ValueError(f"threads must be at least 1, and niceness from 0 to 19, not {threads} and {niceness}")
+    for name in ("target", "head"):
+        if name in options:
+            raise ValueError(f"the {name} is the decoder's own: leave out {name}={options[name]!r}")
     if target.name == type(target.model).__name__:
         raise ValueError(
             f"the target is a loaded {target.name} whose folder is not known, and the process that adapts the head "

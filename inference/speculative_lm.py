@@ -156,7 +156,7 @@ class SpeculativeLM:
         self._loaded: LoadedHead | None = None
         """The head that `from_pretrained` loaded, or the one that took its place."""
         self._watch: SwapWatch | None = None
-        """What this head is compared with since it took another's place."""
+        """The comparison with the head whose place this one took, while it lasts."""
         self._adaptation: Adaptation | None = None
         """The last head that was adapted in the background."""
         self._warming_up = False
@@ -927,7 +927,7 @@ class SpeculativeLM:
 
 
 def _watch_of(loaded: LoadedHead, answers: int) -> SwapWatch:
-    """What a head that takes this one's place is compared with."""
+    """The newest answers of a head, with which the one that takes its place is compared."""
     if not 2 <= answers <= KEPT:
         raise ValueError(f"watch is a number of answers from 2 to {KEPT}, not {answers}")
     if len(loaded.answers) < 2:

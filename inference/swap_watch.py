@@ -103,7 +103,7 @@ def fallen(new: Sequence[AnswerRounds], old: Sequence[AnswerRounds]) -> Differen
 
 @dataclass(frozen=True)
 class SwapWatch:
-    """What a head that took another's place is compared with."""
+    """The comparison of a head with the one whose place it took."""
 
     old: DraftHead
     """The head before."""

@@ -92,6 +92,8 @@ def adapt(config: AdaptConfig) -> Path | None:
     with alone_in(output):
         for name in ("recorded", "training"):  # both hold what people wrote
             (output / name).mkdir(mode=0o700, exist_ok=True)
+        for left in output.rglob(".*.partial"):  # by a process that was killed
+            left.unlink()
         return adapt_in(output, config)
 
 

@@ -233,6 +233,7 @@ def test_what_cannot_be_adapted_is_refused_before_anything_is_started(
     refused("no recorded answers in '.*nothing'; `lm.record` writes them", folder=tmp_path / "nothing")
     refused("threads must be at least 1, and niceness from 0 to 19, not 0 and 19", threads=0)
     refused("not 1 and 20", niceness=20)
+    refused("the head is the decoder's own: leave out head='another'", head="another")
     refused("unknown device 'cuda:9' for adapt_in_background; choose from cpu", device="cuda:9")
     nameless = Target(tools.build_model().requires_grad_(False))
     refused(
