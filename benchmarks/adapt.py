@@ -21,16 +21,17 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from common import HEAD, TARGET, TREES, arguments, encoded, replay_target
+from common import HEAD, TARGET, TREES, arguments, encoded
 from torch import Tensor
 
 from headstart.console import console
 from headstart.files import recorded_files, write_whole
 from headstart.heads.checkpoints.save_load import load_head
-from headstart.inference import DynamicShape, SpeculativeLM, load_tokenizer
+from headstart.inference import DynamicShape, SpeculativeLM, Target, load_tokenizer
 from headstart.inference.feature_cache import MANIFEST
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.provenance import hardware
@@ -135,19 +136,35 @@ class Measure:
     """Acceptance of heads on the fresh prompts; what was measured before is read from the output folder."""
 
     def __init__(self, args: argparse.Namespace, output: Path) -> None:
-        self.args = args
+        self.new_tokens = args.new_tokens
         self.output = output
         self.fresh = encoded(load_tokenizer(TARGET), args.fresh, args.limit)
-        self.replay: ReplayTarget | None = None
+
+    @cached_property
+    def targets(self) -> dict[str, ReplayTarget]:
+        """By kind, a target that has answered its prompts; these answers are kept, too."""
+        original = Target.from_pretrained(TARGET, torch.float32)
+        original.compile()
+        found = {}
+        for kind, prompts in self.fresh.items():
+            target = ReplayTarget(original)
+            path = self.output / "answers" / f"{kind}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                target.learn([ids_1T[0] for ids_1T in prompts], self.new_tokens)
+                texts = [[len(prompt), text_T.tolist()] for prompt, text_T in target.texts.items()]
+                write_whole(path, json.dumps(texts))
+            for length, text in json.loads(path.read_text(encoding="utf-8")):
+                target.keep(torch.tensor(text[:length]), torch.tensor(text))
+            found[kind] = target
+        return found
 
     def of(self, head: str) -> Rounds:
         """Tokens and rounds of a head."""
         path = self.output / "measured" / f"{Path(head).parent.name}-{Path(head).name}.json"
         if not path.exists():
-            if self.replay is None:
-                self.replay = replay_target(self.fresh, self.args.new_tokens)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(rounds_of(self.replay, head, self.fresh, self.args.new_tokens)))
+            write_whole(path, json.dumps(rounds_of(self.targets, head, self.fresh, self.new_tokens)))
         found: Rounds = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -166,10 +183,11 @@ class Measure:
         return lines
 
 
-def rounds_of(target: ReplayTarget, path: str, fresh: dict[str, list[Tensor]], new_tokens: int) -> Rounds:
+def rounds_of(targets: dict[str, ReplayTarget], path: str, fresh: dict[str, list[Tensor]], new_tokens: int) -> Rounds:
     """Tokens and rounds of each fresh prompt with a head."""
-    head, _ = load_head(path, target.info, target.dtype)
-    head = head.to(target.device).eval()
+    first = next(iter(targets.values()))
+    head, _ = load_head(path, first.info, first.dtype)
+    head = head.to(first.device).eval()
     found: Rounds = {}
     for name, tree in TREES.items():
         if isinstance(tree, DynamicShape):
@@ -177,7 +195,7 @@ def rounds_of(target: ReplayTarget, path: str, fresh: dict[str, list[Tensor]], n
         found[name] = {}
         for kind, prompts in fresh.items():
             rows = [ids_1T[0] for ids_1T in prompts]
-            found[name][kind] = greedy_answers(target, head, tree, rows, new_tokens).stats.tokens_and_rounds
+            found[name][kind] = greedy_answers(targets[kind], head, tree, rows, new_tokens).stats.tokens_and_rounds
     return found
 
 
