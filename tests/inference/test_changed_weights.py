@@ -257,6 +257,19 @@ def answer_otherwise(lm, peft_model, change):
 
 
 @pytest.mark.parametrize("compile", [False, True])
+def test_a_recording_may_begin_right_after_weights_have_changed(compile, tokenizer, tmp_path):
+    """Before kernels have copied them."""
+    model = model_of()
+    lm = drafting(model, compile)
+    lm.generate(ROW, **PLAIN)
+    model.load_state_dict(model_of(seed=7).state_dict())
+    with lm.record(tmp_path, format="float32", tokenizer=tokenizer) as running:
+        answer = lm.generate(ROW, **PLAIN).sequences
+    assert running.written == 1 and not running.skipped
+    assert recorded_texts(tmp_path, lm.target) == answer.tolist()
+
+
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("change", ["switched off", "merged", "another"])
 def test_a_recording_takes_no_answers_of_another_adapter(change, compile, tokenizer, tmp_path):
     torch.manual_seed(3)
