@@ -75,6 +75,9 @@ class FeatureCache:
             manifest = {**manifest, "layers": before["layers"]}
         if None in (manifest.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
             manifest = {**manifest, "weights": before.get("weights")}
+        if manifest["weights"] is not None and manifest["weights"] == before.get("weights"):
+            # One model by another name, such as a policy that was trained in memory and has been saved since.
+            manifest = {**manifest, "target": before["target"], "revision": before["revision"]}
         check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
         self.layers = tuple(manifest["layers"])
         self.refresh()
