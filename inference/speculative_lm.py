@@ -558,7 +558,7 @@ class SpeculativeLM:
 
     def custom_generate(
         self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None, kind: str | None = None
-    ) -> Callable[..., Tensor | GenerateDictOutput]:
+    ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
 
         Other than the function `custom_generate`, it is recorded by `record`, follows `swap_head`, and calls

@@ -28,8 +28,9 @@ from ..heads.by_name import HEADS, build_objective
 from ..inference.feature_cache import MANIFEST, FeatureCache
 from ..inference.models.as_loaded import as_loaded
 from ..inference.models.loading import load_tokenizer
-from ..inference.output import GenerateDictOutput
+from ..inference.output import GenerateDictOutput, GenerateOutput
 from ..inference.recorded_folder import recorded_rows
+from ..inference.recording import MAX_LENGTH
 from ..inference.speculative_lm import SpeculativeLM
 from ..inference.stats import Stats
 from ..inference.tuning.tree_spec import TreeShape
@@ -74,6 +75,7 @@ class OnlineAdapter:
         batch_size: int = 8,
         learn_every: int = 1,
         judge_every: int = 4,
+        max_length: int = MAX_LENGTH,
         generator: torch.Generator | None = None,
         seed: int = 0,
     ) -> None:
@@ -87,6 +89,7 @@ class OnlineAdapter:
             batch_size: answers of an optimizer step.
             learn_every: calls of which one is recorded and learned from.
             judge_every: recordings of which one is used to compare the copy with the head that drafts.
+            max_length: tokens of a prompt and its answer that are learned from, the first ones.
             generator: source of randomness of the rollouts; None for torch's global one, which learning leaves as it
                 was.
             seed: of what a head draws while it learns.
@@ -110,6 +113,7 @@ class OnlineAdapter:
         self.batch_size = batch_size
         self.learn_every = learn_every
         self.judge_every = judge_every
+        self.max_length = max_length
         self.seed = seed
         self.dtype = torch.promote_types(lm.target.dtype, torch.float32)
         """Of the copy's weights."""
@@ -123,13 +127,20 @@ class OnlineAdapter:
         self._calls = 0
         self._decode = lm.custom_generate(generator)
 
-    def __call__(self, model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateDictOutput:
+    def __call__(
+        self, model: PreTrainedModel, *args: Any, **inputs: Any
+    ) -> Tensor | GenerateOutput | GenerateDictOutput:
         """Decode what `model.generate` has prepared, and learn from it."""
         self._calls += 1
         if self._calls % self.learn_every:
             return self._decode(model, *args, **inputs)
         with TemporaryDirectory(prefix="headstart-rollouts-") as folder:
-            with self.lm.record(folder, tokenizer=self.tokenizer, format=self._format) as recording:
+            options: dict[str, Any] = {
+                "tokenizer": self.tokenizer,
+                "format": self._format,
+                "max_length": self.max_length,
+            }
+            with self.lm.record(folder, **options) as recording:
                 output = self._decode(model, *args, **inputs)
             if recording.written:
                 self.learn(folder)

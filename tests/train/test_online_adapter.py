@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads import HEADS, build_head
 from headstart.inference import SpeculativeLM, Target
-from headstart.train.online_adapter import OnlineAdapter
+from headstart.train import OnlineAdapter
 
 NEW_TOKENS = 12
 OPTIONS = {
