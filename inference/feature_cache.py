@@ -192,6 +192,10 @@ def check_manifest(folder: Path, before: Mapping[str, Any], manifest: Mapping[st
         needed["layers"] = before["layers"]
     if None in (needed.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
         needed["weights"] = before.get("weights")
+    elif needed["weights"] == before["weights"]:
+        # One model by another name, such as a policy that was trained in memory and has been saved since.
+        needed["target"] = before["target"]
+        needed["revision"] = before["revision"]
     check_options(f"{folder} holds states with", before, needed, advice)
 
 

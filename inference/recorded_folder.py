@@ -73,6 +73,8 @@ class RecordedFolder:
         self.layers = cache.layers
         """Layers of the states; more than the manifest's where the folder was made with more."""
         self.tokenizer = str(manifest["tokenizer"])
+        self.weights = manifest["weights"]
+        """Fingerprint of the target's weights."""
         self.max_bytes = max_bytes
 
     def write(self, tokens: list[int], prompt: int, states_TLD: Tensor, marks: AnswerMarks) -> int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ MAX_LENGTH = 1024
 """Tokens of a recorded text, by default: as many as `data.max_length` in training."""
 WAITING_BYTES = 2**30
 """States in memory that wait to be written, beyond which answers are dropped."""
+OTHER_WEIGHTS = "the target's weights are not those with which the recording began"
+"""Why an answer is left out whose states would be those of another model."""
 
 
 def recording_is_off() -> bool:
@@ -107,8 +109,10 @@ class Answer:
 class Recording:
     """Records answers from `SpeculativeLM.record` to `stop`; a context manager that stops at its end."""
 
-    def __init__(self, folder: RecordedFolder | None, kind: str, max_length: int, running: list[Recording]) -> None:
-        """Begin to record; with None as folder, record nothing.
+    def __init__(
+        self, target: Target, folder: RecordedFolder | None, kind: str, max_length: int, running: list[Recording]
+    ) -> None:
+        """Begin to record a target as it is now; with None as folder, record nothing.
 
         `running` are the recordings of the decoder, of which this one becomes one until it stops.
         """
@@ -127,6 +131,9 @@ class Recording:
         """Answers that could not be recorded, by the reason."""
         self.failure: str | None = None
         """Why recording has ended by itself, such as a full disk."""
+        self._target = ref(target)
+        self._version = None if folder is None else target.version
+        """State of the target's weights with which it began."""
         self._running = running
         self._waiting: SimpleQueue[Answer | None] = SimpleQueue()
         self._waiting_bytes = 0
@@ -158,6 +165,35 @@ class Recording:
         self._waiting.put(None)
         self._thread.join()
         self.texts.clear()
+        self._check_weights()
+
+    def leave_out(self, reason: str) -> None:
+        """Count an answer that cannot be recorded; say it aloud if the weights have changed, the first time."""
+        if reason == OTHER_WEIGHTS and not self.skipped[reason]:
+            assert self.folder is not None
+            warnings.warn(
+                f"{reason}: answers are not recorded in {str(self.folder.folder)!r}, as a folder belongs to one state "
+                "of the weights. Stop this recording, and begin another one in a folder of its own",
+                stacklevel=2,
+            )
+        self.skipped[reason] += 1
+
+    def is_of(self, target: Target) -> bool:
+        """Whether the target has the weights and active adapters with which the recording began, as it seems."""
+        return target.version == self._version
+
+    def _check_weights(self) -> None:
+        """Warn of writes to weights that `Target.version` has not shown, such as through `.data` on a GPU."""
+        target = self._target()
+        if target is None or self.folder is None or self.written == 0 or not self.is_of(target):
+            return
+        if target.current_provenance()["weights"] != self.folder.weights:
+            warnings.warn(
+                f"the target's weights were changed during the recording in {str(self.folder.folder)!r} by writes that "
+                "are not noticed on this device (through .data): it may hold states of both, remove it. Call "
+                "lm.refresh() after such writes, or stop recording before them",
+                stacklevel=3,
+            )
 
     def summary(self) -> str:
         """A line about the answers that were recorded, and those that were not."""
@@ -404,11 +440,14 @@ class RecordingDrafter(BatchDrafter):
 
     def _hand_over(self, ended: End) -> None:
         """Have the answers written that have ended."""
+        if not self.ended:
+            return
+        same_weights = self.recording.is_of(self.target)
         for row in self.ended:
             text = self.texts.pop(row)
-            answer = self._answer(row, text, ended)
+            answer = self._answer(row, text, ended) if same_weights else OTHER_WEIGHTS
             if isinstance(answer, str):
-                self.recording.skipped[answer] += 1
+                self.recording.leave_out(answer)
             elif answer is not None:
                 self.recording.put(answer)
         self.ended.clear()
@@ -462,7 +501,7 @@ def start_recording(
     """
     if recording_is_off():
         warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=3)
-        return Recording(None, kind, max_length, running)
+        return Recording(target, None, kind, max_length, running)
     if running:
         at = running[0].folder
         assert at is not None
@@ -479,4 +518,4 @@ def start_recording(
     target.check_features()
     provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
     manifest = cache_manifest(provenance, kept_layers(layers), target.info.hidden_size, format)
-    return Recording(RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running)
+    return Recording(target, RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running)

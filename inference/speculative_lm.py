@@ -184,6 +184,11 @@ class SpeculativeLM:
     def drafter(self, drafter: BatchDrafter) -> None:
         self._drafter = drafter
 
+    @property
+    def head(self) -> DraftHead | None:
+        """The head that drafts, which `swap_head` replaces; None if there is none."""
+        return None if self._loaded is None else self._loaded.head
+
     @classmethod
     def from_pretrained(
         cls,
@@ -703,6 +708,27 @@ class SpeculativeLM:
                 self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
             )
 
+    def custom_generate(
+        self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None, kind: str | None = None
+    ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
+        """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
+
+        Other than the function `custom_generate`, it is recorded by `record`, follows `swap_head`, and calls
+        `callbacks`. It serves code that calls `model.generate` itself, such as a trainer's rollouts:
+
+        model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
+
+        Args:
+            generator: source of randomness; None for torch's global one.
+            streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
+            kind: kind of the prompts, as a running recording labels them; None for the recording's own.
+
+        Returns:
+            a function that returns the sequences, or with `return_dict_in_generate` a `GenerateDictOutput`.
+        """
+        call = Call(RandomSampler(generator), streamer, kind=kind, as_transformers=True)
+        return self.decoding_method(call)
+
     def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A function that `model.generate` of this target's model takes as `custom_generate`."""
         return partial(self._decode, call)
@@ -722,6 +748,11 @@ class SpeculativeLM:
         It passes parameters that are named here twice, hence the attention mask among the other inputs.
         """
         target = self.target
+        if model is not target.model:
+            raise ValueError(
+                f"this decoding method is of another {type(target.model).__name__} than the one whose generate was "
+                "called; make one for this model: SpeculativeLM.from_pretrained(model, ...).custom_generate()"
+            )
         config = generation_config
         check_prepared(config, inputs, call.streamer, len(input_ids))
         warn_of_autocast(target.model)

@@ -273,6 +273,7 @@ class Target(TargetModel):
         tokens_1T = torch.tensor([[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]])
         tokens_1T = tokens_1T.to(self.device)
         with self.lock, as_loaded(self.model), torch.inference_mode():
+            self.renew()  # weights may have changed since the last generation
             trained_BTD, _ = self.states(tokens_1T, (-1,))
             decoded = self.engine.read_chunk(tokens_1T, length, self.new_cache(1), (-1,), [length - 1])
         by_median = tolerance(self.model) == ROUNDING_IN_16_BITS

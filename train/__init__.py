@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from .loop import Callback, train
+    from .online_adapter import OnlineAdapter
     from .run_folder import Progress
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "FeaturesConfig",
     "LoopConfig",
     "ObjectiveConfig",
+    "OnlineAdapter",
     "OptimConfig",
     "Progress",
     "Stopped",
@@ -51,6 +53,7 @@ __all__ = [
 
 _MODULES = {
     "Callback": "loop",
+    "OnlineAdapter": "online_adapter",
     "Stopped": ".stopping",
     "show_on_console": ".console",
     "train": "loop",

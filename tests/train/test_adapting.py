@@ -87,6 +87,14 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
 
 
+def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path):
+    """Such as a policy that was trained in memory, under its first name, and saved for `adapt`."""
+    saved = tmp_path / "saved policy"
+    shutil.copytree(taught, saved)
+    adapt(dataclasses.replace(config, target=str(saved), steps=2))
+    assert (tmp_path / "new" / "report.md").exists()
+
+
 def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, monkeypatch):
     same = dataclasses.replace(config, steps=1, lr=1e-12)
     assert adapt(same) is None
