@@ -225,7 +225,7 @@ class SpeculativeLM:
                 head is refused.
             read_last: tokens of each prompt, the last ones, that the head reads before it drafts; None for all of them,
                 or for as many as a head with a sliding window sees. Fewer take less time, and the drafts may be worse
-                (benchmarks/read_last.py measures it); the target reads the whole prompt in any case.
+                (benchmarks/read_last.md); the target reads the whole prompt in any case.
             priors: a folder of recorded answers (see `record`), from whose acceptance adaptive drafting starts, by the
                 kind and length of the prompts; None to start from what heads usually accept. The newest answers are
                 read once, now.
