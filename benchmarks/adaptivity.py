@@ -3,11 +3,13 @@
     python benchmarks/adaptivity.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl \
         runs/data/prompts-held-out/{translation,summaries,context,retrieval,instructions}.jsonl
 
-The last files are held-out prompts of `headstart prompts --config configs/data/assistant.yaml`.
+The last files are held-out prompts of `headstart prompts --config configs/data/assistant.yaml`. `--sides` names the
+columns to measure, such as `--sides default` for what users get without options; plain steps are always measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
@@ -20,6 +22,18 @@ TREES = "chain:1|dynamic:4:3:2|dynamic:8:4:2|dynamic:16:5:5"
 """Trees to choose from, round by round."""
 
 
+SIDES = {
+    "tree": "one tree",
+    "tree-or-plain": "one tree, or plain",
+    "trees": "trees by the round",
+    "default": "trees, or plain (default)",
+    "stop": "`stop:0.4:chain:5`",
+    "lookup": "lookup, or plain",
+    "trees-and-lookup": "trees and lookup, or plain",
+}
+"""The columns, by the names of --sides."""
+
+
 def main() -> None:
     """A table of speeds, and one of tokens a round; a row for each file."""
     parser = arguments(__doc__, "adaptivity.md")
@@ -28,6 +42,8 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES), help="columns to measure")
+    parser.add_argument("--priors", metavar="FOLDER", help="recorded answers from whose acceptance the default starts")
     args = parser.parse_args()
     target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
 
@@ -35,16 +51,18 @@ def main() -> None:
         return SpeculativeLM.from_pretrained(target, args.head, **options)
 
     lookup: dict[str, Any] = {"drafter": "prompt-lookup:6"}
-    engines = {
-        "plain": SpeculativeLM.from_pretrained(target),
-        "one tree": head(tree="dynamic:4:3:2", fallback=False),
-        "one tree, or plain": head(tree="dynamic:4:3:2"),
-        "trees by the round": head(tree=TREES, fallback=False),
-        "trees, or plain (default)": head(),
-        "`stop:0.4:chain:5`": head(tree="stop:0.4:chain:5", fallback=False),
-        "lookup, or plain": SpeculativeLM.from_pretrained(target, **lookup),
-        "trees and lookup, or plain": head(**lookup),
+    made: dict[str, Callable[[], SpeculativeLM]] = {
+        "tree": lambda: head(tree="dynamic:4:3:2", fallback=False),
+        "tree-or-plain": lambda: head(tree="dynamic:4:3:2"),
+        "trees": lambda: head(tree=TREES, fallback=False),
+        "default": lambda: head(priors=args.priors),
+        "stop": lambda: head(tree="stop:0.4:chain:5", fallback=False),
+        "lookup": lambda: SpeculativeLM.from_pretrained(target, **lookup),
+        "trees-and-lookup": lambda: head(**lookup),
     }
+    engines = {"plain": SpeculativeLM.from_pretrained(target)}
+    for side in args.sides:
+        engines[SIDES[side]] = made[side]()
     lengths = []
     titles = ["prompts", *list(engines)[1:]]
     heading = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]

@@ -66,6 +66,8 @@ class Decoding:
     in each step."""
     prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
+    kind: str = ""
+    """The caller's label of the prompts' kind; empty for none."""
     after_round: Callable[[StepResult, Stats], None] | None = None
     """Called after each round, outside of the time that is measured for it."""
 
@@ -500,7 +502,17 @@ def prefill(
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
     gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
-    context = DraftContext(len(prompts), capacity, decoding.sampler, draft_probs, gumbel, rows)
+    context = DraftContext(
+        len(prompts),
+        capacity,
+        decoding.sampler,
+        draft_probs,
+        gumbel,
+        rows,
+        decoding.kind,
+        prompt_tokens=max(lengths),
+        new_tokens=sequences.new_tokens,
+    )
     if past is not None and target.segments is not None and target.segments.by_last:
         past.stay_in(target.segments.of(lengths[0] - 1))
     cache, kept = (None, 0) if past is None else past.resume(context, drafter, prompts[0])

@@ -36,6 +36,7 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
 from .drafters.draft_model import within
+from .drafters.priors import RecordedAcceptance
 from .drafters.tree_policies import draft_models
 from .drafters.validated import validated
 from .head_loading import load_fitting_head, merge_adapter_of
@@ -205,6 +206,8 @@ class SpeculativeLM:
         drafter: DrafterSource | None = None,
         fallback: bool = True,
         allow_adapter: bool = False,
+        read_last: int | None = None,
+        priors: str | Path | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
         """Load a target and a drafter for it.
@@ -237,6 +240,12 @@ class SpeculativeLM:
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
                 which then writes other text than the original; a loaded model is changed in place. Without it such a
                 head is refused.
+            read_last: tokens of each prompt, the last ones, that the head reads before it drafts; None for all of them,
+                or for as many as a head with a sliding window sees. Fewer take less time, and the drafts may be worse
+                (benchmarks/read_last.md); the target reads the whole prompt in any case.
+            priors: a folder of recorded answers (see `record`), from whose acceptance adaptive drafting starts, by the
+                kind and length of the prompts; None to start from what heads usually accept. The newest answers are
+                read once, now.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
@@ -268,7 +277,15 @@ class SpeculativeLM:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
 
-        make = partial(make_drafter, target, drafter, adaptive=fallback)
+        recorded = None
+        if priors is not None:
+            if not fallback or (head is None and drafter is None):
+                raise ValueError(
+                    f"priors={str(priors)!r} was given, and there is nothing to choose from; priors need a head or a "
+                    "drafter, and fallback=True"
+                )
+            recorded = RecordedAcceptance.read(priors, target.info.hidden_size)
+        make = partial(make_drafter, target, drafter, adaptive=fallback, read_last=read_last, priors=recorded)
         drafter_with: Callable[[TreeSpec], BatchDrafter] = make
         loaded = None
         if loaded_head is not None:
@@ -578,7 +595,8 @@ class SpeculativeLM:
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
-            kind: kind of the prompts, as a running recording labels them; None for the recording's own.
+            kind: kind of the prompts, by which adaptive drafting knows what drafts are worth and a recording labels
+                answers; None for that of the recording that runs, if one does.
             settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
                 target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
                 ... as for `model.generate`.
@@ -803,7 +821,10 @@ class SpeculativeLM:
                 callbacks=self.round_callbacks,
             )
             rule = self._rule(bool(config.do_sample), process_logits)
-            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs)
+            kind = call.kind
+            if kind is None:
+                kind = self.recordings[0].kind if self.recordings else ""
+            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs, kind=kind)
             with self._recorded(call, decoding, drafter, sequences) as drafter:
                 stats = self._speculate(call, decoding, drafter, sequences)
             if self._loaded is not None and not self._warming_up:

@@ -90,7 +90,17 @@ class DecodingOptions(TargetOptions):
                 f"{self.target!r} is an encoder-decoder, which `headstart generate` and `headstart bench` take; this "
                 "command takes decoder-only models"
             )
-        names = ("acceptance", "allow_adapter", "compile", "drafter", "fallback", "lossy", "tree")
+        names = (
+            "acceptance",
+            "allow_adapter",
+            "compile",
+            "drafter",
+            "fallback",
+            "lossy",
+            "priors",
+            "read_last",
+            "tree",
+        )
         options = {name: value for name, value in vars(self).items() if name in names} | more
         lm, tokenizer = load_speculative_lm(self.target, self.head or None, self.dtype, **options)
         warn_of_other_data(lm.provenance, tokenizer, self.thinking, self.template_kwargs)
@@ -125,6 +135,11 @@ class SpeculativeOptions(DecodingOptions):
     fallback: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""
+    priors: str | None = None
+    """A folder of recorded answers (--record) from whose acceptance drafting starts, by the length of
+    the prompt; null to start from what heads usually accept."""
+    read_last: int | None = None
+    """Tokens of each prompt, the last ones, that the head reads; null for all that it sees."""
     seed: int = 0
     """Seed of the sampling."""
 

@@ -5,6 +5,9 @@ that was timed leads. Others are probed for a few steps: `PROBE_SHARE` of the to
 generated goes into a budget, and what probes lose is paid from it. So the loss is bounded however
 slow a candidate is, and cheap probes are frequent.
 
+Before a head drafts it must read the text so far. Where it has not, drafts lead only if they are
+expected to save more on the tokens to come than the reading takes; and a probe pays for it.
+
 The choice depends on the clock and on past acceptance alone, so the output stays exact whatever is
 chosen.
 """
@@ -15,7 +18,7 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Any, Self
@@ -28,17 +31,16 @@ from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
-from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult
+from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult, replaced_rows, selected_rows
+from .priors import AVERAGED_STEPS, PRIOR_STEPS, AnswerLengths, Expected, RecordedAcceptance, TextClass
 from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
 PROBE_STEPS = 4
 """Steps of a probe. The first are slow: a head reads what it has missed, and its weights are not in the cache."""
-AVERAGED_STEPS = 48
-"""Steps over which tokens per step are averaged, exponentially: over fewer, chance decides."""
-PRIOR_STEPS = 4
-"""Steps as which the expected length of a head's tree counts, so that the first of a text do not decide alone."""
+TIMED_READING = 16
+"""Tokens that a head reads at once at least, where that is timed."""
 LEAST_LENGTH = 1.05
 """Least tokens per step that a tree is taken to emit: even one whose drafts were all rejected may recover."""
 TIMED_STEPS = 7
@@ -95,10 +97,40 @@ class Speeds:
         """Tokens that probes may lose."""
         self.deficit = 0.0
         """Tokens lost to autoregressive steps since drafts took the lead."""
+        self.reading = 0.0
+        """Seconds that a tree would take now, before its first step, for what its head has not read."""
+        self.remaining = math.inf
+        """Tokens that are expected to come in each row."""
+        self.compared = self.leader
+        """The candidate that would run in place of the current probe."""
+        self.text: Hashable = None
+        """The class of the text, on which the lengths depend."""
+        self.lengths: dict[Hashable, list[Expected]] = {}
+        """Of other classes."""
+        self.expected = [Expected(candidate.length, candidate.steps) for candidate in candidates]
+        """Of classes that were not tried."""
 
-    def elsewhere(self) -> Speeds:
-        """A first estimate for another number of rows."""
+    def turn_to(self, text: Hashable, known: list[Expected] | None) -> None:
+        """Go on with a text of another class.
+
+        `known` is what is expected of it before any was decoded; None for what is expected of all texts.
+        """
+        found = self.lengths.pop(text, known or self.expected)
+        self.lengths[self.text] = [Expected(candidate.length, candidate.steps) for candidate in self.candidates]
+        for number, (candidate, expected) in enumerate(zip(self.candidates, found, strict=True)):
+            if number != self.plain:
+                candidate.length = max(expected.length, LEAST_LENGTH)
+                candidate.steps = expected.steps
+        self.text = text
+        self.probe = 0
+        if not any(candidate.seconds for candidate in self.candidates):
+            self.leader = max(range(len(self.candidates)), key=self.speed)
+
+    def elsewhere(self, same_texts: bool) -> Speeds:
+        """A first estimate for another number of rows, or for texts that are sampled and not greedy."""
         other = copy.deepcopy(self)
+        if not same_texts:
+            other.lengths = {}
         for number, candidate in enumerate(other.candidates):
             if candidate.seconds:
                 candidate.seconds = deque([self.cost(number)] * PROBE_STEPS, TIMED_STEPS)
@@ -123,8 +155,15 @@ class Speeds:
         speed = self.candidates[number].length / self.cost(number)
         return speed * (1 + MARGIN) if number == self.plain else speed
 
-    def choose(self) -> int:
-        """The candidate of the next step."""
+    def choose(self, reading: float = 0.0, remaining: float = math.inf) -> int:
+        """The candidate of the next step.
+
+        Args:
+            reading: seconds that any tree would take before its first step, for what its head has not read.
+            remaining: tokens that are expected to come in each row.
+        """
+        self.reading = reading
+        self.remaining = remaining
         if self.probe:
             return self.running
         known = {self.leader}
@@ -138,18 +177,32 @@ class Speeds:
         if self.leader != before:
             self.deficit = 0.0
         self.running = self.leader
+        if self.plain is not None and not self._earns_reading():
+            self.running = self.plain
         other = self._to_probe()
         if other is not None:
+            self.compared = self.running
             self.running = other
             self.probe = PROBE_STEPS
             self.probe_tokens = 0.0
             self.probe_seconds = 0.0
-            if self.leader == self.plain:  # the text has moved on since drafts were probed
+            if self.compared == self.plain:  # the text has moved on since drafts were probed
                 self.candidates[other].steps = 1
         return self.running
 
-    def record(self, seconds: float, tokens: float) -> None:
-        """Enter a step of the chosen candidate, which emitted `tokens` per row."""
+    def _earns_reading(self) -> bool:
+        """Whether the leader saves on the tokens to come the seconds in which its head reads what it has not read."""
+        if self.leader == self.plain or self.reading == 0:
+            return True
+        assert self.plain is not None
+        saved_by_token = 1 / self.speed(self.plain) - 1 / self.speed(self.leader)
+        return self.remaining * saved_by_token > self.reading
+
+    def record(self, seconds: float, tokens: float, reading: float = 0.0) -> None:
+        """Enter a step of the chosen candidate, which emitted `tokens` per row.
+
+        `reading` are the seconds besides that its head took before to read what it had not read.
+        """
         ran = self.candidates[self.running]
         ran.seconds.append(max(seconds, 1e-9))  # a clock may stand still
         self.budget += PROBE_SHARE * tokens
@@ -169,28 +222,31 @@ class Speeds:
             self.probe -= 1
             self.probe_tokens += tokens
             self.probe_seconds += seconds
+            self.budget -= reading * self.speed(self.compared)
             if self.probe == 0:
                 spent = self.probe_seconds
                 if len(ran.seconds) == PROBE_STEPS:
                     # Its first: work that is done once in a process does not count.
                     spent = PROBE_STEPS * self.cost(self.running)
-                self.budget -= max(spent * self.speed(self.leader) - self.probe_tokens, 0.0)
+                self.budget -= max(spent * self.speed(self.compared) - self.probe_tokens, 0.0)
         elif self.plain is not None and self.running != self.plain:
-            self.deficit += self.cost(self.running) / self.cost(self.plain) - tokens
+            self.deficit += (self.cost(self.running) + reading) / self.cost(self.plain) - tokens
 
     def _to_probe(self) -> int | None:
         """The next candidate to probe, if what it may lose is saved.
 
         That is the best of those that may be faster, or else the one that was idle for longest.
         Each has its own share of what is saved, so that one that is expensive to probe does not
-        hold up the others. Where autoregressive steps lead, only the best tree is probed.
+        hold up the others. Where autoregressive steps run, only the best tree is probed.
         """
-        others = [number for number in range(len(self.candidates)) if number != self.leader]
-        if not others or len(self.candidates[self.leader].seconds) < PROBE_STEPS:
+        others = [number for number in range(len(self.candidates)) if number != self.running]
+        if not others or len(self.candidates[self.running].seconds) < PROBE_STEPS:
+            return None
+        if self.reading * self.speed(self.running) > self.remaining:  # not even drafts that cost nothing would earn it
             return None
         saved = max(self.budget, 0.0)
         best = max(others, key=self.speed)
-        if self.leader == self.plain or self.speed(best) > self.speed(self.leader):
+        if self.running == self.plain or self.speed(best) > self.speed(self.running):
             return best if self._lost(best) <= saved else None
         chosen = None
         longest_idle = -1.0
@@ -203,17 +259,20 @@ class Speeds:
         return chosen
 
     def _lost(self, number: int) -> float:
-        """Tokens that a probe is expected to lose."""
-        tokens_of_leader = self.cost(number) * self.speed(self.leader)
-        return PROBE_STEPS * (tokens_of_leader - self.candidates[number].length)
+        """Tokens that a probe is expected to lose to the candidate that would run."""
+        speed = self.speed(self.running)
+        lost = PROBE_STEPS * (self.cost(number) * speed - self.candidates[number].length)
+        return lost if number == self.plain else lost + self.reading * speed
 
 
 class AdaptiveDrafter(BatchDrafter):
     """Autoregressive steps, or one of several trees of one head: whichever has been fastest.
 
-    Measurements are kept from one generation to the next. A step's time is all of it: draft,
-    forward, verification, host, and what the drafter reads. Prompts, and tokens of autoregressive
-    steps, are read by a head when it drafts again, or when other rows join the batch.
+    Measurements are kept from one generation to the next: times of steps for each number of rows,
+    tokens per step for each class of texts too. A step's time is all of it: draft, forward,
+    verification, host, and what the drafter reads of the step. Prompts, and tokens of autoregressive
+    steps, are read by a head when it drafts again, which is weighed, or when other rows join the
+    batch, which is not.
 
     When sampling from sampled trees, it always uses the first tree, so that a seed fixes the text.
     """
@@ -224,11 +283,12 @@ class AdaptiveDrafter(BatchDrafter):
         plain: bool = True,
         costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        priors: RecordedAcceptance | None = None,
     ) -> None:
         """Wrap one drafter of any kind, or several trees of one head; `plain` adds autoregressive steps.
 
-        `costs` of steps on this machine serve for the first choices; None if they were not
-        measured.
+        `costs` of steps on this machine serve for the first choices, None if they were not measured;
+        so does what `priors` tell of the trees on each class of texts.
         """
         if not trees:
             raise ValueError("adaptive drafting needs a drafter")
@@ -241,6 +301,7 @@ class AdaptiveDrafter(BatchDrafter):
         self.plain = plain
         self.costs = costs
         self.clock = clock
+        self.priors = priors
         self.feature_layers = self.reader.feature_layers
         self.kind = self.reader.kind
         self.max_nodes = max(tree.max_nodes for tree in trees)
@@ -248,7 +309,17 @@ class AdaptiveDrafter(BatchDrafter):
             self.reader.rows.read_when_needed()
         self.speeds: dict[tuple[bool, int], Speeds] = {}
         """By whether texts are sampled, where other drafts are accepted, and by the rows decoded together."""
+        self.answers = AnswerLengths()
         self._sampling = False
+        self._text = TextClass()
+        self._limit = math.inf
+        """Tokens that each row may get in steps."""
+        self._written: list[int] = []
+        """Tokens that each row has got in steps."""
+        self._read_seconds: float | None = None
+        """What the head took to read a token of a prompt, the last time that was timed."""
+        self._reading = 0.0
+        """Seconds of that in the current step."""
         self._running: Speeds | None = None
         """Where the current step is entered; None if nothing was chosen for it."""
         self._started = 0.0
@@ -267,19 +338,24 @@ class AdaptiveDrafter(BatchDrafter):
             assert isinstance(tree, HeadDrafter) and isinstance(other.reader, HeadDrafter)
             other.trees.append(tree.on(other.reader.rows))
         other.parts = other.trees
+        other._written = []
         other._running = None
         return other
 
     def begin(self, context: DraftContext) -> None:
-        self._set_sampling(context)
+        self._begin(context)
         self.reader.begin(context)
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        self._set_sampling(context)
+        self._begin(context)
         self.reader.resume(context, kept, state, whole)
 
-    def _set_sampling(self, context: DraftContext) -> None:
+    def _begin(self, context: DraftContext) -> None:
         self._running = None
+        self._answers_ended(self._written)
+        self._limit = math.inf if context.new_tokens is None else context.new_tokens - 1  # one came with the prompt
+        self._written = [0] * context.batch_size
+        self._text = TextClass.of(context.kind, context.prompt_tokens)
         self._sampling = context.draft_probs is not None
         for tree in self.trees[1:]:
             assert isinstance(tree, HeadDrafter)
@@ -294,14 +370,55 @@ class AdaptiveDrafter(BatchDrafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         if self._sampling and self.kind != "top_k":
             return self.reader.propose(roots_B)
-        speeds = self._speeds(len(roots_B), roots_B.device)
+        batch = len(roots_B)
+        speeds = self._speeds(batch, roots_B.device)
         self._running = speeds
+        self._reading = 0.0
         self._started = self.clock()
-        chosen = speeds.choose()
+        rows = self.reader.rows if self.plain and isinstance(self.reader, HeadDrafter) else None
+        unread = 0 if rows is None else batch * rows.unread
+        if unread == 0:
+            chosen = speeds.choose()
+        else:
+            seconds = unread * self._seconds_to_read(speeds, roots_B.device)
+            chosen = speeds.choose(seconds, self._remaining())
         self._drafted = chosen != speeds.plain
         if self.plain and chosen == 0:
             return NoDraft("slower").propose(roots_B)
-        return self.trees[chosen - self.plain].propose(roots_B)
+        tree = self.trees[chosen - self.plain]
+        # An accelerator would have to be waited for: there, reading is part of the step.
+        if unread >= batch * TIMED_READING and roots_B.device.type == "cpu":
+            self._read(tree, unread, batch)
+        return tree.propose(roots_B)
+
+    def _read(self, tree: BatchDrafter, unread: int, batch: int) -> None:
+        """Let the head read so many tokens for a tree, and time it."""
+        assert isinstance(tree, HeadDrafter)
+        if tree.budget is not None and tree.budget // batch < 2:  # it shrinks to its root
+            return
+        tree.rows.catch_up()
+        now = self.clock()
+        self._reading = now - self._started
+        self._read_seconds = self._reading / unread
+        self._started = now
+
+    def _seconds_to_read(self, speeds: Speeds, device: torch.device) -> float:
+        """Expected seconds in which the head reads a token of a prompt."""
+        if self._read_seconds is not None:
+            return self._read_seconds
+        costs = self.costs or RoundCosts.assumed(device)
+        assert speeds.plain is not None
+        return costs.reading / costs.seconds(1, 0) * speeds.cost(speeds.plain)
+
+    def _remaining(self) -> float:
+        """Tokens that are expected to come in each row."""
+        written = sum(self._written) / len(self._written)
+        return self.answers.expected(max(self._limit - written, 0.0))
+
+    def _answers_ended(self, lengths: Sequence[int]) -> None:
+        """Note the lengths of answers that are decoded no more."""
+        for length in lengths:
+            self.answers.add(length, self._limit)
 
     def host_values(self, step: StepResult) -> Tensor | None:
         return self.reader.host_values(step)
@@ -309,18 +426,24 @@ class AdaptiveDrafter(BatchDrafter):
     def observe(self, step: StepResult) -> None:
         now = self.clock()
         self.reader.observe(step)
+        emitted = [len(tokens) for tokens in step.tokens]
+        self._written = [before + count for before, count in zip(self._written, emitted, strict=True)]
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft
             return
         if self._drafted:  # autoregressive steps do not pay for a head that follows the text
             now = self.clock()
-        emitted = sum(len(tokens) for tokens in step.tokens)
-        self._running.record(now - self._started, emitted / len(step.tokens))
+        self._running.record(now - self._started, sum(emitted) / len(emitted), self._reading)
         self._running = None
 
     def select(self, rows_R: Tensor) -> None:
+        kept = set(rows_R.tolist())  # sync: when rows have ended
+        self._answers_ended([length for row, length in enumerate(self._written) if row not in kept])
+        self._written = selected_rows(self._written, rows_R)
         self.reader.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
+        self._answers_ended(selected_rows(self._written, rows_R))
+        self._written = replaced_rows(self._written, rows_R, other._written)
         self.reader.replace(rows_R, other.reader)
 
     def _speeds(self, rows: int, device: torch.device) -> Speeds:
@@ -334,10 +457,26 @@ class AdaptiveDrafter(BatchDrafter):
         if here not in self.speeds:
             if self.speeds:
                 nearest = min(self.speeds, key=distance)
-                self.speeds[here] = self.speeds[nearest].elsewhere()
+                same_texts = nearest[0] == self._sampling
+                self.speeds[here] = self.speeds[nearest].elsewhere(same_texts)
+                if not same_texts and (recorded := self._recorded()) is not None:
+                    self.speeds[here].turn_to(self._text, recorded)
             else:
                 self.speeds[here] = self._expected_speeds(device)
-        return self.speeds[here]
+        speeds = self.speeds[here]
+        if speeds.text != self._text:
+            speeds.turn_to(self._text, self._recorded())
+        return speeds
+
+    def _recorded(self) -> list[Expected] | None:
+        """The candidates on texts of this class by recorded answers; None where these tell nothing."""
+        if self.priors is None:
+            return None
+        trees = [(tree.max_nodes, default_length(_shape(tree))) for tree in self.trees]
+        found = self.priors.expected(self._sampling, self._text, trees)
+        if found is None or not self.plain:
+            return found
+        return [Expected(1.0, AVERAGED_STEPS), *found]
 
     def _expected_speeds(self, device: torch.device) -> Speeds:
         """The candidates before any step was timed."""
@@ -346,16 +485,19 @@ class AdaptiveDrafter(BatchDrafter):
         if self.plain:
             candidates.append(Candidate(costs.seconds(1, 0), 1.0))
         for tree in self.trees:
-            depth = 0
-            shape: TreePolicy = DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
-            if isinstance(tree, HeadDrafter):
-                depth = tree.depth
-                shape = tree.shape
+            depth = tree.depth if isinstance(tree, HeadDrafter) else 0
             seconds = costs.seconds(tree.max_nodes, depth)
-            candidates.append(Candidate(seconds, default_length(shape)))
+            candidates.append(Candidate(seconds, default_length(_shape(tree))))
         lengths = [candidate.length for candidate in candidates]
         plain = lengths.index(1) if 1 in lengths else None
         return Speeds(candidates, plain, self.costs is not None)
+
+
+def _shape(tree: BatchDrafter) -> TreePolicy:
+    """The shape of a drafter's trees, or one as large."""
+    if isinstance(tree, HeadDrafter):
+        return tree.shape
+    return DynamicShape(max(tree.max_nodes, 2), max(tree.max_nodes - 1, 1))
 
 
 def _of_one_head(trees: Sequence[BatchDrafter]) -> list[BatchDrafter]:

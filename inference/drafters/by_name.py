@@ -34,6 +34,7 @@ from .model_rows import DraftModel
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
 from .on_host import HostDrafter
+from .priors import RecordedAcceptance
 from .prompt_lookup import PromptLookupDrafter
 from .specs import (
     DrafterSpec,
@@ -63,6 +64,8 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
+    read_last: int | None = None,
+    priors: RecordedAcceptance | None = None,
 ) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is.
 
@@ -77,22 +80,30 @@ def make_drafter(
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
+        read_last: tokens of a prompt, the last ones, that the head reads; None for all that can change its drafts.
+        priors: recorded acceptance, from which adaptive drafting starts.
     """
     check_chains(target, tree)
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
         metadata = metadata or head.metadata or CheckpointMetadata()
-        drafter = _head_drafter(target, head, metadata, tree, adaptive)
+        drafter = _head_drafter(target, head, metadata, tree, adaptive, priors)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
+    if read_last is not None:
+        models = draft_models(drafter)
+        if not models:
+            raise ValueError(f"read_last={read_last} was given without a head: only a head's drafts can read less")
+        for rows in models:
+            rows.read_only_last(read_last)
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
-        return AdaptiveDrafter([drafter])
+        return AdaptiveDrafter([drafter], priors=priors)
     if drafter.plain:
         return drafter
-    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock, priors)
 
 
 def check_chains(target: Target, tree: TreeSpec) -> None:
@@ -165,7 +176,12 @@ def auto_trees(
 
 
 def _head_drafter(
-    target: Target, head: DraftHead, metadata: CheckpointMetadata, tree: TreeSpec, adaptive: bool
+    target: Target,
+    head: DraftHead,
+    metadata: CheckpointMetadata,
+    tree: TreeSpec,
+    adaptive: bool,
+    priors: RecordedAcceptance | None,
 ) -> BatchDrafter:
     modules = target.draft_modules
     if tree != "auto":
@@ -180,7 +196,7 @@ def _head_drafter(
     for policy in policies:
         budget = batch_budget(policy, target.device)
         trees.append(_policy_drafter(head, policy, modules, budget))
-    return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
+    return AdaptiveDrafter(trees, adaptive, costs, priors=priors) if len(trees) > 1 else trees[0]
 
 
 def assistants(drafter: BatchDrafter) -> list[Target]:

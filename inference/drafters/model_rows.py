@@ -55,6 +55,8 @@ class Progress:
     """Tokens of a row in both."""
     longest: int = 0
     """Tokens that the model has read of any row, at most."""
+    skipped: int = 0
+    """Tokens before the first one that the model has read; of a row, where it is the only one."""
 
 
 class ModelRows:
@@ -66,7 +68,10 @@ class ModelRows:
         self.modules = modules
         self.depth = depth
         self.expanded = expanded
-        self.lazy = False
+        self.read_last = enough_to_read(model)
+        """Tokens of a prompt that the model reads, the last ones; None for all of them. Positions then count from the
+        first of these, which rotary embeddings do not notice."""
+        self.lazy = self.read_last is not None
         """Whether prompts are read only when drafts are needed, which may be never, or when other rows join the batch.
         """
         self.progress = Progress()
@@ -85,6 +90,22 @@ class ModelRows:
 
     def read_when_needed(self) -> None:
         """Be lazy from now on."""
+        self.lazy = True
+
+    def read_only_last(self, tokens: int) -> None:
+        """Read the last `tokens` of a prompt alone, from now on.
+
+        Raises:
+            ValueError: fewer than one token, or a model that must read a text from its first token.
+        """
+        if tokens < 1:
+            raise ValueError(f"read_last must be at least 1 token, or None for the whole prompt, not {tokens}")
+        if self.model.reads_from_start:
+            raise ValueError(
+                f"read_last={tokens} was given for a {type(self.model).__name__}, which reads a text from its first "
+                "token; leave it out, or choose a head that reads the target's features"
+            )
+        self.read_last = tokens
         self.lazy = True
 
     def fresh(self) -> Self:
@@ -122,6 +143,15 @@ class ModelRows:
             return holder.cache_bytes(rows, tokens)
         return 0
 
+    @property
+    def unread(self) -> int:
+        """Tokens of a row that the model would read before it drafts."""
+        progress = self.progress
+        if self.read_last is None or not progress.empty:
+            return progress.pending
+        steps = len(progress.steps)
+        return min(progress.pending - steps, self.read_last) + steps
+
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
         capacity = self.runner.rounded_capacity(context.capacity)
@@ -148,6 +178,8 @@ class ModelRows:
         if not whole:
             self.catch_up()
         tokens = kept.tokens_BT.shape[1] + self.model.reads_from_start
+        self.progress.skipped = min(self.progress.skipped, tokens)
+        tokens -= self.progress.skipped
         if self.progress.pending:  # that follows everything that was read, of which nothing is cropped
             self.progress.state = self.progress.state.resume(None, context.capacity)
         else:
@@ -161,8 +193,13 @@ class ModelRows:
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts, or keep it to be read later."""
+        if self.progress.steps:  # of the turn of a conversation before
+            self.progress.chunks.append(joined_chunks(self.progress.steps))
+            self.progress.steps = []
         self.progress.chunks.append(chunk)
         self.progress.pending += chunk.tokens_BT.shape[1]
+        if self.progress.pending > PENDING_TOKENS:
+            self._skip()
         if not self.lazy or self.progress.pending > PENDING_TOKENS:
             self.catch_up()
 
@@ -188,7 +225,9 @@ class ModelRows:
         self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
     def catch_up(self) -> ModelState:
-        """The model's state after it has read everything that is pending."""
+        """The model's state after it has read everything that is pending, or its last part."""
+        if self.progress.pending:
+            self._skip()
         chunks = self.progress.chunks
         steps = self.progress.steps
         self.progress.chunks = []
@@ -201,6 +240,23 @@ class ModelRows:
         if steps:
             self._read(steps[-1])
         return self.progress.state
+
+    def _skip(self) -> None:
+        """Leave out the tokens before the last `read_last` of prompts of which nothing has been read."""
+        progress = self.progress
+        if self.read_last is None or not progress.empty or progress.pending - len(progress.steps) <= self.read_last:
+            return
+        lengths_B = torch.stack([chunk.lengths_B for chunk in progress.chunks]).sum(0)
+        left_B = (lengths_B - self.read_last).clamp(min=0)
+        progress.skipped += int(left_B[0])  # sync: once a prompt
+        kept = []
+        for chunk in progress.chunks:
+            part = without_first(chunk, torch.minimum(left_B, chunk.lengths_B))
+            left_B = (left_B - chunk.lengths_B).clamp(min=0)
+            if part.tokens_BT.shape[1] > 0:
+                kept.append(part)
+        progress.chunks = kept
+        progress.pending = len(progress.steps) + sum(chunk.tokens_BT.shape[1] for chunk in kept)
 
     def _read(self, chunk: PrefillChunk) -> None:
         tokens_BT = chunk.next_tokens_BT
@@ -270,6 +326,31 @@ class ModelRows:
             drafted_D = torch.arange(self.model.draft_vocab_size, device=device)
             self._draft_vocab_D = self.model.target_tokens(drafted_D)
         return self._draft_vocab_D
+
+
+def enough_to_read(model: DraftModel) -> int | None:
+    """Last tokens of a text that decide all drafts after it, where the model has a sliding window; else None.
+
+    Each layer sees `window` tokens of the layer below it, a token's own included.
+    """
+    if not isinstance(model, DraftHead) or model.window is None:
+        return None
+    return model.cached_layers * (model.window - 1) + 1
+
+
+def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
+    """A chunk without the first tokens of each row, `counts_B` of them."""
+    lengths_B = chunk.lengths_B - counts_B
+    kept = int(lengths_B.max())  # sync: once a prompt
+    kept_BT = counts_B[:, None] + torch.arange(kept, device=counts_B.device)
+    kept_BT = kept_BT.clamp(max=chunk.tokens_BT.shape[1] - 1)
+    rows_B1 = torch.arange(len(counts_B), device=counts_B.device)[:, None]
+    return PrefillChunk(
+        chunk.tokens_BT[rows_B1, kept_BT],
+        chunk.next_tokens_BT[rows_B1, kept_BT],
+        chunk.features_BTF[rows_B1, kept_BT],
+        lengths_B,
+    )
 
 
 def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:

@@ -30,6 +30,8 @@ from .tree_spec import DynamicShape, TreePolicy, TreeShape
 
 TEXT = 16
 """Tokens of the text that they follow."""
+READ = 256
+"""Tokens of a prompt by which a head's reading is timed."""
 DEPTH = 4
 """Depth of the chain by which drafts are timed, at most."""
 REPEATS, LIMIT = 5, 0.8
@@ -61,7 +63,7 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
             found = _measured(target, head)
-            return {"forward": found.forward, "draft": found.draft}
+            return {"forward": found.forward, "draft": found.draft, "reading": found.reading}
 
     return measured_once(target.device, name, measure, RoundCosts.read)
 
@@ -74,7 +76,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
         target.encode(text_1T, None)  # every generation sets its own
     layers = () if head is None else head.feature_layers
     check = checker(target, text_1T, layers)
-    calls: dict[int, Callable[[], object]] = {size: partial(check, size) for size in SIZES}
+    calls: dict[int | str, Callable[[], object]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
         drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
@@ -89,12 +91,27 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
             drafter.prefill(after_step)
             drafter.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
 
-        calls[0] = draft
+        context = DraftContext(1, READ + 1 + drafter.max_nodes, RandomSampler(None), None)
+        reader = drafter.fresh()
+        repeated_T = torch.arange(READ, device=target.device) % (TEXT - 1)
+        prompt = PrefillChunk(text_1T[:, repeated_T], text_1T[:, repeated_T + 1], features[:, repeated_T], one_1 * READ)
+
+        def read_and_draft() -> None:
+            """Read a prompt and draft a chain after it."""
+            reader.begin(context)
+            reader.prefill(prompt)
+            reader.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
+
+        calls["draft"] = draft
+        calls["read and draft"] = read_and_draft
     # What disturbs a call makes it slower, never faster: of few calls the least is the cost.
     taken = {call: min(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
     # More tokens never take less time: such a measurement was disturbed.
     forward = dict(zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True))
-    return RoundCosts(forward, taken[0] / depth if depth else 0.0)
+    if head is None:
+        return RoundCosts(forward, draft=0.0)
+    reading = max(taken["read and draft"] - taken["draft"], 0.0) / READ
+    return RoundCosts(forward, taken["draft"] / depth, reading=reading)
 
 
 def timed_trees(head: DraftHead) -> tuple[DynamicShape, DynamicShape, DynamicShape]:

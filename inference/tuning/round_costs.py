@@ -31,6 +31,8 @@ class RoundCosts:
     node adds."""
     plain_step: float | None = None
     """A whole autoregressive step; None for the forward of one token."""
+    reading: float = 0.0
+    """What the head takes to read a token of a prompt, many of which it reads at once; 0 without a head."""
 
     @property
     def plain(self) -> float:
@@ -61,13 +63,18 @@ class RoundCosts:
 
         Raises:
             ValueError: it holds no costs.
+            KeyError: it holds some of them, as an earlier version kept them.
         """
         forward = {int(size): positive(seconds) for size, seconds in kept["forward"].items()}
         if tuple(forward) != SIZES:
             raise ValueError(f"costs of {list(forward)} tokens, not of {list(SIZES)}")
-        return cls(forward, positive(kept["draft"]) if kept["draft"] else 0.0)
+        draft = positive(kept["draft"]) if kept["draft"] else 0.0
+        reading = positive(kept["reading"]) if kept["reading"] else 0.0
+        return cls(forward, draft, reading=reading)
 
     @classmethod
     def assumed(cls, device: torch.device) -> RoundCosts:
         """Costs in autoregressive steps; a token more costs nothing on an accelerator, which waits for its memory."""
-        return cls({1: 1.0, 2: 1 + 1 / 16 if device.type == "cpu" else 1.0}, draft=1 / 8)
+        if device.type == "cpu":
+            return cls({1: 1.0, 2: 1 + 1 / 16}, draft=1 / 8, reading=1 / 64)
+        return cls({1: 1.0, 2: 1.0}, draft=1 / 8)

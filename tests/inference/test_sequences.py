@@ -107,7 +107,7 @@ def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
     lm, eager, past = decoder(target, kind, "chain:3", fallback=True), decoder(target, kind, "chain:3"), Conversation()
     choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
 
-    def choose(self):
+    def choose(self, *_):
         self.running = next(choices)
         return self.running
 

@@ -16,7 +16,6 @@ from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
 from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.adaptive import (
     MARGIN,
-    PRIOR_STEPS,
     PROBE_SHARE,
     PROBE_STEPS,
     AdaptiveDrafter,
@@ -25,6 +24,7 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
+from headstart.inference.drafters.priors import PRIOR_STEPS
 from headstart.inference.drafters.validated import validated
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
@@ -280,7 +280,7 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
     """A model that drafts for itself stays right about everything, whenever it is asked, and whoever has ended."""
     choices = itertools.cycle([*[0] * 9, 1, 1, 0, 1, 1, 0])
 
-    def choose(self):
+    def choose(self, *_):
         self.running = next(choices)
         return self.running
 

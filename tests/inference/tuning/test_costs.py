@@ -58,6 +58,7 @@ def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measure
     found = measured_costs(target, head)
     assert tuple(found.forward) == SIZES
     assert all(0 < seconds < 1 for seconds in (*found.forward.values(), found.draft))
+    assert 0 <= found.reading < found.draft
     assert list(found.forward.values()) == sorted(found.forward.values())
     again = measured_costs(tiny_target(dtype=torch.float32, seed=1), a_head(target, kind))  # other weights, as large
     assert again == found and len(measured) == 1
@@ -126,7 +127,9 @@ def test_heads_of_other_sizes_are_measured_for_themselves(tiny_target, measured)
         {"forward": {**TABLE.forward, 2: "x"}, "draft": 0.0},
         {"forward": {"one": 1.0}, "draft": 0.0},
         {"forward": [1.0, 2.0], "draft": 0.0},
-        {"forward": TABLE.forward, "draft": -1},
+        {"forward": TABLE.forward, "draft": -1, "reading": 0.0},
+        {"forward": TABLE.forward, "draft": 0.25},
+        {"forward": TABLE.forward, "draft": 0.25, "reading": "x"},
     ],
 )
 def test_costs_that_cannot_be_are_measured_anew(tiny_target, monkeypatch, measured, kept):
@@ -144,7 +147,11 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
     target = tiny_target()
     head, clock = a_head(target, "eagle"), [0.0]
     sizes, drafts = [], []
-    forward, expand = target.forward_chain, head.expand
+    forward, expand, observe = target.forward_chain, head.expand, head.observe
+
+    def slow_observe(state, features_BAF, *given):
+        clock[0] += features_BAF.shape[1] / 64
+        return observe(state, features_BAF, *given)
 
     def slow_forward(tokens_BN, *given):
         sizes.append(tokens_BN.shape[1])
@@ -158,10 +165,13 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
 
     monkeypatch.setattr(target, "forward_chain", slow_forward)
     monkeypatch.setattr(head, "expand", slow_expand)
+    monkeypatch.setattr(head, "observe", slow_observe)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
     found = measured_costs(target, head)
-    assert found == RoundCosts({1: 1.0, 2: 2.0, 4: 2.0, 8: 3.0, 16: 4.0, 32: 5.0}, 0.5)
-    assert sorted(sizes) == [*SIZES] and len(drafts) == costs.DEPTH  # a second was over after the first ones
+    assert found.forward == {1: 1.0, 2: 2.0, 4: 2.0, 8: 3.0, 16: 4.0, 32: 5.0}
+    assert found.draft == pytest.approx(0.5, rel=0.01)  # with the token that is read before
+    assert found.reading == pytest.approx(1 / 64, rel=0.01)
+    assert sorted(sizes) == [*SIZES] and len(drafts) == 2 * costs.DEPTH  # a second was over after the first ones
 
 
 def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):

@@ -1,0 +1,408 @@
+"""Whether a head reads a prompt: by what that takes, what drafts would save, and how many tokens are still to come."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import build_head
+from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference.drafters.adaptive import PROBE_STEPS, AdaptiveDrafter, Candidate, Speeds
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.priors import AnswerLengths, Expected, TextClass
+from headstart.inference.tuning.round_costs import RoundCosts
+
+VOCAB = 20
+SETTINGS: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+
+
+# Speeds, on a machine of the test's own: seconds in plain steps.
+
+
+class Text:
+    """Answers after prompts that a head takes `reading` seconds to read: how long they take, and what was read."""
+
+    def __init__(self, speeds: Speeds, cost: list[float], emitted: list[float], reading: float) -> None:
+        self.speeds = speeds
+        self.cost = cost
+        self.emitted = emitted
+        """Mean tokens of a step of each candidate."""
+        self.reading = reading
+        self.chance = random.Random(0)
+        self.read = 0
+        """Prompts that were read."""
+
+    def answer(self, tokens: int) -> float:
+        """Seconds of an answer."""
+        taken = 0.0
+        written = 0
+        unread = self.reading
+        while written < tokens:
+            chosen = self.speeds.choose(unread, tokens - written)
+            seconds = self.cost[chosen]
+            mean = self.emitted[chosen]
+            count = int(mean) + (self.chance.random() < mean % 1)
+            read = 0.0
+            if chosen > 0:
+                read = unread
+                unread = 0.0
+                self.read += read >= self.reading
+            else:
+                unread += self.reading / 400
+            self.speeds.record(seconds, count, read)
+            taken += read + seconds * min(1, (tokens - written) / count)
+            written += count
+        return taken
+
+    def answers(self, number: int, tokens: int) -> list[float]:
+        """Seconds of several, over those of plain steps."""
+        return [self.answer(tokens) / tokens for _ in range(number)]
+
+
+def known(cost: list[float], lengths: list[float]) -> Speeds:
+    """Speeds with measured costs."""
+    candidates = [Candidate(*pair) for pair in zip(cost, lengths, strict=True)]
+    return Speeds(candidates, 0, measured=True)
+
+
+WEAK = ([1.0, 1.5, 2.3], [1.0, 1.4, 2.0])
+"""Costs as with AVX2, and a head that is worth nothing on these texts."""
+TIE = ([1.0, 1.3, 1.9], [1.0, 1.4, 1.8])
+"""A head that would save a fourteenth."""
+GOOD = ([1.0, 1.2, 1.6], [1.0, 1.6, 2.6])
+"""A head that saves two fifths."""
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+@pytest.mark.parametrize("reading", [2.0, 7.0, 40.0])
+@pytest.mark.parametrize("texts", [WEAK, TIE, GOOD], ids=["weak", "tie", "good"])
+def test_no_reading_costs_more_than_three_percent(
+    texts: tuple[list[float], list[float]], reading: float, tokens: int
+) -> None:
+    """Over thirty answers, and in the median one, whatever was expected of the head at first."""
+    cost, emitted = texts
+    for expected in ([1.0, 1.5, 2.0], [1.0, 1.6, 2.6], [1.0, 1.1, 1.2]):
+        found = Text(known(cost, expected), cost, emitted, reading).answers(30, tokens)
+        assert sorted(found)[15] <= 1.03
+        # What was expected of the head wrongly is lost once.
+        assert sum(found) <= 1.03 * 30 + (reading + 16) / tokens
+
+
+@pytest.mark.parametrize(
+    ("texts", "reading", "tokens", "reads"),
+    [
+        (GOOD, 7.0, 64, True),
+        (GOOD, 40.0, 64, False),
+        (GOOD, 40.0, 256, True),
+        (TIE, 3.0, 64, False),
+        (TIE, 3.0, 256, True),
+    ],
+)
+def test_a_prompt_is_read_where_the_tokens_to_come_earn_it(
+    texts: tuple[list[float], list[float]], reading: float, tokens: int, reads: bool
+) -> None:
+    cost, emitted = texts
+    text = Text(known(cost, emitted), cost, emitted, reading)
+    text.answers(10, tokens)
+    assert text.read >= 6 if reads else text.read <= 1
+
+
+def test_what_has_been_read_changes_nothing() -> None:
+    """A tree that leads by little goes on with few tokens to come, once its head has read the prompt."""
+    cost, emitted = TIE
+    speeds = known(cost, emitted)
+    for _ in range(2 * PROBE_STEPS):
+        assert speeds.choose(0.0, 3) > 0
+        speeds.record(cost[speeds.running], 2)
+    assert speeds.choose(1.0, 3) == 0
+
+
+def test_a_probe_pays_for_the_prompt_that_it_makes_a_head_read() -> None:
+    cost, _ = WEAK
+    speeds = known(cost, [1.0, 1.05, 1.05])
+    for _ in range(2 * PROBE_STEPS):
+        assert speeds.choose(50.0, 10_000) == 0
+        speeds.record(1.0, 1)
+    speeds.budget = 40.0
+    assert speeds.choose(50.0, 10_000) == 0
+    speeds.budget = 60.0
+    assert speeds.choose(50.0, 30) == 0, "fewer tokens are to come than the reading takes"
+    assert speeds.choose(50.0, 10_000) > 0
+    speeds.record(cost[speeds.running], 1, 50.0)
+    assert speeds.budget < 11
+
+
+def test_each_class_of_texts_has_its_own_lengths() -> None:
+    """Two kinds in turns: good drafts on one, useless ones on the other, learned after an answer of each."""
+    cost = [1.0, 1.2, 1.6]
+    speeds = known(cost, [1.0, 1.4, 1.9])
+    good = Text(speeds, cost, [1.0, 1.8, 3.0], 0.0)
+    useless = Text(speeds, cost, [1.0, 1.0, 1.0], 0.0)
+    for number in range(12):
+        speeds.turn_to("useless", None)
+        of_useless = useless.answer(64) / 64
+        speeds.turn_to("good", None)
+        of_good = good.answer(64) / 64
+        if number > 0:
+            assert of_useless <= 1.15 and of_good <= 0.75
+    speeds.turn_to("useless", None)
+    speeds.choose()
+    assert speeds.leader == 0
+    speeds.turn_to("good", None)
+    speeds.choose()
+    assert speeds.leader == 2
+
+
+def test_what_is_known_of_a_class_decides_the_first_choice() -> None:
+    cost = [1.0, 1.3, 1.7]
+    speeds = known(cost, [1.0, 1.5, 2.2])
+    speeds.turn_to("bad", [Expected(length, 48) for length in (1.0, 1.05, 1.1)])
+    assert speeds.choose() == 0
+    speeds = known(cost, [1.0, 1.1, 1.2])
+    speeds.turn_to("good", [Expected(length, 48) for length in (1.0, 1.9, 2.1)])
+    assert speeds.choose() == 1
+
+
+def test_how_long_answers_are_is_learned() -> None:
+    answers = AnswerLengths()
+    assert answers.expected(2000) == 2000
+    for _ in range(5):
+        answers.add(50, 2000)
+    assert 45 < answers.expected(2000) <= 50
+    assert answers.expected(10) < 10
+    cut = AnswerLengths()
+    for _ in range(5):
+        cut.add(64, 64)
+    assert cut.expected(256) == 256, "answers that were cut tell nothing of their ends"
+
+
+def test_prompts_of_similar_sizes_are_of_one_class() -> None:
+    sizes = [TextClass.of("", tokens).size for tokens in (1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024)]
+    assert sizes == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+
+
+# The engine, with a clock of the test's own.
+
+
+class Clock:
+    """A forward takes a second, and a tenth of one for each node beyond the first; a token that is read `reading`."""
+
+    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, reading: float) -> None:
+        self.now = 0.0
+        self.read = 0
+        forward_tree = target.engine.forward_tree
+        read = ModelRows._read
+
+        def over_a_tree(tree: Any, *rest: Any) -> Any:
+            self.now += 1.0 + 0.1 * (tree.tokens_BN.shape[1] - 1)
+            return forward_tree(tree, *rest)
+
+        def reads(rows: ModelRows, chunk: Any) -> None:
+            self.read += chunk.tokens_BT.numel()
+            self.now += reading * chunk.tokens_BT.numel()
+            read(rows, chunk)
+
+        monkeypatch.setattr(target.engine, "forward_tree", over_a_tree)
+        monkeypatch.setattr(ModelRows, "_read", reads)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def target(tiny_target: Any) -> Target:
+    return tiny_target(vocab_size=VOCAB)
+
+
+def prompt(tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def of_itself(target: Target, clock: Clock, costs: RoundCosts | None = None) -> SpeculativeLM:
+    """The target drafts for itself, in chains of three: it is right about everything, if it has read everything."""
+    drafter = make_drafter(target, target, "chain:3")
+    return SpeculativeLM(target, AdaptiveDrafter([drafter], costs=costs, clock=clock))
+
+
+COSTS = RoundCosts({1: 1.0, 2: 1.1}, draft=0.0, reading=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "reads"), [(8, False), (128, True)])
+def test_a_long_prompt_is_read_for_long_answers_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tokens: int, reads: bool
+) -> None:
+    """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a token."""
+    clock = Clock(target, monkeypatch, 0.1)
+    lm = of_itself(target, clock, COSTS)
+    for seed in range(3):
+        input_ids = prompt(200, seed)
+        mask = torch.ones_like(input_ids)
+        found = lm.generate(input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS)
+        stock = target.model.generate(input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS)
+        assert torch.equal(found.sequences, stock)
+    assert (clock.read > 0) == reads
+
+
+def test_what_reading_took_is_remembered(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expected to cost nothing, and far too dear: one prompt is read, and no more."""
+    clock = Clock(target, monkeypatch, 1.0)
+    lm = of_itself(target, clock, RoundCosts({1: 1.0, 2: 1.1}, draft=0.0))
+    read = []
+    for seed in range(3):
+        input_ids = prompt(100, seed)
+        lm.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=40, **SETTINGS)
+        read.append(clock.read)
+    assert read[0] >= 100
+    assert read[-1] == read[0]
+
+
+def test_answers_that_end_early_earn_less(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 500 tokens; after answers of twenty no prompt is read whose reading costs as much."""
+    clock = Clock(target, monkeypatch, 0.1)
+    lm = of_itself(target, clock, COSTS)
+    input_ids = prompt(200)
+    settings = {**SETTINGS, "attention_mask": torch.ones_like(input_ids), "max_new_tokens": 500}
+    lengths = iter([20] * 6)
+
+    def stops_after(length: int) -> Any:
+        return lambda ids, scores: ids.shape[1] >= 200 + length
+
+    read = []
+    for length in lengths:
+        lm.generate(input_ids, **settings, stopping_criteria=[stops_after(length)])
+        read.append(clock.read)
+    assert read[0] >= 200
+    assert read[-1] == read[2]
+
+
+def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head reads both prompts and the answer between them, when it drafts in the second turn."""
+    clock = Clock(target, monkeypatch, 0.0)
+    lm = of_itself(target, clock)
+    chosen = 0
+
+    def choose(self: Speeds, *_: float) -> int:
+        self.running = chosen
+        return chosen
+
+    monkeypatch.setattr(Speeds, "choose", choose)
+    past = Conversation()
+    first = prompt(9)
+    found = lm.generate(
+        first, attention_mask=torch.ones_like(first), max_new_tokens=8, past_key_values=past, **SETTINGS
+    )
+    chosen = 1
+    second = torch.cat([found.sequences, prompt(7, 1)], dim=1)
+    settings = {**SETTINGS, "attention_mask": torch.ones_like(second), "max_new_tokens": 17}
+    stats = lm.generate(second, past_key_values=past, **settings).stats
+    assert {record.returned for record in stats.rows[0]} == {4}
+
+
+# Only the last part of a prompt.
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 3, "feature_layers": [0, -1], "num_layers": 2},
+    "dflash": {"block_size": 4},
+    "mtp": {"depth": 2},
+}
+
+
+def a_head(target: Target, kind: str, **options: Any) -> Any:
+    torch.manual_seed(2)
+    head = build_head(kind, {**HEADS[kind], **options}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head.eval()
+
+
+def rows_of(lengths: tuple[int, ...]) -> list[Tensor]:
+    return [prompt(length, seed)[0] for seed, length in enumerate(lengths)]
+
+
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, rows))
+    ids_BT = torch.stack([torch.cat([row.new_zeros(longest - len(row)), row]) for row in rows])
+    mask_BT = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
+    return ids_BT, mask_BT
+
+
+def accepted(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) -> tuple[Tensor, list[list[int]]]:
+    """New tokens, and the drafts that each round accepted."""
+    ids_BT, mask_BT = padded(rows)
+    settings = {**SETTINGS, "max_new_tokens": 20, "max_batch_size": slots}
+    found = lm.generate(ids_BT, attention_mask=mask_BT, **settings)
+    return found.sequences[:, ids_BT.shape[1] :], [[record.accepted for record in row] for row in found.stats.rows]
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize("kind", list(HEADS))
+def test_a_head_that_reads_the_end_of_a_prompt_drafts_as_after_that_end(
+    target: Target, monkeypatch: pytest.MonkeyPatch, kind: str, slots: int | None
+) -> None:
+    """In a batch of prompts shorter and longer than what is read, as each alone; tokens are the target's."""
+    clock = Clock(target, monkeypatch, 0.0)
+    head = a_head(target, kind)
+    rows = rows_of((3, 40, 11, 6))
+    options: dict[str, Any] = {"tree": "chain:2", "fallback": False}
+    whole, of_whole = accepted(SpeculativeLM.from_pretrained(target, head, **options), rows, slots)
+    everything = clock.read
+    lm = SpeculativeLM.from_pretrained(target, head, **options, read_last=8)
+    found, of_last = accepted(lm, rows, slots)
+    assert torch.equal(found, whole)
+    assert clock.read - everything < everything
+    alone = [accepted(lm, [row])[1][0] for row in rows]
+    assert of_last == alone
+    longer = SpeculativeLM.from_pretrained(target, head, **options, read_last=50)
+    assert accepted(longer, rows, slots)[1] == of_whole
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3"])
+def test_a_head_with_a_window_reads_no_more_than_it_sees(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tree: str
+) -> None:
+    """Two layers that see five tokens each: nine are enough, and eight are not."""
+    clock = Clock(target, monkeypatch, 0.0)
+    head = a_head(target, "eagle3", sliding_window=5)
+    rows = rows_of((30, 40, 25, 60))
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+    assert lm.drafter.rows.read_last == 9
+    _, drafted = accepted(lm, rows)
+    assert clock.read <= 4 * 10
+    whole = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, read_last=1000)
+    assert accepted(whole, rows)[1] == drafted
+    assert clock.read > 4 * 25
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target, kind: str) -> None:
+    """Turns that go on, that go back to before what was read, and that go on again."""
+    head = a_head(target, kind)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, read_last=6)
+    past = Conversation()
+    text = prompt(40)
+    for kept, more in ((40, 0), (60, 9), (10, 30), (70, 5)):
+        ids_1T = torch.cat([text[:, :kept], prompt(more, kept)], dim=1)
+        mask = torch.ones_like(ids_1T)
+        settings = {**SETTINGS, "attention_mask": mask, "max_new_tokens": 30}
+        text = lm.generate(ids_1T, past_key_values=past, **settings).sequences
+        assert torch.equal(text, target.model.generate(ids_1T, **settings))
+
+
+def test_impossible_parts_are_refused(target: Target) -> None:
+    head = a_head(target, "medusa")
+    with pytest.raises(ValueError, match="read_last must be at least 1"):
+        SpeculativeLM.from_pretrained(target, head, tree="chain:2", read_last=0)
+    with pytest.raises(ValueError, match="from its first token"):
+        SpeculativeLM.from_pretrained(target, drafter="ngram", read_last=8)
+    with pytest.raises(ValueError, match="without a head"):
+        SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", read_last=8)
