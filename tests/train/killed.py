@@ -3,9 +3,9 @@
     python tests/train/killed.py JOB.json
 
 The job holds `config`, the options of `headstart adapt`, and `every`. A change of a file or folder below its output,
-such as a rename, is one of some hundred points at which SIGKILL can come; every so many-th is tried, and the last but one. After each the
-same command runs again, to its end. `report` is the file for what was found: of a run that nobody killed, and of each
-that was, `files`, the digests of its results by name, and `point`, what was about to be changed.
+such as a rename, is one of some hundred points at which SIGKILL can come; every so many-th is tried, and the last but
+one. After each the same command runs again, to its end. `report` is the file for what was found: of a run that nobody
+killed, and of each that was, `files`, the digests of its results by name, and `point`, what was about to be changed.
 """
 
 from __future__ import annotations
