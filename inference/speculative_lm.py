@@ -765,6 +765,8 @@ class SpeculativeLM:
 
         It passes parameters that are named here twice, hence the attention mask among the other inputs.
         """
+        if call.as_transformers:  # otherwise `generate` has done so
+            self._between_generations()
         target = self.target
         if model is not target.model:
             raise ValueError(
