@@ -52,6 +52,9 @@ class AnswerMarks:
     """Whether tokens after the kept ones were left out."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
+    rounds: dict[str, list[int]]
+    """By the number of nodes of a tree, the root counted: rounds with such trees, and tokens that they returned. Their
+    ratio is the acceptance length; rounds with one node are plain steps."""
 
 
 class RecordedFolder:

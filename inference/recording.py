@@ -176,6 +176,7 @@ class Recording:
             ended="complete",
             cut=False,
             tokenizer=self.folder.tokenizer,
+            rounds={},
         )
         recorder = RecordingDrafter(drafter, self, self.folder.layers, decoding, sequences, past, marks)
         try:
@@ -265,6 +266,10 @@ class RecordingDrafter(BatchDrafter):
         """Rows of the call that are decoded, by their place in the batch."""
         self.texts: dict[int, Text] = {}
         """Of the rows that have begun and not ended."""
+        self.rounds: dict[int, dict[str, list[int]]] = {}
+        """Of the rows that have begun, see `AnswerMarks.rounds`."""
+        self.lengths: list[int] = []
+        """Of each row that is decoded, the tokens that its answer had before this step."""
         self.ended: list[int] = []
         """Rows that have ended, whose last states an accelerator may still be copying."""
         self.unread = "images" if decoding.prompt_inputs is not None else None
@@ -291,6 +296,7 @@ class RecordingDrafter(BatchDrafter):
         self.drafter.prefill(replace(chunk, features_BTF=self._own(chunk.features_BTF)))
 
     def propose(self, roots_B: Tensor) -> DraftTree:
+        self.lengths = [len(self.sequences.rows[row]) for row in self.rows]
         return self.drafter.propose(roots_B)
 
     def host_values(self, step: StepResult) -> Tensor | None:
@@ -299,6 +305,7 @@ class RecordingDrafter(BatchDrafter):
     def observe(self, step: StepResult) -> None:
         # The host has waited for this step's tokens, and so for the states of all steps before.
         self._hand_over("complete")
+        self._count(step.tree)
         self._keep(step.features_BAF, [len(tokens) for tokens in step.tokens])
         features_BNF = self._own(step.output.features_BNF)
         output = replace(step.output, features_BNF=features_BNF)
@@ -333,6 +340,7 @@ class RecordingDrafter(BatchDrafter):
         self.rows = list(rows)
         for row in rows:
             self.texts[row] = Text([*text.pieces], text.length, text.begun_before)
+            self.rounds[row] = {}
 
     def _text_before(self, tokens: list[int]) -> Text:
         """The states of a conversation's tokens that are not read again, as far as they are known."""
@@ -350,6 +358,15 @@ class RecordingDrafter(BatchDrafter):
         if own == every:
             return features
         return features[..., : features.shape[-1] // every * own].contiguous()
+
+    def _count(self, tree: DraftTree) -> None:
+        """Count a round, and the tokens that it has added to each row."""
+        nodes = str(tree.tokens_BN.shape[1])
+        for row, length in zip(self.rows, self.lengths, strict=True):
+            if row in self.texts:
+                counts = self.rounds[row].setdefault(nodes, [0, 0])
+                counts[0] += 1
+                counts[1] += len(self.sequences.rows[row]) - length
 
     def _keep(self, features_BTF: Tensor, lengths: list[int]) -> None:
         """Keep the states of the next tokens of each row: the first ones of its features."""
@@ -403,7 +420,7 @@ class RecordingDrafter(BatchDrafter):
             tokens[:length],
             len(prompt),
             text.pieces,
-            replace(self.marks, ended=ended, cut=length < len(tokens)),
+            replace(self.marks, ended=ended, cut=length < len(tokens), rounds=self.rounds[row]),
             sum(piece_TLD.nbytes for piece_TLD in text.pieces),
         )
 

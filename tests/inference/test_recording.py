@@ -134,6 +134,9 @@ def test_recording_changes_no_token_and_keeps_the_targets_states(target, tokeniz
         assert row["lossy"] == (rule == "typical")
         assert row["temperature"] == pytest.approx(0.0 if rule == "greedy" else 0.8)
         assert row["ended"] == "complete" and not row["cut"]
+    counted = [sum(counts) for counts in zip(*(kept for row in recorded for kept in row["rounds"].values()))]
+    of_output = [sum(counts) for counts in zip(*expected.stats.tokens_and_rounds)]
+    assert counted == [of_output[1], of_output[0]], "rounds, and the tokens that they returned"
     lm.generate(**prompts(1), **settings(2))
     assert len(recorded_files(tmp_path)) == rows, "it has stopped"
 
@@ -433,7 +436,7 @@ from headstart.inference.feature_cache import cache_manifest
 number = int(sys.argv[1])
 manifest = cache_manifest({{"tokenizer": "t"}}, (-1,), 8, "float32")
 folder = RecordedFolder(Path({folder!r}), manifest, {limit})
-marks = AnswerMarks("", 0.0, False, "complete", False, "t")
+marks = AnswerMarks("", 0.0, False, "complete", False, "t", {})
 for step in range(int(sys.argv[2])):
     folder.write([number, step, 3, 4], 2, torch.full((4, 1, 8), float(1000 * number + step)), marks)
     print(step, flush=True)
