@@ -164,7 +164,8 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             mode="cached" if whole else "stored", folder=str(folder / "states"), format=manifest["format"]
         ),
         optim=OptimConfig(lr=config.lr),
-        loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=max(config.steps // 4, 1)),
+        # One evaluation, at the end: the newest answers judge the head.
+        loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=config.steps),
         eval=EvalConfig(new_tokens=config.new_tokens),
     )
 

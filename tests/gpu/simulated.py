@@ -371,6 +371,16 @@ class _Module(backend_registration._DummyBackendModule):
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
         torch.set_rng_state(state)
 
+    def current_stream(self, *_: Any) -> _Stream:
+        return _Stream()
+
+
+class _Stream:
+    """The one stream of the device, on which nothing is ever left to do."""
+
+    def synchronize(self) -> None:
+        return None
+
 
 backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=_Module())
 _library = torch.library.Library("_", "IMPL")

@@ -436,7 +436,7 @@ from headstart.inference.feature_cache import cache_manifest
 number = int(sys.argv[1])
 manifest = cache_manifest({{"tokenizer": "t"}}, (-1,), 8, "float32")
 folder = RecordedFolder(Path({folder!r}), manifest, {limit})
-marks = AnswerMarks("", 0.0, False, "complete", False, "t", {})
+marks = AnswerMarks("", 0.0, False, "complete", False, "t", dict())
 for step in range(int(sys.argv[2])):
     folder.write([number, step, 3, 4], 2, torch.full((4, 1, 8), float(1000 * number + step)), marks)
     print(step, flush=True)

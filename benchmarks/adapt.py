@@ -1,0 +1,236 @@
+"""A head that adapts to what it decodes: acceptance before and after, on fresh prompts of the same kind and of others.
+
+    python benchmarks/adapt.py --prompts asked/{translation,roleplay}.jsonl --general asked/general.jsonl \
+        --fresh held-out/*.jsonl --output runs/adapt
+
+The prompts of each file are one kind. They are answered greedily and recorded, and `headstart adapt` trains the head on
+the recordings:
+
+    alone    from the first head, to each kind by itself
+    curve    the same with fewer recorded answers
+    day      one kind after another: every hour the head that was taken last adapts to new answers of one kind
+
+The recorded answers to `--general` are what older recordings would be: a share of the training sequences. Acceptance is
+measured on fresh prompts by replay: the target answers each once, and the decoding loop runs over these answers with
+every head. Every step leaves its result in the output folder, and is not repeated there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from common import HEAD, TARGET, TREES, arguments, encoded
+from torch import Tensor
+
+from headstart.console import console
+from headstart.files import recorded_files, write_whole
+from headstart.heads.checkpoints.save_load import load_head
+from headstart.inference import DynamicShape, SpeculativeLM, Target, load_tokenizer
+from headstart.inference.feature_cache import MANIFEST
+from headstart.inference.models.replay import ReplayTarget
+from headstart.inference.provenance import hardware
+from headstart.inference.sequences import left_padded
+from headstart.train.adapting import adapt
+from headstart.train.config import AdaptConfig
+from headstart.train.evaluate import difference_interval, greedy_answers
+
+BATCH = 4
+"""Prompts that are answered at once."""
+Rounds = dict[str, dict[str, list[list[int]]]]
+"""By tree and kind, the tokens and rounds of each fresh prompt."""
+
+
+def main() -> None:
+    """Record, adapt and measure; print and write the tables."""
+    parser = arguments(__doc__, "runs/adapt")
+    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts to adapt to, one kind each")
+    parser.add_argument("--general", required=True, help="JSONL file of prompts of other kinds, answered before")
+    parser.add_argument("--fresh", nargs="+", required=True, help="JSONL files of prompts to measure on, one kind each")
+    parser.add_argument("--answers", type=int, default=200, help="recorded answers of each kind")
+    parser.add_argument("--limit", type=int, default=40, help="fresh prompts of each kind")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--counts", type=int, nargs="*", default=[], help="recorded answers, for the curve")
+    parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
+    parser.add_argument("--no-replay", action="store_true", help="train on the new answers alone")
+    args = parser.parse_args()
+    output = Path(args.output)
+    kinds = encoded(load_tokenizer(TARGET), [*args.prompts, args.general], args.answers)
+    record(kinds, args.new_tokens, output / "recorded")
+    general = None if args.no_replay else output / "recorded" / Path(args.general).stem
+    measure = Measure(args, output)
+    lines = [f"Hardware: {hardware()}.", ""]
+    for count in sorted({*args.counts, args.answers}):
+        adapted = {}
+        for path in args.prompts:
+            kind = Path(path).stem
+            recorded = part_of(output, kind, 0, count)
+            name = f"{kind}-{count}{'-alone' if general is None else ''}"
+            adapted[kind] = adapted_head(args, output / name, HEAD, recorded, general)
+            measure.of(adapted[kind])
+        lines += measure.table(adapted, f"{count} answers")
+        write_whole(output / "tables.md", "\n".join(lines) + "\n")
+    lines += day(args, output, measure, general)
+    write_whole(output / "tables.md", "\n".join(lines) + "\n")
+    console.print("\n".join(lines), markup=False)
+
+
+def record(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> None:
+    """Answer all prompts, each kind recorded in a folder of its own."""
+    lm = None
+    for kind, prompts in kinds.items():
+        folder = output / kind
+        if len(recorded_files(folder)) >= len(prompts):
+            continue
+        lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", fallback=False)
+        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
+            for start in range(0, len(prompts), BATCH):
+                batch = [ids_1T[0] for ids_1T in prompts[start : start + BATCH]]
+                inputs, mask = left_padded(batch, lm.target.device)
+                lm.generate(inputs, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+        console.print(f"{kind}: {recording.summary()}")
+
+
+def part_of(output: Path, kind: str, start: int, stop: int) -> Path:
+    """A folder with some of the recorded answers of a kind, by their age."""
+    whole = output / "recorded" / kind
+    part = output / "recorded" / f"{kind}-{start}-{stop}"
+    link(whole, recorded_files(whole)[start:stop], part)
+    return part
+
+
+def link(whole: Path, files: list[Path], part: Path) -> None:
+    """Link recorded answers into another folder."""
+    part.mkdir(parents=True, exist_ok=True)
+    if not (part / MANIFEST).exists():
+        write_whole(part / MANIFEST, (whole / MANIFEST).read_text(encoding="utf-8"))
+    for path in files:
+        if not (part / path.name).exists():
+            os.link(path, part / path.name)
+
+
+def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path, replay: Path | None) -> str:
+    """The head after adapting: the new one where it was taken, else the old one."""
+    done = output / "taken.json"
+    if not done.exists():
+        config = AdaptConfig(
+            target=TARGET,
+            head=head,
+            recorded=str(recorded),
+            output=str(output),
+            replay=None if replay is None else str(replay),
+            steps=args.steps,
+        )
+        best = adapt(config)
+        write_whole(done, json.dumps(head if best is None else str(best)))
+    return str(json.loads(done.read_text(encoding="utf-8")))
+
+
+class Measure:
+    """Acceptance of heads on the fresh prompts; what was measured before is read from the output folder."""
+
+    def __init__(self, args: argparse.Namespace, output: Path) -> None:
+        self.new_tokens = args.new_tokens
+        self.output = output
+        self.fresh = encoded(load_tokenizer(TARGET), args.fresh, args.limit)
+
+    @cached_property
+    def targets(self) -> dict[str, ReplayTarget]:
+        """By kind, a target that has answered its prompts; these answers are kept, too."""
+        original = Target.from_pretrained(TARGET, torch.float32)
+        original.compile()
+        found = {}
+        for kind, prompts in self.fresh.items():
+            target = ReplayTarget(original)
+            path = self.output / "answers" / f"{kind}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                target.learn([ids_1T[0] for ids_1T in prompts], self.new_tokens)
+                texts = [[len(prompt), text_T.tolist()] for prompt, text_T in target.texts.items()]
+                write_whole(path, json.dumps(texts))
+            for length, text in json.loads(path.read_text(encoding="utf-8")):
+                target.keep(torch.tensor(text[:length]), torch.tensor(text))
+            found[kind] = target
+        return found
+
+    def of(self, head: str) -> Rounds:
+        """Tokens and rounds of a head."""
+        path = self.output / "measured" / f"{Path(head).parent.name}-{Path(head).name}.json"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(rounds_of(self.targets, head, self.fresh, self.new_tokens)))
+        found: Rounds = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def table(self, adapted: dict[str, str], what: str) -> list[str]:
+        """A table for each tree: kinds down, the heads that were adapted to each across."""
+        before = self.of(HEAD)
+        lines = []
+        for tree in TREES:
+            lines += [f"| {tree}, {what} | before | {' | '.join(adapted)} |", "|---" * (2 + len(adapted)) + "|"]
+            for kind in self.fresh:
+                cells = [f"{length(before[tree][kind]):.2f}"]
+                for head in adapted.values():
+                    cells.append(change(self.of(head)[tree][kind], before[tree][kind]))
+                lines.append(f"| {kind} | {' | '.join(cells)} |")
+            lines.append("")
+        return lines
+
+
+def rounds_of(targets: dict[str, ReplayTarget], path: str, fresh: dict[str, list[Tensor]], new_tokens: int) -> Rounds:
+    """Tokens and rounds of each fresh prompt with a head."""
+    first = next(iter(targets.values()))
+    head, _ = load_head(path, first.info, first.dtype)
+    head = head.to(first.device).eval()
+    found: Rounds = {}
+    for name, tree in TREES.items():
+        if isinstance(tree, DynamicShape):
+            tree = replace(tree, depth=min(tree.depth, head.max_depth))
+        found[name] = {}
+        for kind, prompts in fresh.items():
+            rows = [ids_1T[0] for ids_1T in prompts]
+            found[name][kind] = greedy_answers(targets[kind], head, tree, rows, new_tokens).stats.tokens_and_rounds
+    return found
+
+
+def length(rounds: list[list[int]]) -> float:
+    """Acceptance length of all prompts."""
+    tokens, count = torch.tensor(rounds).sum(0).tolist()
+    return float(tokens / count)
+
+
+def change(after: list[list[int]], before: list[list[int]]) -> str:
+    """Acceptance length afterwards, and the 95 % confidence interval of the difference, paired by prompt."""
+    low, high = difference_interval(after, before)
+    return f"{length(after):.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def day(args: argparse.Namespace, output: Path, measure: Measure, general: Path | None) -> list[str]:
+    """Adapt to one kind after another, with all older answers to replay, and measure every head."""
+    kinds = [Path(path).stem for path in args.prompts]
+    share = args.answers * len(kinds) // max(args.hours, 1)
+    head = HEAD
+    older = output / "recorded" / "older"
+    heads: dict[str, str] = {}
+    for hour in range(args.hours):
+        kind = kinds[hour % len(kinds)]
+        start = hour // len(kinds) * share
+        recorded = part_of(output, kind, start, start + share)
+        replay = None
+        if general is not None:
+            link(general, recorded_files(general), older)
+            replay = older
+        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, replay)
+        link(recorded, recorded_files(recorded), older)
+        heads[f"{hour + 1}: {kind}"] = head
+    return measure.table(heads, "a day") if heads else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Heads that are swapped, and recordings, on an accelerator as on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers import head_for
+
+from headstart.inference import Conversation, SpeculativeLM
+from headstart.inference.feature_cache import FeatureCache, decoded, key_of
+from headstart.inference.recorded_folder import recorded_files, recorded_row
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
+PROMPTS = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 1, 2, 4], [7, 7, 2, 8, 1]])
+SETTINGS = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+
+
+def text(lm, prompts, **settings):
+    prompts = prompts.to(lm.target.device)
+    return lm.generate(prompts, attention_mask=torch.ones_like(prompts), **SETTINGS, **settings)
+
+
+def drafts_of(lm, monkeypatch):
+    """The output of a generation, and the tokens of all of its trees."""
+    drafts = []
+    propose = lm.drafter.propose
+
+    def watched(roots_B):
+        tree = propose(roots_B)
+        drafts.append(tree.tokens_BN.tolist())
+        return tree
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.drafter, "propose", watched)
+        return text(lm, PROMPTS), drafts
+
+
+def other(head):
+    """A head of the same shape that drafts otherwise."""
+    changed = copy.deepcopy(head)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.copy_(weight[torch.randperm(len(weight))])
+    return changed
+
+
+@pytest.mark.parametrize("tree", ["chain:3", "dynamic:8:3:2"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "dflash"])
+def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, tree):
+    """What was recorded with the old head's weights is not replayed."""
+    old = head_for(on_cpu, kind)
+    new = other(old)
+    lms = []
+    for target in (on_cpu, there):
+        own = copy.deepcopy(old).to(target.device)
+        mode = "auto" if target is there else False
+        lms.append(SpeculativeLM.from_pretrained(target, own, tree=tree, fallback=False, compile=mode))
+    drafted = []
+    for heads in ((None, None), (new, copy.deepcopy(new)), (old, copy.deepcopy(old))):
+        for _ in range(2):  # the second call replays
+            both = []
+            for lm, head in zip(lms, heads, strict=True):
+                if head is not None:
+                    lm.swap_head(head)
+                output, drafts = drafts_of(lm, monkeypatch)
+                both.append((output.sequences.tolist(), drafts))
+            here, away = both
+            assert away == here
+            drafted.append(away)
+    assert drafted[0] == drafted[1] == drafted[4]
+    assert drafted[0] != drafted[2], "the heads draft differently"
+    there.compile(False)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
+    old = head_for(on_cpu, kind)
+    lm = SpeculativeLM.from_pretrained(there, copy.deepcopy(old).to(device), tree="branch:2x2", fallback=False)
+    plain = SpeculativeLM(on_cpu)
+    past = Conversation()
+    prompt = PROMPTS[:1]
+    for turn in range(3):
+        expected = text(plain, prompt).sequences
+        assert torch.equal(text(lm, prompt, past_key_values=past).sequences.cpu(), expected)
+        lm.swap_head(other(old))
+        prompt = torch.cat([expected, torch.tensor([[turn]])], dim=1)
+    there.compile(False)
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize("mode", [False, "auto"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_recorded_states_are_those_of_the_cpu(on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots):
+    head = head_for(on_cpu, kind)
+    expected = text(SpeculativeLM(on_cpu), PROMPTS).sequences
+    lm = SpeculativeLM.from_pretrained(there, head.to(device), tree="chain:3", fallback=False, compile=mode)
+    for call in range(2):  # the second replays
+        folder = tmp_path / str(call)
+        with lm.record(folder, tokenizer=tokenizer, format="float32") as recording:
+            found = text(lm, PROMPTS, max_batch_size=slots)
+        assert torch.equal(found.sequences.cpu(), expected)
+        assert recording.written == len(PROMPTS), recording.summary()
+        cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
+        for path in recorded_files(folder):
+            tokens_T = torch.tensor(recorded_row(path)["input_ids"])
+            states_TLD = decoded(*cache.stored(key_of(tokens_T)))
+            expected_1TF, _ = on_cpu.read(tokens_T[None], cache.layers)
+            found_TF = states_TLD.flatten(1)[:-1]
+            torch.testing.assert_close(found_TF, expected_1TF[0, :-1].float(), atol=1e-4, rtol=0)
+    there.compile(False)
