@@ -32,7 +32,7 @@ from ..inference.tuning.costs import head_shape, kept_costs
 from ..inference.tuning.machine import hardware
 from ..inference.tuning.round_costs import RoundCosts
 from ..inference.tuning.tree_search import default_dynamic_tree
-from ..inference.tuning.tree_spec import TreePolicy, TreeShape
+from ..inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
 from .config import AdaptConfig, EvalConfig
 from .data.chat_template import Example
 from .evaluate import difference_interval, greedy_answers, prompt_of
@@ -41,7 +41,7 @@ from .features.stored import FolderStates, StoredReplay
 FEWEST_OF_KIND = 8
 """Answers of a kind from which it is judged by itself: below, its interval is no better than a guess."""
 NODES = 16
-"""Nodes of the dynamic tree that is judged where the costs of rounds are not known."""
+"""Nodes of the dynamic tree that is judged where decoding chooses from none."""
 NODES_TOGETHER = 512
 """Nodes that are looked up at once, over all rows: their logits take memory."""
 Lengths = Mapping[TreePolicy, Stats]
@@ -89,7 +89,7 @@ class Judgement:
     kinds: Sequence[Comparison]
     chain: TreePolicy
     tree: TreePolicy | None
-    """The largest tree; None for a target that checks chains alone, or a head that drafts nothing else."""
+    """The largest tree; None for a target that checks chains alone."""
     costs: KnownCosts | None
     """None if they are not known: then acceptance alone decides."""
     new_tokens: int = 0
@@ -167,8 +167,8 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
         {tree: Stats.merged(each.old[tree] for each in comparisons) for tree in trees},
         {tree: Stats.merged(each.new[tree] for each in comparisons) for tree in trees},
     )
-    chain, *others = trees
-    largest = max(others, key=lambda tree: tree.size, default=None)
+    chain = trees[0]
+    largest = max((tree for tree in trees if isinstance(tree, DynamicShape)), key=lambda tree: tree.size, default=None)
     exchanged = len(set(new_head.vocabulary().tolist()) - set(old_head.vocabulary().tolist()))
     return Judgement(whole, comparisons, chain, largest, costs, exchanged)
 
@@ -181,13 +181,18 @@ def outer_modules_of(config: AdaptConfig, manifest: dict[str, Any]) -> Target:
 
 
 def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> list[TreePolicy]:
-    """A chain as deep as the head, then the trees that decoding chooses from, or one if no costs are known."""
+    """A chain as deep as the head, then the trees that decoding chooses from.
+
+    One with branches is among them even if none pays here, or if no costs are known.
+    """
     chain = TreeShape.chain(head.max_depth)
     others: list[TreePolicy] = []
-    if costs is not None:
-        others = candidate_chains(head, costs) if chains_alone(target) else candidate_trees(head, None, costs)
-    elif not chains_alone(target):
-        others = [default_dynamic_tree(head.max_depth, NODES)]
+    if chains_alone(target):
+        others = [] if costs is None else candidate_chains(head, costs)
+    else:
+        others = [] if costs is None else candidate_trees(head, None, costs)
+        if not any(isinstance(tree, DynamicShape) for tree in others):
+            others.append(default_dynamic_tree(head.max_depth, NODES))
     return [chain, *(tree for tree in others if tree != chain)]
 
 

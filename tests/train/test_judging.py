@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +240,18 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
             assert sum(tokens for tokens, _ in decoded) == len(rows) * (NEW_TOKENS - 1)
             assert sorted(side[tree].tokens_and_rounds) == sorted(decoded)
     assert judged_trees(target, old, None)[1:] == [DynamicShape(16, old.max_depth, 5)]
+    dear = RoundCosts({size: float(size) for size in SIZES}, draft=10.0)
+    assert judged_trees(target, old, dear)[-1] == DynamicShape(16, old.max_depth, 5), "where no tree pays, too"
+
+
+def test_targets_that_check_chains_alone_are_judged_in_chains():
+    chains = SimpleNamespace(stateful=None, engine=SimpleNamespace(chains_only=True))
+    head = SimpleNamespace(max_depth=3)
+    cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, 0.01)
+    assert judged_trees(chains, head, None) == [CHAIN]
+    assert set(judged_trees(chains, head, cheap)) == {TreeShape.chain(length) for length in (1, 2, 3)}
+    page = told(dataclasses.replace(judgement(comparison("a", BASE, MORE)), tree=None))[1]
+    assert "| kind | answers | chain of 3: before | after | difference, 95 % |" in page
 
 
 def test_a_recording_keeps_what_rounds_cost_where_it_was_made(spoken, recorded, tmp_path, nothing_measured):
