@@ -327,7 +327,7 @@ def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
 
 
 def _kind(comparison: Comparison) -> str:
-    return comparison.kind or "(none)"
+    return comparison.kind.replace("|", "\\|") or "(none)"  # a bar would end the cell of a table
 
 
 def _named(tree: TreePolicy) -> str:
