@@ -71,12 +71,8 @@ class FeatureCache:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(manifest, indent=1))
         before = json.loads(path.read_text(encoding="utf-8"))  # another job may have written its own at the same time
-        if set(manifest["layers"]) <= set(before["layers"]):
-            manifest = {**manifest, "layers": before["layers"]}
-        if None in (manifest.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
-            manifest = {**manifest, "weights": before.get("weights")}
-        check_options(f"{folder} holds states with", before, manifest, "choose another folder, or remove this one")
-        self.layers = tuple(manifest["layers"])
+        check_manifest(folder, before, manifest, "choose another folder, or remove this one")
+        self.layers = tuple(before["layers"])
         self.refresh()
 
     def refresh(self) -> None:
@@ -183,6 +179,20 @@ def cache_manifest(
     names = ("target", "revision", "dtype", "quantization", "weights", "tokenizer")
     model = {name: provenance.get(name) for name in names}  # weights may be unknown
     return {**model, "layers": list(layers), "hidden_size": hidden_size, "format": storage}
+
+
+def check_manifest(folder: Path, before: Mapping[str, Any], manifest: Mapping[str, Any], advice: str) -> None:
+    """Refuse a folder whose manifest, `before`, is not the one that is needed; it may have more layers.
+
+    Raises:
+        ValueError: what differs, with `advice`.
+    """
+    needed = dict(manifest)
+    if set(needed["layers"]) <= set(before["layers"]):
+        needed["layers"] = before["layers"]
+    if None in (needed.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
+        needed["weights"] = before.get("weights")
+    check_options(f"{folder} holds states with", before, needed, advice)
 
 
 def kept_layers(layers: Sequence[int]) -> tuple[int, ...]:

@@ -51,6 +51,21 @@ WAITING_BYTES = 2**30
 """States in memory that wait to be written, beyond which answers are dropped."""
 
 
+def recording_is_off() -> bool:
+    """Whether the environment forbids all recording."""
+    return os.environ.get(NO_RECORD, "0") not in ("", "0")
+
+
+def refuse_if_off(what: str) -> None:
+    """Refuse what keeps copies of recorded texts, where the environment forbids all recording.
+
+    Raises:
+        ValueError: it does.
+    """
+    if recording_is_off():
+        raise ValueError(f"{NO_RECORD} is set, and {what} would keep copies of recorded texts; unset it to allow that")
+
+
 @dataclass
 class Text:
     """The states of one row's text, as far as they are known."""
@@ -445,7 +460,7 @@ def start_recording(
 
     The other arguments are those of `SpeculativeLM.record` and `Recording`.
     """
-    if os.environ.get(NO_RECORD, "0") not in ("", "0"):
+    if recording_is_off():
         warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=3)
         return Recording(None, kind, max_length, running)
     if running:

@@ -131,7 +131,10 @@ class Sequences:
                     kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
             if stats is not None:
                 tree, number = step.tree, len(stats.round_seconds)
-                stats.rows[row].append(RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback))
+                nodes = tree.tokens_BN.shape[1]
+                stats.rows[row].append(
+                    RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback, nodes)
+                )
         for callback in self.callbacks:
             callback(self)
 

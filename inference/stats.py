@@ -32,6 +32,8 @@ class RoundRecord:
     """Which round it was, as an index into `Stats.round_seconds`."""
     fallback: str = field(default="", compare=False)
     """Why the round had no drafts, see `DraftTree.fallback`; empty if it had, or if there was nothing to draft."""
+    nodes: int = field(default=1, compare=False)
+    """Nodes of the round's trees, the root counted; 1 for a plain round."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A head that learns from recorded answers, and is taken only if it drafts better on newer ones.
 
     OUTPUT/adapt.json             the options
+    OUTPUT/adapt.lock             held by the process that works there
     OUTPUT/recorded/states/       the recorded answers as they were when the work began, linked
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
@@ -19,11 +20,16 @@ import math
 import os
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
 from ..console import log
-from ..files import recorded_files, write_whole
+from ..files import recorded_files, replacing, write_whole
 from ..heads.base import DraftHead
 from ..heads.by_name import HEADS
 from ..heads.checkpoints.files import HEAD, refuse_foreign
@@ -31,6 +37,7 @@ from ..heads.checkpoints.save_load import load_head
 from ..inference.feature_cache import MANIFEST
 from ..inference.models.loading import load_tokenizer, locate, target_facts
 from ..inference.recorded_folder import COSTS, recorded_rows
+from ..inference.recording import refuse_if_off
 from ..options import check_options
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
 from .data.conversations import check_row, open_source
@@ -46,19 +53,34 @@ FEWEST = 8
 """Recorded answers from which a head can be adapted and judged."""
 MOST_JUDGED = 200
 """Answers that are judged on, at most."""
+LOCK_SECONDS = 1.0
+"""Time in which a process that has been killed leaves its folder."""
 
 
 def adapt(config: AdaptConfig) -> Path | None:
     """Train a head on recorded answers, and judge it; return the folder of the new head, None if it is not taken.
 
     Raises:
-        ValueError: recordings of another target, too few of them, or a head that cannot be trained.
+        ValueError: recordings of another target, too few of them, a head that cannot be trained, another process that
+            works in this output folder, or HEADSTART_NO_RECORD=1 in the environment.
         Stopped: Ctrl-C or SIGTERM; the same command resumes.
     """
     output = Path(config.output)
+    refuse_if_off(f"adapting a head to {config.recorded!r}")
+    refuse_foreign(output / "best", HEAD)
+    output.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with alone_in(output):
+        for name in ("recorded", "training"):  # both hold what people wrote
+            (output / name).mkdir(mode=0o700, exist_ok=True)
+        for left in output.rglob(".*.partial"):  # by a process that was killed
+            left.unlink()
+        return adapt_in(output, config)
+
+
+def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
+    """`adapt`, in a folder where no other process works."""
     best = output / "best"
     recorded = output / "recorded"
-    refuse_foreign(best, HEAD)
     old, _ = load_head(config.head)
     snapshot(config, recorded)
     if best.exists():
@@ -76,6 +98,23 @@ def adapt(config: AdaptConfig) -> Path | None:
     shutil.copytree(run / "best", partial)
     partial.rename(best)
     return best
+
+
+@contextmanager
+def alone_in(output: Path) -> Iterator[None]:
+    """Refuse to work in a folder while another process does; one that is killed leaves it free.
+
+    Raises:
+        ValueError: another process works there.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(WeakFileLock(output / "adapt.lock", timeout=LOCK_SECONDS))
+        except Timeout:
+            raise ValueError(
+                f"another process adapts a head in {str(output)!r}; wait for its end, or choose another output"
+            ) from None
+        yield
 
 
 def snapshot(config: AdaptConfig, folder: Path) -> None:
@@ -159,7 +198,13 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         output=str(Path(config.output) / "training"),
         head={"type": name, **dataclasses.asdict(head.config)},
         init_from=config.head,
-        data=DataConfig(sources=[str(source) for source in sources], weights=weights, held_out=0.1, max_length=longest),
+        data=DataConfig(
+            sources=[str(source) for source in sources],
+            weights=weights,
+            held_out=0.1,
+            max_length=longest,
+            cache=str(folder / "tokens"),  # recorded texts stay in this folder
+        ),
         features=FeaturesConfig(
             mode="cached" if whole else "stored", folder=str(folder / "states"), format=manifest["format"]
         ),
@@ -260,7 +305,8 @@ def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
         except FileNotFoundError:  # it has given way to a newer one meanwhile
             continue
         except OSError:
-            shutil.copyfile(path, place)
+            with replacing(place) as partial:
+                shutil.copyfile(path, partial)
         places.append(place)
     return recorded_rows(places)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -111,3 +112,128 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(target, tools, tmp_pat
     assert lm.generate(PROMPT, **GREEDY).stats.rows == expected.stats.rows
     with pytest.raises(ValueError, match="swap_head needs a decoder with a head"):
         decoder(target, None, drafter="prompt-lookup").swap_head(old)
+
+
+GROUP = ("", 0.0, "greedy", 3)
+"""Greedy answers in chains of two, to prompts of no kind."""
+
+
+def test_a_watched_head_that_accepts_less_gives_way(target):
+    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
+    lm = decoder(target, old)
+    expected = lm.generate(PROMPT, **GREEDY).stats.rows
+    with pytest.raises(ValueError, match=r"watch=3 compares .* old one's answers, of which there are 1; swap later"):
+        lm.swap_head(new, watch=3)
+    with pytest.raises(ValueError, match="watch is a number of answers from 2 to 1000, not 1"):
+        lm.swap_head(new, watch=1)
+    assert lm.generate(PROMPT, **GREEDY).stats.rows == expected, "nothing has changed"
+    lm._loaded.answers.extend([{GROUP: (5, 15)}, {GROUP: (4, 12)}, {GROUP: (5, 14)}])
+    lm.swap_head(new, watch=3)
+    lm.generate(torch.cat([PROMPT, PROMPT]), **GREEDY)
+    lm.warmup()
+    lm.generate(PROMPT, **GREEDY, tree="chain:1")
+    assert lm._loaded.head is new and len(lm._loaded.answers) == 3
+    with pytest.warns(UserWarning, match=r"over its first 3 answers the head .* accepted \d\.\d\d tokens fewer in a"):
+        last = lm.generate(PROMPT, **GREEDY)
+    assert lm._loaded.head is old and last.stats.rows == expected
+    assert lm._watch is None
+
+
+def test_a_watched_head_that_accepts_as_much_stays_and_so_does_one_that_the_user_has_swapped_in(target):
+    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
+    lm = decoder(target, old)
+    low, high = [{GROUP: (7, 7)}] * 3, [{GROUP: (5, 15)}] * 3
+    lm._loaded.answers.extend(low)
+    lm.swap_head(new, watch=2)
+    for _ in range(4):
+        lm.generate(PROMPT, **GREEDY)
+    assert lm._loaded.head is new and lm._watch is None
+    lm._loaded.answers.extend(high)
+    lm.swap_head(old, watch=2)
+    lm.generate(PROMPT, **GREEDY)
+    lm.swap_head(new)
+    for _ in range(4):
+        lm.generate(PROMPT, **GREEDY)
+    assert lm._loaded.head is new
+
+
+def test_a_head_is_not_returned_inside_a_generation(target):
+    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
+    lm = decoder(target, old)
+    lm._loaded.answers.extend([{GROUP: (5, 15)}] * 3)
+    lm.swap_head(new, watch=2)
+    lm.generate(torch.cat([PROMPT, PROMPT[:, [0] * PROMPT.shape[1]]]), **GREEDY)
+    lm._watch.before[:] = [{GROUP: (5, 15)}] * 3
+    inner = []
+
+    def inside(sequences):
+        if not inner:
+            inner.append(None)
+            inner[0] = lm.generate(PROMPT, **GREEDY)
+
+    other = decoder(target, head_of(target, "medusa", 3))
+    other.round_callbacks.append(inside)
+    other.generate(PROMPT, **GREEDY)
+    assert lm._loaded.head is new, "its own generation ran inside another one with the same target"
+    with pytest.warns(UserWarning, match="that one drafts again"):
+        lm.generate(PROMPT, **GREEDY)
+    assert lm._loaded.head is old
+
+
+class Interruption(BaseException):
+    """Ctrl-C."""
+
+
+def interrupted_at(line_number):
+    """A trace function that interrupts `swap_head` before its n-th line; `reached` says whether it came so far."""
+    state = {"lines": 0, "reached": False}
+
+    def in_frame(frame, event, argument):
+        if event == "line":
+            state["lines"] += 1
+            if state["lines"] == line_number:
+                state["reached"] = True
+                raise Interruption
+        return in_frame
+
+    def trace(frame, event, argument):
+        if frame.f_code is SpeculativeLM.swap_head.__code__ and not state["reached"]:
+            return in_frame
+        return None
+
+    return trace, state
+
+
+def test_an_interruption_at_any_line_leaves_one_head_or_the_other(target):
+    """Whole: the drafter, its rule, the trees of single calls and what the next swap goes on from."""
+    old, new = head_of(target, "medusa", 1), head_of(target, "eagle", 2)
+    expected = {}
+    for head in (old, new):
+        lm = decoder(target, head)
+        calls = [lm.generate(PROMPT, **GREEDY), lm.generate(PROMPT, **GREEDY, tree="chain:1")]
+        expected[head] = [call.stats.rows for call in calls]
+    lm = decoder(target, old)
+    number = 0
+    kept = []
+    while True:
+        number += 1
+        lm.swap_head(old)
+        lm._loaded.answers.extend([{GROUP: (5, 15)}] * 2)
+        lm.generate(PROMPT, **GREEDY, tree="chain:1")
+        trace, state = interrupted_at(number)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            lm.swap_head(new, watch=2)
+        except Interruption:
+            pass
+        finally:
+            sys.settrace(before)
+        if not state["reached"]:
+            break
+        head = lm._loaded.head
+        assert (lm._watch is None) == (head is old)
+        calls = [lm.generate(PROMPT, **GREEDY), lm.generate(PROMPT, **GREEDY, tree="chain:1")]
+        assert [call.stats.rows for call in calls] == expected[head], f"at line {number}"
+        kept.append(head)
+    assert kept.count(old) > 20 and kept[0] is old

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 import re
 import urllib.request
 
@@ -11,7 +13,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.files import recorded_files
-from headstart.inference import Chat, SpeculativeLM, load_tokenizer
+from headstart.inference import Chat, SpeculativeLM, feature_cache, load_tokenizer
 from headstart.inference.monitoring import Monitor
 from headstart.inference.recorded_folder import recorded_row
 from headstart.scripts import chat
@@ -159,3 +161,33 @@ def test_generate_records_by_option(tmp_path, target_folder, capsys):
     (path,) = recorded_files(tmp_path)
     assert sum(recorded_row(path)["loss_mask"]) <= 8
     assert "recorded: 1 answers" in capsys.readouterr().out
+
+
+def test_a_recording_is_off_by_policy_refused_for_another_target_and_ends_on_a_full_disk(
+    talk, target_folder, tmp_path, monkeypatch
+):
+    """As `lm.record` does all three; the answers are given in any case but the second."""
+    folder = tmp_path / "recorded"
+    config = GenerateConfig(
+        target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(folder)
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADSTART_NO_RECORD", "1")
+        with pytest.warns(UserWarning, match="HEADSTART_NO_RECORD is set: nothing is recorded in"):
+            assert stream_answer(config)["headstart"] > 0
+    assert not folder.exists()
+
+    def full(tensors, path, about):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(feature_cache, "save_file", full)
+        with pytest.warns(UserWarning, match="recording stops, decoding goes on: .* No space left on device"):
+            out = talk("hello", record=str(folder))
+    assert "ended by itself: " in out and out.count("tokens/s") == 1
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "weights": "of another"}))
+    with pytest.raises(ValueError, match="holds states with weights = 'of another', not"):
+        talk("hello", record=str(folder))
+    with pytest.raises(ValueError, match="holds states with weights = 'of another', not"):
+        stream_answer(config)
