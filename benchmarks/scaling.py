@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, remembered, replay_target, save
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from headstart.inference import load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.provenance import hardware
 from headstart.scripts.command_line import options
+from headstart.scripts.measuring.data_law import Law
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import open_source
 from headstart.train.loop import train
@@ -95,22 +95,6 @@ def conversations_with(path: str, tokens: int) -> int:
     raise ValueError(f"{path} holds {total} answer tokens, not {tokens}; name smaller sizes by --sizes")
 
 
-class Law:
-    """Start and gain of a kind, by least squares over sizes in answer tokens."""
-
-    def __init__(self, lengths: dict[int, float]) -> None:
-        self.gain, self.start = map(float, np.polyfit(doublings([*lengths]), [*lengths.values()], 1))
-
-    def length(self, tokens: float) -> float:
-        """Acceptance length after training on that many answer tokens."""
-        return self.start + self.gain * float(doublings([tokens])[0])
-
-
-def doublings(tokens: list[Any]) -> np.ndarray:
-    """How often 100,000 tokens are doubled."""
-    return np.log2(np.array(tokens) / 1e5)
-
-
 def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: argparse.Namespace) -> list[str]:
     """Measured lengths by tree, from three sizes on with the law, its error and what more data would give."""
     sizes = sorted(found)
@@ -130,9 +114,9 @@ def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: a
             lengths = {size: columns[f"{size:,}"][kind] for size in sizes}
             cells = [f"{each[kind]:.2f}" for each in columns.values()]
             if law:
-                fit = Law(lengths)
+                fit = Law.fitted(lengths)
                 cells += [f"{fit.gain:+.2f}", *(f"{fit.length(tokens):.2f}" for tokens in MORE)]
-                before = Law({size: lengths[size] for size in sizes[:-1]})
+                before = Law.fitted({size: lengths[size] for size in sizes[:-1]})
                 errors.append(before.length(sizes[-1]) - lengths[sizes[-1]])
             lines.append(f"| {kind} | " + " | ".join(cells) + " |")
         if law:

@@ -10,6 +10,8 @@ TIME is in nanoseconds, so that names sort by age; KIND is a hash of the prompt'
     "row"                  in the metadata: what is known of the answer, `AnswerMarks`, as JSON
 
 So training reads the folder both as its data and as the states of its data.
+
+    costs.json             what rounds cost where the answers were decoded, by the shape of the head that drafted
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,9 +31,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..files import recorded_files
+from ..files import recorded_files, write_whole
 from .feature_cache import FeatureCache, encoded, key_of, write_shard
+from .tuning.round_costs import SIZES, RoundCosts
 
+COSTS = "costs.json"
 HEADER_BYTES = 2000
 """Bytes of a file, at most, that are not states or tokens."""
 End = Literal["complete", "stopped", "failed"]
@@ -149,6 +154,46 @@ def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
             row = recorded_row(path)
             rows.setdefault(tuple(row["input_ids"]), row)
     return list(rows.values())
+
+
+def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> None:
+    """Keep what rounds with a head of this shape cost on a machine; of several machines the newest counts.
+
+    Raises:
+        OSError: a full disk, or a folder that cannot be written to.
+    """
+    if tuple(costs.forward) != SIZES:  # not measured, but given
+        return
+    known = {}
+    with suppress(ValueError):  # a broken file is replaced
+        known = _costs_in(folder)
+    entry = {"machine": machine, "forward": costs.forward, "draft": costs.draft}
+    write_whole(folder / COSTS, json.dumps({**known, shape: entry}, indent=1), mode=0o600)
+
+
+def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
+    """Costs of rounds with a head of this shape where answers were recorded, and the machine; None if not known.
+
+    Raises:
+        ValueError: a file that is not such costs.
+    """
+    entry = _costs_in(folder).get(shape)
+    if entry is None:
+        return None
+    try:
+        return RoundCosts.read(entry), str(entry["machine"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / COSTS} cannot be read ({error!r}); remove it") from error
+
+
+def _costs_in(folder: Path) -> dict[str, Any]:
+    path = folder / COSTS
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
 
 
 def _hashed(kind: str) -> str:

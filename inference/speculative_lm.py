@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -62,6 +62,7 @@ from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .models.prompt_inputs import is_prompt_input
 from .output import GenerateDictOutput, GenerateOutput, collected
+from .recorded_folder import keep_costs
 from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
 from .sequences import Conversation, Sequences
 from .stats import Stats
@@ -70,8 +71,8 @@ from .swap_watch import KEPT, WATCHED, AnswerRounds, SwapWatch, fallen, rounds_o
 from .target import Target
 from .tracing.record import Recorder
 from .tracing.trace import trace_of
-from .tuning.costs import measured_costs
-from .tuning.machine import check_threads
+from .tuning.costs import head_shape, measured_costs
+from .tuning.machine import check_threads, hardware
 from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
@@ -695,7 +696,8 @@ class SpeculativeLM:
         """Record all answers from now on, for a head to be trained on them: with `features.mode: stored`.
 
         Written are the tokens of prompts and answers, and the target's states that the head reads, which pass through
-        the loop anyway. Answers stay the same, and decoding does not wait for the disk.
+        the loop anyway; what rounds cost here, if that was measured, for `headstart adapt` to predict speed. Answers
+        stay the same, and decoding does not wait for the disk.
 
         with lm.record("recorded") as recording:
             lm.generate(...)
@@ -722,9 +724,25 @@ class SpeculativeLM:
         tokenizer = tokenizer or load_tokenizer(self.target.name)
         layers = self.drafter.feature_layers
         with self.target.lock, as_loaded(self.target.model):
-            return start_recording(
+            recording = start_recording(
                 self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
             )
+        costs = self._measured_costs()
+        if recording.folder is not None and costs is not None:
+            with suppress(OSError):  # the first answer will say so
+                for rows in draft_models(self.drafter):
+                    if isinstance(rows.model, DraftHead):
+                        keep_costs(recording.folder.folder, head_shape(rows.model), costs, hardware(self.target.device))
+        return recording
+
+    def _measured_costs(self) -> RoundCosts | None:
+        """Costs of rounds, if they have been measured already."""
+        if "costs" in vars(self):
+            return self.costs
+        for drafter in self.drafter.nested():
+            if isinstance(drafter, AdaptiveDrafter) and drafter.costs is not None:
+                return drafter.costs
+        return None
 
     def custom_generate(
         self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None, kind: str | None = None

@@ -3,12 +3,13 @@
     OUTPUT/adapt.json             the options
     OUTPUT/adapt.lock             held by the process that works there
     OUTPUT/recorded/states/       the recorded answers as they were when the work began, linked
-    OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and replayed from an older recording
+    OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
+    OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
     OUTPUT/training/              the training run
-    OUTPUT/report.md              acceptance of both heads by kind of prompt
+    OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
 
-The newest answers are judged on: neither head has seen them. Both draft along them, with the states that were recorded.
+The newest answers are judged on (see `judging`): neither head has seen them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import dataclasses
 import json
 import math
 import os
+import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,48 +34,27 @@ from ..heads.base import DraftHead
 from ..heads.by_name import HEADS
 from ..heads.checkpoints.files import HEAD, refuse_foreign
 from ..heads.checkpoints.save_load import load_head
-from ..inference.feature_cache import MANIFEST, FeatureCache
-from ..inference.models.dtypes import dtype_named
-from ..inference.models.loading import default_device, locate
-from ..inference.models.outer_modules import OuterTarget
-from ..inference.recorded_folder import recorded_rows
+from ..inference.feature_cache import MANIFEST
+from ..inference.models.loading import load_tokenizer, locate, target_facts
+from ..inference.recorded_folder import COSTS, recorded_rows
 from ..inference.recording import refuse_if_off
-from ..inference.stats import Stats
-from ..inference.target import Target
-from ..inference.tuning.tree_spec import TreeShape
 from ..options import check_options
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
-from .data.chat_template import Example
-from .evaluate import difference_interval, greedy_answers, prompt_of
-from .features.stored import FolderStates, StoredReplay
+from .data.conversations import check_row, open_source
+from .data.split import check_renders, rendering
+from .judging import judge, outer_modules_of, report
 from .loop import train
 
+REPLAYED = "replay.jsonl"
+"""Older recorded answers, whose states are known."""
+CONVERSATIONS = "conversations.jsonl"
+"""Conversations as rows of tokens, whose states the target computes before the first step."""
 FEWEST = 8
 """Recorded answers from which a head can be adapted and judged."""
 MOST_JUDGED = 200
 """Answers that are judged on, at most."""
 LOCK_SECONDS = 1.0
 """Time in which a process that has been killed leaves its folder."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Acceptance of two heads along the same answers."""
-
-    kind: str
-    """Kind of the prompts."""
-    old: Stats
-    new: Stats
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the new head's acceptance length less the old one's, paired by prompt."""
-        return difference_interval(self.new.tokens_and_rounds, self.old.tokens_and_rounds)
-
-    @property
-    def better(self) -> bool:
-        """Whether the new head accepts more, beyond chance: with a single prompt nothing is beyond it."""
-        return len(self.new.rows) > 1 and self.interval[0] > 0
 
 
 def adapt(config: AdaptConfig) -> Path | None:
@@ -100,22 +80,23 @@ def adapt(config: AdaptConfig) -> Path | None:
 def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     """`adapt`, in a folder where no other process works."""
     best = output / "best"
+    recorded = output / "recorded"
     old, _ = load_head(config.head)
-    snapshot(config, output / "recorded")
+    snapshot(config, recorded)
+    if best.exists():
+        log.info(f"{output} is finished: the new head is {best}, see report.md there")
+        return best
     run = train(training_config(config, old))
-    comparisons = judge(config, run / "best")
-    whole = comparisons[0]
-    taken = whole.better
-    page = report(config, comparisons, taken)
+    judgement = judge(config, _manifest(recorded / "states"), _rows(recorded / "judged.jsonl"), run / "best")
+    page = report(config, judgement)
     write_whole(output / "report.md", page)
     log.info(page)
-    if not taken:
+    if not judgement.taken:
         return None
-    if not best.exists():
-        partial = output / "best.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(run / "best", partial)
-        partial.rename(best)
+    partial = output / "best.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(run / "best", partial)
+    partial.rename(best)
     return best
 
 
@@ -153,35 +134,43 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     manifest = _manifest(config.recorded)
     states = folder / "states"
     states.mkdir(parents=True, exist_ok=True)
+    for name in (REPLAYED, CONVERSATIONS, COSTS):  # of an attempt with other options that failed
+        (folder / name).unlink(missing_ok=True)
     rows = _linked(config.recorded, states)
     if len(rows) < FEWEST:
         raise ValueError(
             f"{config.recorded!r} holds {len(rows)} different answers; a head is adapted from {FEWEST} or more"
         )
-    judged = rows[-min(max(2, round(config.held_out * len(rows))), MOST_JUDGED) :]
+    training, judged = divided(rows, config.held_out)
     prompts = {_prompt(row) for row in judged}
-    training = [row for row in rows[: -len(judged)] if _prompt(row) not in prompts]
     if len(training) < 2:
         raise ValueError(
             f"{config.recorded!r} holds {len(training)} answers to prompts other than the {len(judged)} newest ones, "
             "which are judged on; record more, or lower held_out"
         )
+    kinds = {row["kind"] for row in rows}
+    if len(kinds) == 1:
+        log.warning(
+            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what the new head does "
+            "to others is not measured; record others too, or keep what the head knows by older data (replay)"
+        )
     if config.replay is not None:
-        other = _manifest(config.replay)
-        if other != manifest:
-            name = next(name for name in manifest if other.get(name) != manifest[name])
-            raise ValueError(
-                f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and {config.recorded!r} with "
-                f"{manifest[name]!r}; replay a recording of the same target, layers and format"
-            )
-        replayed = [row for row in _linked(config.replay, states) if _prompt(row) not in prompts]
-        if not replayed:
-            raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
-        _write_rows(folder / "replay.jsonl", replayed)
+        _take_replay(config, folder, manifest, rows, prompts)
+    known = Path(config.recorded) / COSTS
+    if known.exists():
+        write_whole(folder / COSTS, known.read_text(encoding="utf-8"))
     write_whole(states / MANIFEST, json.dumps(manifest, indent=1))
     _write_rows(folder / "judged.jsonl", judged)
     write_whole(kept, json.dumps(options, indent=1))
     _write_rows(last, training)
+
+
+def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Recorded answers to train on, and the newest ones to judge on; no prompt is on both sides."""
+    judged = rows[-min(max(2, round(held_out * len(rows))), MOST_JUDGED) :]
+    prompts = {_prompt(row) for row in judged}
+    training = [row for row in rows[: -len(judged)] if _prompt(row) not in prompts]
+    return training, judged
 
 
 def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
@@ -192,13 +181,15 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     sources = [folder / "training.jsonl"]
     rows = _rows(sources[0])
     weights = None
-    replay = folder / "replay.jsonl"
-    if replay.exists():
-        sources.append(replay)
-        replayed = _rows(replay)
-        weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
-        rows += replayed
+    for replay in (folder / REPLAYED, folder / CONVERSATIONS):
+        if replay.exists():
+            sources.append(replay)
+            replayed = _rows(replay)
+            weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
+            rows += replayed
     _, gguf = locate(config.target)
+    # A GGUF file's embedding and LM head cannot be read alone, and nobody has the states of conversations yet.
+    whole = gguf is not None or (folder / CONVERSATIONS).exists()
     longest = max(len(row["input_ids"]) for row in rows)
     return TrainConfig(
         target=config.target,
@@ -214,9 +205,8 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             max_length=longest,
             cache=str(folder / "tokens"),  # recorded texts stay in this folder
         ),
-        # A GGUF file's embedding and LM head cannot be read alone.
         features=FeaturesConfig(
-            mode="stored" if gguf is None else "cached", folder=str(folder / "states"), format=manifest["format"]
+            mode="cached" if whole else "stored", folder=str(folder / "states"), format=manifest["format"]
         ),
         optim=OptimConfig(lr=config.lr),
         # One evaluation, at the end: the newest answers judge the head.
@@ -225,75 +215,83 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     )
 
 
-def judge(config: AdaptConfig, new: Path) -> list[Comparison]:
-    """Let both heads draft along the answers that are judged on: all of them first, then by kind.
+def _take_replay(
+    config: AdaptConfig,
+    folder: Path,
+    manifest: dict[str, Any],
+    rows: list[dict[str, Any]],
+    judged: set[tuple[int, ...]],
+) -> None:
+    """Keep what is replayed: recorded answers with their states, or conversations, whose states training computes.
+
+    `rows` are the recorded answers, `judged` the prompts that are judged on and so are left out.
+    """
+    assert config.replay is not None
+    given = Path(config.replay)
+    if given.is_file():
+        file = folder / CONVERSATIONS
+        replayed = _conversations(config, manifest, longest=max(len(row["input_ids"]) for row in rows))
+    elif (given / MANIFEST).exists():
+        file = folder / REPLAYED
+        other = _manifest(config.replay)
+        if other != manifest:
+            name = next(name for name in manifest if other.get(name) != manifest[name])
+            raise ValueError(
+                f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and {config.recorded!r} with "
+                f"{manifest[name]!r}; replay a recording of the same target, layers and format"
+            )
+        replayed = _linked(config.replay, folder / "states")
+        if not replayed:
+            raise ValueError(
+                f"{config.replay!r} holds states and no recorded answers; to replay what `headstart features` read, "
+                "name its file of conversations, whose states are computed again"
+            )
+    else:
+        raise ValueError(
+            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of recorded answers, "
+            "or a file of conversations such as the head was trained on (JSON Lines, Parquet)"
+        )
+    replayed = [row for row in replayed if _prompt(row) not in judged]
+    if not replayed:
+        raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
+    _write_rows(file, replayed)
+
+
+def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
+    """Conversations of a file as rows of tokens: as many, chosen at random, as training will see.
 
     Raises:
-        ValueError: none of them is long enough.
+        ValueError: a file that is no conversations, or of which none can be used.
     """
-    folder = Path(config.output) / "recorded"
-    manifest = _manifest(folder / "states")
-    _, gguf = locate(config.target)
-    loading = OuterTarget if gguf is None else Target
-    target = loading.load(config.target, dtype_named(manifest["dtype"]), default_device(), manifest["revision"])
-    rows = {_prompt(row): row for row in _rows(folder / "judged.jsonl")}
-    examples = [Example(row["input_ids"], [bool(own) for own in row["loss_mask"]]) for row in rows.values()]
-    source = FolderStates(FeatureCache(folder / "states", manifest), target.max_positions)
-    replay = StoredReplay(target, source, examples)
-    usable = replay.usable(examples, EvalConfig(prompts=len(examples), new_tokens=config.new_tokens))
-    kinds: dict[str, list[Example]] = {}
-    for example in usable:
-        kinds.setdefault(rows[tuple(example.prompt)]["kind"], []).append(example)
-    stats: list[dict[str, Stats]] = []
-    for checkpoint in (config.head, new):
-        head, _ = load_head(checkpoint, target.info, target.dtype)
-        stats.append(_stats_by_kind(replay, head.to(target.device).eval(), kinds, config.new_tokens))
-    old_by_kind, new_by_kind = stats
-    whole = Comparison("all", Stats.merged(old_by_kind.values()), Stats.merged(new_by_kind.values()))
-    return [whole, *(Comparison(kind, old_by_kind[kind], new_by_kind[kind]) for kind in kinds)]
-
-
-def report(config: AdaptConfig, comparisons: Sequence[Comparison], taken: bool) -> str:
-    """The judgement as a page: acceptance lengths by kind, and what follows."""
-    whole = comparisons[0]
-    low, high = whole.interval
-    lines = [
-        f"# {config.head} adapted to {config.recorded}",
-        "",
-        f"{len(whole.new.rows)} of the newest answers, {config.new_tokens} tokens at most, drafted in chains.",
-        "",
-        "| kind | answers | acceptance length before | after | difference, 95 % |",
-        "|---|---|---|---|---|",
-    ]
-    for each in comparisons:
-        begin, end = each.interval
-        interval = "-" if math.isnan(begin) or len(each.new.rows) < 2 else f"{begin:+.2f} to {end:+.2f}"
-        lengths = f"{each.old.acceptance_length:.2f} | {each.new.acceptance_length:.2f}"
-        lines.append(f"| {each.kind or '(none)'} | {len(each.new.rows)} | {lengths} | {interval} |")
-    lines.append("")
-    if len(comparisons) == 2:
-        lines += ["All answers are of one kind: what the new head does to others was not measured.", ""]
-    if taken:
-        lines.append(f"Taken: {Path(config.output) / 'best'}")
-    elif high < 0:
-        lines.append(f"Not taken: the new head accepts less. Stay with {config.head}.")
-    else:
-        lines.append(
-            f"Not taken: the difference, {low:+.2f} to {high:+.2f}, does not exclude that nothing is gained. Stay with "
-            f"{config.head}, record more, or train longer (steps)."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _stats_by_kind(
-    target: StoredReplay, head: DraftHead, kinds: dict[str, list[Example]], new_tokens: int
-) -> dict[str, Stats]:
-    tree = TreeShape.chain(head.max_depth)
-    found: dict[str, Stats] = {}
-    for kind, examples in kinds.items():
-        prompts = [prompt_of(example) for example in examples]
-        found[kind] = greedy_answers(target, head, tree, prompts, new_tokens).stats
-    return found
+    assert config.replay is not None
+    source = open_source(config.replay)
+    tokenizer = load_tokenizer(config.target, manifest["revision"])
+    check_renders(tokenizer, [source], config.target)
+    target = target_facts(config.target, manifest["revision"]) or outer_modules_of(config, manifest)
+    data = DataConfig(sources=[config.replay], max_length=longest)
+    how = rendering(TrainConfig(target=config.target, output=config.output, data=data), target, tokenizer)
+    wanted = math.ceil(config.steps * config.batch_size * config.replay_share)
+    count = len(source.rows)
+    numbers = sorted(random.Random(0).sample(range(count), min(wanted, count)))
+    rows: list[dict[str, Any]] = []
+    unusable: list[ValueError] = []
+    for number, (where, value) in zip(numbers, source.reader.values(source.rows[numbers], numbers), strict=True):
+        try:
+            if isinstance(value, ValueError):
+                raise value
+            examples = how.encode(check_row(value, where), where, number)
+        except ValueError as error:
+            unusable.append(error)
+            continue
+        for example in examples:
+            mask = [int(own) for own in example.loss_mask]
+            rows.append({"input_ids": example.tokens, "loss_mask": mask})
+    if not rows:
+        why = unusable[0] if unusable else f"no answer begins within {longest} tokens, the longest that was recorded"
+        raise ValueError(f"{config.replay!r} holds no conversation that can be replayed: {why}")
+    if unusable:
+        log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
+    return rows
 
 
 def _linked(source: str, folder: Path) -> list[dict[str, Any]]:

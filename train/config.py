@@ -618,8 +618,9 @@ class AdaptConfig(CommandOptions):
     output: str = ""
     """Folder to write: the head, if it is better, to OUTPUT/best. Started again, the command resumes."""
     replay: str | None = None
-    """Folder of an older recording, part of which is trained on as well, so that what the head knew is
-    kept; null for none."""
+    """What is trained on as well, so that what the head knew is kept: a folder of an older recording, or a
+    file of conversations such as the head was trained on, whose states the target then computes; null for
+    nothing."""
     replay_share: float = 0.3
     """Share of the training sequences that are taken from `replay`."""
     held_out: float = 0.2

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -144,8 +145,10 @@ def evaluate(
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
 
-def difference_interval(prompts: list[list[int]], others: list[list[int]]) -> tuple[float, float]:
-    """95 % confidence interval of the difference of two acceptance lengths on the same prompts, paired.
+def difference_interval(
+    prompts: list[list[int]], others: list[list[int]], confidence: float = 0.95
+) -> tuple[float, float]:
+    """Confidence interval of the difference of two acceptance lengths on the same prompts, paired.
 
     Tokens and rounds of each prompt are clusters of two ratio estimates, as in `Stats.acceptance_length_interval`. With
     one prompt both ends are the difference; NaN without a round.
@@ -161,7 +164,8 @@ def difference_interval(prompts: list[list[int]], others: list[list[int]]) -> tu
         apart_N += sign * (tokens_N - mean * rounds_N) / rounds_N.sum()
         means.append(float(mean))
     count = len(pairs)
-    half = 0.0 if count == 1 else 1.96 * float((apart_N.square().sum() * count / (count - 1)).sqrt())
+    deviations = NormalDist().inv_cdf((1 + confidence) / 2)
+    half = 0.0 if count == 1 else deviations * float((apart_N.square().sum() * count / (count - 1)).sqrt())
     difference = means[0] - means[1]
     return difference - half, difference + half
 

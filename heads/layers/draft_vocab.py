@@ -10,14 +10,18 @@ from torch import Tensor
 
 
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
-    """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer."""
+    """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer.
+
+    Of tokens that are as frequent, the lower ids come first: tokenizers number tokens as they merge them, the most
+    frequent ones first.
+    """
     seen = int((token_counts_V > 0).sum())
     if seen < size:
         raise ValueError(
             f"{head} draft_vocab_size {size} is larger than the {seen} different answer tokens of the training data; "
             "choose a smaller one, or null for the whole vocabulary"
         )
-    return token_counts_V.topk(size).indices.sort().values
+    return token_counts_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:

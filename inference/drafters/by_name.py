@@ -124,6 +124,12 @@ def check_chains(target: Target, tree: TreeSpec) -> None:
             )
 
 
+def chains_alone(target: Target) -> bool:
+    """Whether "auto" chooses between chains alone: trees cannot be checked, or do not pay."""
+    # A state follows one path of a tree at a time, from the row's pending tokens on.
+    return target.stateful is not None or target.engine.chains_only
+
+
 def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
     """Whether `make_drafter` needs the cost of rounds on this machine, to choose between trees."""
     if head is None or not adaptive or tree != "auto":
@@ -187,9 +193,7 @@ def _head_drafter(
     if tree != "auto":
         return tree_drafter(head, tree, modules)
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    # A state follows one path of a tree at a time, from the row's pending tokens on: trees do not pay.
-    chains = target.stateful is not None or target.engine.chains_only
-    policies = auto_trees(head, metadata, _machine(target), costs, chains)
+    policies = auto_trees(head, metadata, _machine(target), costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]
     trees = []

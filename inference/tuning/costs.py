@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ from ...heads.base import DraftHead, dtype_name
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
 from ..engines.cpu_decoder import is_packed
+from ..engines.eager import EagerEngine
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..stats import Stats
 from ..target import Target
-from .machine import measured_once, seconds_in_turns
+from .machine import kept_measurements, measured_once, seconds_in_turns
 from .round_costs import SIZES, RoundCosts
 from .tree_spec import DynamicShape, TreePolicy, TreeShape
 
@@ -42,23 +44,13 @@ TIMED_WIDTHS = (2, 8)
 """Their widths."""
 CHUNK_TOKENS = 2048
 """Tokens of a text that are read at once."""
+EIGHT_BITS = ", 8 bits"
+"""End of the name of what a head costs that drafts with weights of 8 bits."""
 
 
 def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
     """Costs of steps on this machine, measured now or earlier; models of the same dimensions cost the same."""
-    info, model, drafts = target.info, target.model, "no head"
-    if head is not None:
-        weights = sum(weight.numel() for weight in head.parameters())
-        drafts = f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
-        drafts += ", 8 bits" if is_packed(head) else ""
-    kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
-    name = (  # all that the cost depends on, but for the values of the weights
-        f"seconds of a round: {type(model).__name__}, "
-        f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
-        f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
-        f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
-        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}, {target.engine.name}; {drafts}"
-    )
+    name = f"{_target_name(target)}, {target.engine.name}; {_head_name(head)}"
 
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
@@ -66,6 +58,50 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
             return {"forward": found.forward, "draft": found.draft, "reading": found.reading}
 
     return measured_once(target.device, name, measure, RoundCosts.read)
+
+
+def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
+    """Costs of steps that this machine has kept for models of these dimensions, whichever engine ran; else None.
+
+    Those of our kernels or of CUDA graphs come before those of transformers' own operations.
+    """
+    begin = f"{_target_name(target)}, "
+    end = f"; {head_shape(head)}"
+    kept = {
+        name.removesuffix(EIGHT_BITS): value
+        for name, value in kept_measurements(target.device).items()
+        if name.startswith(begin) and name.removesuffix(EIGHT_BITS).endswith(end)
+    }
+    for name in sorted(kept, key=lambda name: name == f"{begin}{EagerEngine.name}{end}"):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):  # another version wrote it
+            return RoundCosts.read(kept[name])
+    return None
+
+
+def head_shape(head: DraftHead) -> str:
+    """All of a head that the cost of its drafts depends on, the values of its weights aside."""
+    weights = sum(weight.numel() for weight in head.parameters())
+    return f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
+
+
+def _head_name(head: DraftHead | None) -> str:
+    if head is None:
+        return "no head"
+    return head_shape(head) + (EIGHT_BITS if is_packed(head) else "")
+
+
+def _target_name(target: Target) -> str:
+    """All of a target that the cost depends on, the values of its weights and its engine aside."""
+    info = target.info
+    model = target.model
+    kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
+    return (
+        f"seconds of a round: {type(model).__name__}, "
+        f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
+        f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
+        f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
+        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}"
+    )
 
 
 @torch.inference_mode()

@@ -167,7 +167,7 @@ def measured_once(
     `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError or AttributeError
     for another one. None, for what could not be measured, is not kept; nor is a `timing` of a busy machine.
     """
-    machine = f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
+    machine = _machine(device)
     for kept in (_measured, _on_disk()):
         try:
             return read(kept[machine][name])
@@ -193,6 +193,18 @@ def measured_once(
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
     return read(found)
+
+
+def kept_measurements(device: torch.device) -> dict[str, Any]:
+    """All that was measured of this machine, by its name, in this process or an earlier one."""
+    machine = _machine(device)
+    on_disk = _on_disk().get(machine)
+    return (on_disk if isinstance(on_disk, dict) else {}) | _measured.get(machine, {})
+
+
+def _machine(device: torch.device) -> str:
+    """The machine's key in the file."""
+    return f"{hardware(device)}, torch {torch.__version__}, format {FORMAT}"
 
 
 def _clocks() -> tuple[float, float]:

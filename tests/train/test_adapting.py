@@ -13,7 +13,9 @@ from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.recorded_folder import recorded_row
+from headstart.inference.recorded_folder import keep_costs, recorded_row
+from headstart.inference.tuning.costs import head_shape
+from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped
 from headstart.train import adapting
@@ -144,3 +146,100 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(config, begun
         path.unlink()
     adapt(config)
     assert (tmp_path / "new" / "report.md").exists()
+
+
+def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught, tmp_path):
+    """The old head can draft none of their tokens; the new one has as many tokens, theirs among them."""
+    paths = recorded_files(begun / "recorded")
+    used = set()
+    for row in map(recorded_row, paths):
+        used |= {token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own}
+    target = Target.from_pretrained(str(taught), torch.float32)
+    counts_V = torch.arange(target.info.vocab_size, 0, -1)
+    counts_V[list(used)] = 0
+    head = build_head("medusa", {"num_heads": 2, "draft_vocab_size": 100}, target.info)
+    head.initialize(target.modules, counts_V)
+    save_head(head, tmp_path / "narrow", CheckpointMetadata())
+    assert not used & set(head.vocabulary().tolist())
+    adapt(dataclasses.replace(config, head=str(tmp_path / "narrow")))
+    new, _ = load_head(tmp_path / "new" / "training" / "last")
+    lines = (tmp_path / "new" / "recorded" / "training.jsonl").read_text().splitlines()
+    learned = set()
+    for row in map(json.loads, lines):
+        learned |= {token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own}
+    vocabulary = set(new.vocabulary().tolist())
+    assert new.draft_vocab_size == 100 and len(learned & vocabulary) >= 0.9 * len(learned)  # a tenth evaluates
+    kept = sorted(set(head.vocabulary().tolist()) & vocabulary)
+    assert kept == head.vocabulary().tolist()[: len(kept)], "those that a tokenizer merged last give way"
+    exchanged = len(vocabulary - set(kept))
+    report = (tmp_path / "new" / "report.md").read_text()
+    assert f"- The draft vocabulary has {exchanged} tokens that the old head could not draft." in report
+
+
+def test_conversations_of_a_file_are_replayed_with_states_that_the_target_computes(
+    config, begun, conversations_file, tmp_path
+):
+    rows = conversations_file.read_text().splitlines()
+    given = tmp_path / "first.jsonl"
+    given.write_text("\n".join([*rows[:9], json.dumps({"messages": [{"role": "nobody", "content": ""}]})]))
+    config = dataclasses.replace(config, replay=str(given), replay_share=0.4, steps=6)
+    adapt(config)
+    folder = tmp_path / "new" / "recorded"
+    replayed = [json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()]
+    assert len(replayed) == 9 and not (folder / "replay.jsonl").exists()
+    shards = set((folder / "states").glob("*.safetensors")) - set(recorded_files(folder / "states"))
+    assert shards, "their states are in the folder"
+    run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
+    assert run["features"]["mode"] == "cached"
+    assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 9)
+    given.unlink()
+    adapt(config)  # what was taken is kept
+
+
+def training_rows(folder):
+    return (folder / "training.jsonl").read_text().splitlines()
+
+
+def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
+    def refused(replay):
+        with pytest.raises(ValueError, match="replay") as caught:
+            adapt(dataclasses.replace(config, replay=str(replay), output=str(tmp_path / "refused")))
+        return str(caught.value)
+
+    assert "there is neither a recording nor a file at" in refused(tmp_path / "missing")
+    states = tmp_path / "states"
+    states.mkdir()
+    shutil.copy(begun / "recorded" / "manifest.json", states)
+    assert "holds states and no recorded answers; to replay what `headstart features` read, name its" in refused(states)
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
+    assert "holds no conversation that can be replayed" in refused(wrong)
+
+
+def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp_path, monkeypatch, capsys):
+    def stop(run):
+        raise Stopped("before training")
+
+    monkeypatch.setattr(adapting, "train", stop)
+    with pytest.raises(Stopped):
+        adapt(dataclasses.replace(config, recorded=str(begun / "older")))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "warning: all 16 answers in" in told and "are of one kind, 'tell': what the new head does to others" in told
+    with pytest.raises(Stopped):
+        adapt(dataclasses.replace(config, output=str(tmp_path / "several")))
+    assert "of one kind" not in capsys.readouterr().out
+
+
+def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_path):
+    recorded = tmp_path / "copied"
+    shutil.copytree(begun / "recorded", recorded)
+    head, _ = load_head(begun / "head")
+    keep_costs(recorded, head_shape(head), RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, 0.01), "a machine")
+    folder = adapt(dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), replay_share=0.4))
+    report = (tmp_path / "new" / "report.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
+    assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 32: before"
+    assert rows[0][8:] == ["predicted speed: before", "after"]
+    assert float(rows[1][9]) > float(rows[1][8]) > 0.9
+    assert "by costs of rounds measured where the answers were recorded: a machine." in report
+    assert folder is not None and f"Taken: {folder}" in report

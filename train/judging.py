@@ -1,0 +1,367 @@
+"""Judgement of a head that has learned: it and the one before draft along answers that neither was trained on.
+
+Both draft in a chain as deep as they draft and in the trees that decoding chooses from, by replay. The new head is
+taken only if
+
+- its acceptance length in the chain is longer, with a 95 % confidence interval of the difference that excludes 0,
+- its predicted speed is higher, where the costs of rounds are known: of the judged trees the most tokens per second,
+- it is nowhere worse beyond chance: over all answers or those of a kind, in the chain or in the largest tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..heads.base import DraftHead
+from ..heads.checkpoints.save_load import load_head
+from ..inference.drafters.adaptive import candidate_chains, candidate_trees
+from ..inference.drafters.by_name import chains_alone
+from ..inference.feature_cache import FeatureCache
+from ..inference.models.dtypes import dtype_named
+from ..inference.models.loading import default_device, locate
+from ..inference.models.outer_modules import OuterTarget
+from ..inference.recorded_folder import recorded_costs
+from ..inference.speculative_lm import SpeculativeLM
+from ..inference.stats import Stats
+from ..inference.target import Target
+from ..inference.tuning.costs import head_shape, kept_costs
+from ..inference.tuning.machine import hardware
+from ..inference.tuning.round_costs import RoundCosts
+from ..inference.tuning.tree_search import default_dynamic_tree
+from ..inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
+from .config import AdaptConfig, EvalConfig
+from .data.chat_template import Example
+from .evaluate import difference_interval, greedy_answers, prompt_of
+from .features.stored import FolderStates, StoredReplay
+
+FEWEST_OF_KIND = 8
+"""Answers of a kind from which it is judged by itself: below, its interval is no better than a guess."""
+NODES = 16
+"""Nodes of the dynamic tree that is judged where decoding chooses from none."""
+NODES_TOGETHER = 512
+"""Nodes that are looked up at once, over all rows: their logits take memory."""
+Lengths = Mapping[TreePolicy, Stats]
+"""Statistics of drafts along the same answers, by tree."""
+
+
+@dataclass(frozen=True)
+class KnownCosts:
+    """Costs of rounds with each head, and where they come from."""
+
+    old: RoundCosts
+    new: RoundCosts
+    origin: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two heads along the same answers."""
+
+    kind: str
+    """Kind of the prompts."""
+    old: Lengths
+    new: Lengths
+
+    @property
+    def answers(self) -> int:
+        """Answers along which the heads drafted."""
+        return len(next(iter(self.new.values())).rows)
+
+    def interval(self, tree: TreePolicy, confidence: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of the new head's acceptance length less the old one's, paired by prompt."""
+        return difference_interval(self.new[tree].tokens_and_rounds, self.old[tree].tokens_and_rounds, confidence)
+
+    def speeds(self, costs: KnownCosts) -> tuple[float, float]:
+        """Predicted tokens per second of both heads, over that of plain decoding."""
+        return predicted_speed(self.old, costs.old), predicted_speed(self.new, costs.new)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether the new head is taken, and all that decides it."""
+
+    whole: Comparison
+    """Over all answers."""
+    kinds: Sequence[Comparison]
+    chain: TreePolicy
+    tree: TreePolicy | None
+    """The largest tree; None for a target that checks chains alone."""
+    costs: KnownCosts | None
+    """None if they are not known: then acceptance alone decides."""
+    new_tokens: int = 0
+    """Tokens of the draft vocabulary that the old head could not draft."""
+
+    @property
+    def trees(self) -> list[TreePolicy]:
+        """The trees whose acceptance lengths are compared."""
+        return [self.chain] if self.tree is None else [self.chain, self.tree]
+
+    @property
+    def longer(self) -> bool:
+        """Whether the new head accepts more in the chain, beyond chance: with a single prompt nothing is beyond it."""
+        return self.whole.answers > 1 and self.whole.interval(self.chain)[0] > 0
+
+    @property
+    def faster(self) -> bool:
+        """Whether the new head's predicted speed is higher; True if no costs are known."""
+        if self.costs is None:
+            return True
+        old, new = self.whole.speeds(self.costs)
+        return new > old
+
+    @property
+    def worse(self) -> list[Comparison]:
+        """Where the new head accepts less beyond chance, in the chain or in the tree.
+
+        The intervals are wide enough that all of them hold together in 95 of 100 judgements (Bonferroni): of ten kinds
+        one would else look worse by chance in every fourth.
+        """
+        judged = [each for each in (self.whole, *self.kinds) if each.answers >= FEWEST_OF_KIND]
+        confidence = 1 - 0.05 / max(len(judged) * len(self.trees), 1)
+        return [each for each in judged if any(each.interval(tree, confidence)[1] < 0 for tree in self.trees)]
+
+    @property
+    def taken(self) -> bool:
+        """Whether the new head takes the place of the old one."""
+        return self.longer and self.faster and not self.worse
+
+
+def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str, Any]], new: Path) -> Judgement:
+    """Let the head of a config and a new one draft along recorded answers.
+
+    Args:
+        config: names target, old head, and the folder with the recorded states.
+        manifest: of the recorded states.
+        rows: the answers that are judged on.
+        new: the new head's checkpoint.
+
+    Raises:
+        ValueError: none of the answers is long enough.
+    """
+    recorded = Path(config.output) / "recorded"
+    target = outer_modules_of(config, manifest)
+    old_head = _loaded(config.head, target)
+    new_head = _loaded(new, target)
+    costs = known_costs(recorded, target, old_head, new_head)
+
+    by_prompt = {tuple(_example(row).prompt): row for row in rows}
+    examples = [_example(row) for row in by_prompt.values()]
+    source = FolderStates(FeatureCache(recorded / "states", manifest), target.max_positions)
+    wanted = EvalConfig(prompts=len(examples), new_tokens=config.new_tokens)
+    kinds: dict[str, list[Example]] = {}
+    for example in StoredReplay(target, source, examples).usable(examples, wanted):
+        kinds.setdefault(by_prompt[tuple(example.prompt)]["kind"], []).append(example)
+
+    trees = judged_trees(target, old_head, None if costs is None else costs.old)
+    comparisons = []
+    for kind, own in kinds.items():
+        old = {tree: _stats(target, source, old_head, tree, own, config.new_tokens) for tree in trees}
+        new_stats = {tree: _stats(target, source, new_head, tree, own, config.new_tokens) for tree in trees}
+        comparisons.append(Comparison(kind, old, new_stats))
+    whole = Comparison(
+        "all",
+        {tree: Stats.merged(each.old[tree] for each in comparisons) for tree in trees},
+        {tree: Stats.merged(each.new[tree] for each in comparisons) for tree in trees},
+    )
+    chain = trees[0]
+    largest = max((tree for tree in trees if isinstance(tree, DynamicShape)), key=lambda tree: tree.size, default=None)
+    exchanged = len(set(new_head.vocabulary().tolist()) - set(old_head.vocabulary().tolist()))
+    return Judgement(whole, comparisons, chain, largest, costs, exchanged)
+
+
+def outer_modules_of(config: AdaptConfig, manifest: dict[str, Any]) -> Target:
+    """The target without its blocks; whole, if it is a GGUF file, whose tensors cannot be read alone."""
+    _, gguf = locate(config.target)
+    loading = OuterTarget if gguf is None else Target
+    return loading.load(config.target, dtype_named(manifest["dtype"]), default_device(), manifest["revision"])
+
+
+def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> list[TreePolicy]:
+    """A chain as deep as the head, then the trees that decoding chooses from.
+
+    One with branches is among them even if none pays here, or if no costs are known.
+    """
+    chain = TreeShape.chain(head.max_depth)
+    others: list[TreePolicy] = []
+    if chains_alone(target):
+        others = [] if costs is None else candidate_chains(head, costs)
+    else:
+        others = [] if costs is None else candidate_trees(head, None, costs)
+        if not any(isinstance(tree, DynamicShape) for tree in others):
+            others.append(default_dynamic_tree(head.max_depth, NODES))
+    return [chain, *(tree for tree in others if tree != chain)]
+
+
+def known_costs(recorded: Path, target: Target, old: DraftHead, new: DraftHead) -> KnownCosts | None:
+    """Costs of rounds with two heads: of the machine that recorded, else of this one; None if nobody measured them.
+
+    A head of another shape than the old one, whose costs are known, is taken to draft in proportion to its weights: on
+    one row, drafts wait for them.
+
+    Args:
+        recorded: folder with the costs that the recording brought.
+        target: the target; where it is here with its blocks, costs are measured.
+        old: the head that was used while recording.
+        new: the one that may take its place.
+    """
+    found = recorded_costs(recorded, head_shape(old))
+    if found is not None:
+        costs, machine = found
+        origin = f"measured where the answers were recorded: {machine}"
+    else:
+        kept = kept_costs(target, old)
+        if kept is not None:
+            costs = kept
+            origin = f"kept from earlier on this machine: {hardware(target.device)}"
+        elif isinstance(target, OuterTarget):
+            return None
+        else:
+            costs = SpeculativeLM.from_pretrained(target, head=old, tree="chain:1").costs
+            origin = f"measured now on this machine: {hardware(target.device)}"
+    if head_shape(new) == head_shape(old):
+        return KnownCosts(costs, costs, origin)
+    ratio = _weights(new) / _weights(old)
+    scaled = replace(costs, draft=costs.draft * ratio, node=costs.node * ratio)
+    return KnownCosts(costs, scaled, f"{origin}; drafts of the new head by its {ratio:.2f} times as many weights")
+
+
+def predicted_speed(lengths: Lengths, costs: RoundCosts) -> float:
+    """Tokens per second with the tree that has most, over those of plain decoding; NaN without a round.
+
+    A chain that may end early is taken to be whole in each round: with one that estimates acceptance the speed is the
+    least that is to be expected.
+    """
+    rates = [costs.rate(tree, stats.acceptance_length) for tree, stats in lengths.items() if stats.rounds]
+    return costs.plain * max(rates) if rates else math.nan
+
+
+def report(config: AdaptConfig, judgement: Judgement) -> str:
+    """The judgement as a page: what changed for which kind of prompt, and what follows."""
+    columns = ["kind", "answers"]
+    for tree in judgement.trees:
+        columns += [f"{_named(tree)}: before", "after", "difference, 95 %"]
+    if judgement.costs is not None:
+        columns += ["predicted speed: before", "after"]
+    lines = [
+        f"# {config.head} adapted to {config.recorded}",
+        "",
+        f"Acceptance along {judgement.whole.answers} of the newest answers, {config.new_tokens} tokens at most.",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
+    for each in (judgement.whole, *judgement.kinds):
+        cells = [_kind(each), str(each.answers)]
+        for tree in judgement.trees:
+            cells += [f"{side[tree].acceptance_length:.2f}" for side in (each.old, each.new)]
+            low, high = each.interval(tree)
+            cells.append("-" if math.isnan(low) or each.answers < 2 else f"{low:+.2f} to {high:+.2f}")
+        if judgement.costs is not None:
+            cells += ["-" if math.isnan(speed) else f"{speed:.2f}" for speed in each.speeds(judgement.costs)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    if judgement.costs is None:
+        lines.append(
+            "Judged by acceptance alone: no costs of rounds are known for this target and head. A recording by a "
+            "decoder that chooses its trees (tree auto) keeps them."
+        )
+    else:
+        lines.append(
+            "Predicted speed is relative to plain decoding: tokens per second with the fastest of the judged trees, by "
+            f"costs of rounds {judgement.costs.origin}."
+        )
+    lines += ["", *_changes(judgement), "", _verdict(config, judgement)]
+    return "\n".join(lines) + "\n"
+
+
+def _changes(judgement: Judgement) -> list[str]:
+    """Kinds of prompt by what changed, and other changes, a line each."""
+    worse = [each.kind for each in judgement.worse if each is not judgement.whole]
+    groups: dict[str, list[str]] = {"Better": [], "Worse": [], "No difference": [], "Too few": []}
+    for each in judgement.kinds:
+        if each.answers < FEWEST_OF_KIND:
+            groups["Too few"].append(_kind(each))
+        elif each.kind in worse:
+            groups["Worse"].append(_kind(each))
+        elif each.interval(judgement.chain)[0] > 0:
+            groups["Better"].append(_kind(each))
+        else:
+            groups["No difference"].append(_kind(each))
+    too_few = ", ".join(groups.pop("Too few"))
+    lines = [f"- {name} beyond chance: {', '.join(kinds)}." for name, kinds in groups.items() if kinds]
+    if too_few:
+        lines.append(f"- Fewer than {FEWEST_OF_KIND} answers, not judged by themselves: {too_few}.")
+    if judgement.new_tokens:
+        lines.append(f"- The draft vocabulary has {judgement.new_tokens} tokens that the old head could not draft.")
+    if len(judgement.kinds) == 1:
+        lines.append("- All answers are of one kind: what the new head does to others was not measured.")
+    return lines
+
+
+def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
+    if judgement.taken:
+        return f"Taken: {Path(config.output) / 'best'}"
+    reasons = []
+    low, high = judgement.whole.interval(judgement.chain)
+    if high < 0:
+        reasons.append("the new head accepts less")
+    elif not judgement.longer:
+        reasons.append(f"the difference, {low:+.2f} to {high:+.2f}, does not exclude that nothing is gained")
+    worse = [_kind(each) for each in judgement.worse if each is not judgement.whole]
+    if worse:
+        reasons.append(f"it is worse beyond chance on {', '.join(worse)}")
+    elif judgement.worse and high >= 0:
+        reasons.append("it accepts less in trees")
+    if not judgement.faster:
+        reasons.append("its predicted speed is not higher")
+    advice = f"Stay with {config.head}."
+    if high >= 0:
+        advice = f"Stay with {config.head}, record more, or train longer (steps)."
+    if worse:
+        advice = f"Stay with {config.head}, record more of what got worse, or name older data (replay)."
+    return f"Not taken: {'; '.join(reasons)}. {advice}"
+
+
+def _kind(comparison: Comparison) -> str:
+    return comparison.kind.replace("|", "\\|") or "(none)"  # a bar would end the cell of a table
+
+
+def _named(tree: TreePolicy) -> str:
+    if isinstance(tree, TreeShape) and tree.is_chain:
+        return f"chain of {tree.depth}"
+    return f"tree of {tree.size}"
+
+
+def _weights(head: DraftHead) -> int:
+    return sum(weight.numel() for weight in head.parameters())
+
+
+def _loaded(checkpoint: str | Path, target: Target) -> DraftHead:
+    head, _ = load_head(checkpoint, target.info, target.dtype)
+    return head.to(target.device).eval()
+
+
+def _example(row: dict[str, Any]) -> Example:
+    return Example(row["input_ids"], [bool(own) for own in row["loss_mask"]])
+
+
+def _stats(
+    target: Target,
+    source: FolderStates,
+    head: DraftHead,
+    tree: TreePolicy,
+    examples: list[Example],
+    new_tokens: int,
+) -> Stats:
+    """Statistics of a head's drafts along answers, some of which are in memory at a time."""
+    rows = max(1, NODES_TOGETHER // tree.size)
+    parts = []
+    for start in range(0, len(examples), rows):
+        some = examples[start : start + rows]
+        prompts = [prompt_of(example) for example in some]
+        parts.append(greedy_answers(StoredReplay(target, source, some), head, tree, prompts, new_tokens).stats)
+    return Stats.merged(parts)
