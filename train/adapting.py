@@ -172,7 +172,10 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         data=DataConfig(sources=[str(source) for source in sources], weights=weights, held_out=0.1, max_length=longest),
         # A GGUF file's embedding and LM head cannot be read alone.
         features=FeaturesConfig(
-            mode="stored" if gguf is None else "cached", folder=str(folder / "states"), format=manifest["format"]
+            mode="stored" if gguf is None else "cached",
+            folder=str(folder / "states"),
+            format=manifest["format"],
+            on_policy=config.on_policy,
         ),
         optim=OptimConfig(lr=config.lr),
         loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=max(config.steps // 4, 1)),
