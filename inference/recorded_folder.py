@@ -199,7 +199,9 @@ def recorded_drafts(path: Path) -> RecordedDrafts | None:
     if checksum is None or int(checksum) != _checksum(tensors):
         raise ValueError(f"{path} is corrupt: its rejected drafts are not those that were written; remove it")
     numbers = tensors["rejected"].long()
-    return RecordedDrafts(*numbers.unbind(), tensors["rejected_states"], tensors.get("rejected_scales"))
+    return RecordedDrafts(
+        *numbers.unbind(), states_MD=tensors["rejected_states"], scales_M=tensors.get("rejected_scales")
+    )
 
 
 def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class RecordedRounds:
         depths_M = torch.cat([part.depths_M for part in parts])
         order_M = depths_M.argsort(stable=True)
         scales = [part.scales_M for part in parts if part.scales_M is not None]
-        drafts = BatchDrafts(
+        together = BatchDrafts(
             positions_M=torch.cat(positions)[order_M],
             depths_M=depths_M[order_M],
             tokens_M=torch.cat([part.tokens_M for part in parts])[order_M],
@@ -90,7 +90,7 @@ class RecordedRounds:
             states_MD=torch.cat([part.states_MD for part in parts])[order_M],
             scales_M=torch.cat(scales)[order_M] if scales else None,
         )
-        return replace(batch, drafts=drafts)
+        return replace(batch, drafts=together)
 
     def _drafts_of(self, tokens_T: torch.Tensor) -> RecordedDrafts | None:
         """The rejected drafts of a sequence, as far as it goes; None if none are known."""
@@ -100,4 +100,5 @@ class RecordedRounds:
             return None
         chosen_M = (drafts.roots_M + drafts.depths_M + 1 < len(tokens_T)) & (drafts.roots_M * GOLDEN % 1 < self.share)
         scales_M = None if drafts.scales_M is None else drafts.scales_M[chosen_M]
-        return RecordedDrafts(*drafts.numbers[:, chosen_M].unbind(), drafts.states_MD[chosen_M], scales_M)
+        numbers_4M = drafts.numbers[:, chosen_M]
+        return RecordedDrafts(*numbers_4M.unbind(), states_MD=drafts.states_MD[chosen_M], scales_M=scales_M)
