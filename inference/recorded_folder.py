@@ -70,22 +70,32 @@ class AnswerMarks:
 class RecordedDrafts:
     """M rejected drafts of an answer, and those drafted after them, sorted by round and depth."""
 
-    roots_M: Tensor
-    """Index of the root of the draft's round in the sequence."""
-    depths_M: Tensor
-    """Tokens between the root and the draft, which is counted: at least 1."""
-    tokens_M: Tensor
-    next_tokens_M: Tensor
-    """The target's most likely token after each draft."""
+    numbers_4M: Tensor
+    """Of each draft the four numbers that a file has of it."""
     states_MD: Tensor
     """The target's states after the final norm: in the folder's format, or as they were computed."""
     scales_M: Tensor | None = None
     """Scales of states in int8."""
 
     @property
-    def numbers(self) -> Tensor:
-        """What is not states, [4, M]."""
-        return torch.stack([self.roots_M, self.depths_M, self.tokens_M, self.next_tokens_M])
+    def roots_M(self) -> Tensor:
+        """Index of the root of the draft's round in the sequence."""
+        return self.numbers_4M[0]
+
+    @property
+    def depths_M(self) -> Tensor:
+        """Tokens between the root and the draft, which is counted: at least 1."""
+        return self.numbers_4M[1]
+
+    @property
+    def tokens_M(self) -> Tensor:
+        """The drafts."""
+        return self.numbers_4M[2]
+
+    @property
+    def next_tokens_M(self) -> Tensor:
+        """The target's most likely token after each draft."""
+        return self.numbers_4M[3]
 
 
 class RecordedFolder:
@@ -198,10 +208,7 @@ def recorded_drafts(path: Path) -> RecordedDrafts | None:
     checksum = tensors.pop("rejected_checksum", None)
     if checksum is None or int(checksum) != _checksum(tensors):
         raise ValueError(f"{path} is corrupt: its rejected drafts are not those that were written; remove it")
-    numbers = tensors["rejected"].long()
-    return RecordedDrafts(
-        *numbers.unbind(), states_MD=tensors["rejected_states"], scales_M=tensors.get("rejected_scales")
-    )
+    return RecordedDrafts(tensors["rejected"].long(), tensors["rejected_states"], tensors.get("rejected_scales"))
 
 
 def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -217,7 +224,7 @@ def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 def _rejected_tensors(rejected: RecordedDrafts, storage: str) -> dict[str, Tensor]:
     """Rejected drafts as tensors of a file."""
     states_M1D, scales_M1 = encoded(rejected.states_MD[:, None], storage)
-    tensors = {"rejected": rejected.numbers.int(), "rejected_states": states_M1D[:, 0].contiguous()}
+    tensors = {"rejected": rejected.numbers_4M.int(), "rejected_states": states_M1D[:, 0].contiguous()}
     if scales_M1 is not None:
         tensors["rejected_scales"] = scales_M1[:, 0].contiguous()
     return {**tensors, "rejected_checksum": torch.tensor([_checksum(tensors)])}

@@ -511,7 +511,7 @@ def rejected_drafts(tokens: list[int], drafted: Sequence[DraftedPath], states_TL
         ]
         numbers.append(torch.stack(rows))
         states.append(path.states_AD[first:length])
-    return RecordedDrafts(*torch.cat(numbers, dim=1).unbind(), states_MD=torch.cat(states))
+    return RecordedDrafts(torch.cat(numbers, dim=1), torch.cat(states))
 
 
 def start_recording(

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -245,7 +245,7 @@ def run_steps(
     joint_from = round(config.adapter.heads_first * steps)
     profiler = StepProfiler(config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1)
     # As long as the deepest draft, so that every depth gives every process a gradient.
-    read = features.read_ahead
+    read: Callable[[Batch, int], Batch] = features.read_ahead
     if config.features.on_policy > 0:
         assert config.features.folder is not None
         longest = min(config.data.max_length, target.max_positions)

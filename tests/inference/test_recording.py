@@ -498,7 +498,7 @@ def check_drafts(target, folder, atol=1e-5):
         states_MD = drafts.states_MD
         if drafts.scales_M is not None:
             states_MD = states_MD * drafts.scales_M[:, None]
-        entries = list(zip(*drafts.numbers.tolist()))
+        entries = list(zip(*drafts.numbers_4M.tolist()))
         assert len(entries) == len(states_MD)
         for root in sorted({entry[0] for entry in entries}):
             places = [place for place, entry in enumerate(entries) if entry[0] == root]
@@ -612,7 +612,7 @@ def test_drafts_whose_states_are_not_finite_are_left_out():
     path = recording.DraftedPath(3, torch.tensor([[7, 8, 9], [1, 2, 3], [1, 1, 1]]), torch.ones(3, 2))
     path.states_AD[2, 0] = torch.inf
     kept = recording.rejected_drafts(list(range(9)), [path], torch.zeros(8, 1, 2))
-    assert kept.numbers.tolist() == [[3, 3], [1, 2], [7, 8], [1, 2]]
+    assert kept.numbers_4M.tolist() == [[3, 3], [1, 2], [7, 8], [1, 2]]
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "no checksum"])

@@ -101,8 +101,9 @@ class Batch:
         found = {name: getattr(self, name) for name in tensors}
         pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
         if self.drafts is not None:
-            tensors = {name: tensor.pin_memory() for name, tensor in vars(self.drafts).items() if tensor is not None}
-            pinned = replace(pinned, drafts=replace(self.drafts, **tensors))
+            given = vars(self.drafts).items()
+            drafts = {name: tensor.pin_memory() for name, tensor in given if tensor is not None}
+            pinned = replace(pinned, drafts=replace(self.drafts, **drafts))
         if self.positions_BT is not None:
             pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()  # where cached_property keeps it
         return pinned

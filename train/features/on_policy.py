@@ -100,5 +100,4 @@ class RecordedRounds:
             return None
         chosen_M = (drafts.roots_M + drafts.depths_M + 1 < len(tokens_T)) & (drafts.roots_M * GOLDEN % 1 < self.share)
         scales_M = None if drafts.scales_M is None else drafts.scales_M[chosen_M]
-        numbers_4M = drafts.numbers[:, chosen_M]
-        return RecordedDrafts(*numbers_4M.unbind(), states_MD=drafts.states_MD[chosen_M], scales_M=scales_M)
+        return RecordedDrafts(drafts.numbers_4M[:, chosen_M], drafts.states_MD[chosen_M], scales_M)

@@ -24,7 +24,7 @@ from headstart.train.data.chat_template import Example
 from headstart.train.features.on_policy import RecordedRounds
 from headstart.train.features.online import CachedFeatures
 from headstart.train.features.stored import FolderStates, StoredFeatures
-from headstart.train.loop import load_inputs, train
+from headstart.train.loop import train
 
 HEAD = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 3}
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_trained_on_drafts_is_told(config, begun, changed, tmp_pa
         with pytest.raises(
             ValueError, match=r"features.on_policy trains a head on its own drafts, which \w+ with these"
         ):
-            load_inputs(changed(config, head=head), None)
+            train(changed(config, head=head))
     none = dataclasses.replace(config.features, folder=str(begun / "none"))
     with pytest.raises(
         ValueError, match=r"finds no drafts in '.*none'; record them with lm.record\(..., drafts=True\)"
