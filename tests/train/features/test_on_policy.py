@@ -21,7 +21,7 @@ from headstart.train.adapting import adapt
 from headstart.train.config import AdaptConfig, FeaturesConfig
 from headstart.train.data.batches import collate_rows
 from headstart.train.data.chat_template import Example
-from headstart.train.features.on_policy import RecordedRounds
+from headstart.train.features.on_policy import RecordedRounds, check_on_policy
 from headstart.train.features.online import CachedFeatures
 from headstart.train.features.stored import FolderStates, StoredFeatures
 from headstart.train.loop import train
@@ -174,17 +174,21 @@ def test_a_head_is_adapted_to_its_own_drafts(begun, taught, tmp_path):
     assert metadata.training["config"]["features"]["on_policy"] == 1.0
 
 
-def test_what_cannot_be_trained_on_drafts_is_told(config, begun, changed, tmp_path):
-    for head in ({"type": "medusa"}, {"type": "eagle"}, {"type": "mtp", "num_layers": 2, "depth": 2}):
-        with pytest.raises(
-            ValueError, match=r"features.on_policy trains a head on its own drafts, which \w+ with these"
-        ):
-            train(changed(config, head=head))
-    none = dataclasses.replace(config.features, folder=str(begun / "none"))
+def test_what_cannot_be_trained_on_drafts_is_told(config, begun, changed, tiny_target):
+    info = tiny_target(layers=4).info
+    message = r"features.on_policy trains a head on its own drafts, which \w+ with these options does not read"
+    unfit = (("medusa", {}), ("hydra", {}), ("dflash", {}), ("eagle", {}), ("mtp", {"num_layers": 2, "depth": 2}))
+    for kind, options in unfit:
+        with pytest.raises(ValueError, match=message):
+            check_on_policy(build_head(kind, options, info), kind)
+    for kind, options in (("eagle3", {"feature_layers": [0]}), ("eagle", {"train_steps": 2}), ("mtp", {})):
+        check_on_policy(build_head(kind, options, info), kind)
+    with pytest.raises(ValueError, match=message):
+        train(changed(config, head={"type": "medusa"}))
     with pytest.raises(
         ValueError, match=r"finds no drafts in '.*none'; record them with lm.record\(..., drafts=True\)"
     ):
-        train(changed(config, features=none, output=str(tmp_path / "none")))
+        RecordedRounds(begun / "none", 100, 1.0)
     for values, message in (
         ({"on_policy": 1.5}, r"features.on_policy is a share from 0 to 1, not 1.5"),
         ({"mode": "online"}, r"features.on_policy needs recorded answers: features.mode stored or cached"),
