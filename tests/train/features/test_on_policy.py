@@ -177,7 +177,7 @@ def test_a_head_is_adapted_to_its_own_drafts(begun, taught, tmp_path):
 def test_what_cannot_be_trained_on_drafts_is_told(config, begun, changed, tiny_target):
     info = tiny_target(layers=4).info
     message = r"features.on_policy trains a head on its own drafts, which \w+ with these options does not read"
-    unfit = (("medusa", {}), ("hydra", {}), ("dflash", {}), ("eagle", {}), ("mtp", {"num_layers": 2, "depth": 2}))
+    unfit = (("medusa", {}), ("hydra", {}), ("eagle", {}), ("mtp", {"num_layers": 2, "depth": 2}))
     for kind, options in unfit:
         with pytest.raises(ValueError, match=message):
             check_on_policy(build_head(kind, options, info), kind)
