@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import TargetFeatures
+from .base import RejectedDrafts, TargetFeatures
 from .layers.constants import upload
 
 
@@ -20,27 +20,31 @@ class DraftPositions:
     t + 1. The draft at depth k, counted from 0, is judged by the target's state at t + 1 + k and by
     the token at t + 2 + k.
 
-    Draft positions are sorted. If no position is left out, draft k of position n, where valid, is
-    judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then
-    enough for all depths.
+    Where the head's own rejected drafts take the place of the text, the state at the last of them judges instead, and
+    deeper drafts than the target has verified are not judged.
+
+    Draft positions are sorted. If no position is left out and none has rejected drafts, draft k of position n, where
+    valid, is judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then enough
+    for all depths.
     """
 
     index_N: Tensor
     rows_NK: Tensor
-    """The position whose target state judges the draft; the token after it is the true one."""
+    """Index in `TargetFeatures.judging_states_SD` of the state that judges the draft: the position in the flattened
+    tokens, or B * T and the number of a rejected draft."""
     valid_NK: Tensor
-    """True where the root and all drafts up to depth k lie in one answer."""
+    """True where the root and all drafts up to depth k lie in one answer, and there is a state to judge the draft."""
     per_row: tuple[int, ...] = ()
     """Draft positions in each row of the batch, if the loss mask is on the host, as in training."""
-    judged_U: Tensor | None = None
-    """The distinct positions in `rows_NK`, sorted, if some draft positions are left out; else None."""
-    places_NK: Tensor | None = None
-    """Index of each of `rows_NK` in `judged_U`, on the host."""
+    on_host_NK: Tensor | None = None
+    """`rows_NK` on the host, unless all positions with a draft are included and judged by the text alone."""
+    judged_by: int = 1
+    """Distinct states that judge the drafts of a position, on average, rounded up."""
 
     @property
     def all(self) -> bool:
-        """Whether every position that has a draft to judge is included."""
-        return self.judged_U is None
+        """Whether all positions with a draft are included and judged by the text alone."""
+        return self.on_host_NK is None
 
     @classmethod
     def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
@@ -72,12 +76,17 @@ class DraftPositions:
         rows_NK = (index_N[:, None] + 1 + depth_K).clamp(max=batch * time - 2)
         on_host = has_draft_BT.device.type == "cpu"
         per_row = tuple(has_draft_BT.sum(1).tolist()) if on_host else ()
-        judged_U = None
-        places_NK = None
-        if not every:
-            judged_U, places_NK = rows_NK.unique(return_inverse=True)
         valid_NK = valid_BTK.flatten(0, 1)[index_N]
-        positions = cls(index_N, rows_NK, valid_NK, per_row, judged_U, places_NK)
+        rejected = features.rejected
+        if rejected is not None and len(rejected.positions_M) > 0 and len(index_N) > 0:
+            rows_NK, valid_NK = _with_rejected(rejected, index_N, rows_NK, valid_NK, batch * time)
+            every = False
+        on_host_NK = None
+        judged_by = 1
+        if not every:
+            on_host_NK = rows_NK
+            judged_by = -(-len(rows_NK.unique()) // max(len(index_N), 1))
+        positions = cls(index_N, rows_NK, valid_NK, per_row, on_host_NK, judged_by)
         return positions._to(features.tokens_BT.device)
 
     @classmethod
@@ -90,14 +99,29 @@ class DraftPositions:
 
     def _to(self, device: torch.device) -> DraftPositions:
         """Copy to a device without waiting for it: the positions were counted on the host."""
-        judged_U = None if self.judged_U is None else upload(self.judged_U, device)
         return replace(
             self,
             index_N=upload(self.index_N, device),
             rows_NK=upload(self.rows_NK, device),
             valid_NK=upload(self.valid_NK, device),
-            judged_U=judged_U,
         )
+
+
+def _with_rejected(
+    rejected: RejectedDrafts, index_N: Tensor, rows_NK: Tensor, valid_NK: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Rows and validity with rejected drafts in the place of the text, of which the batch has so many `tokens`."""
+    depths = rows_NK.shape[1]
+    number_R = torch.full((tokens,), -1)
+    number_R[index_N] = torch.arange(len(index_N))
+    number_M = number_R[rejected.positions_M]
+    known_M = number_M >= 0  # not cut off, nor left out
+    deepest_N = torch.full_like(index_N, depths)
+    deepest_N.scatter_reduce_(0, number_M[known_M], rejected.depths_M[known_M], "amax", include_self=False)
+    judged_M = known_M & (rejected.depths_M < depths)
+    rows_NK = rows_NK.clone()
+    rows_NK[number_M[judged_M], rejected.depths_M[judged_M]] = tokens + judged_M.nonzero()[:, 0]
+    return rows_NK, valid_NK & (torch.arange(depths) <= deepest_N[:, None])
 
 
 def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:

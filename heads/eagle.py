@@ -118,6 +118,7 @@ class EagleHead(DraftHead):
     def __init__(self, config: EagleConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
+        self.test_steps = config.train_steps
         self.feature_layers = (-1,)
         shape = LayerShape.of(target, config)  # without norms of queries and keys: servers read a plain Llama layer
         self.shape, self.cached_layers = shape, config.num_layers
@@ -180,7 +181,7 @@ class EagleHead(DraftHead):
 
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
-        steps = self.config.train_steps if self.training else self.max_depth
+        steps = self.test_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
         hiddens = [state_1ND[0] for state_1ND in self.drafts(features, test, steps)]

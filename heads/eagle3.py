@@ -124,6 +124,7 @@ class Eagle3Head(OffsetVocabularyHead):
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
+        self.test_steps = config.train_steps or config.depth
         blocks, last = target.num_layers, target.num_layers - 2
         layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)
         if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
@@ -204,7 +205,7 @@ class Eagle3Head(OffsetVocabularyHead):
 
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
-        steps = (self.training and self.config.train_steps) or self.max_depth
+        steps = self.test_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(
             self.config.num_layers, features.sequences_BT, positions.index_N, self.config.sliding_window

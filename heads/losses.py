@@ -19,8 +19,8 @@ lies outside carry no loss.
 `depth_loss` is a pure function of a chunk of positions at one depth. `draft_loss` differentiates it
 chunk by chunk, so that no [positions, vocabulary] tensor outlives its chunk.
 
-Letters in tensor names: N draft positions, K depths, R positions of the flattened batch, U positions
-whose target state judges a chunk, D hidden size, V vocabulary, I ranks, and in the target's
+Letters in tensor names: N draft positions, K depths, S states of the target that may judge drafts, U
+states that judge a chunk, D hidden size, V vocabulary, I ranks, and in the target's
 distribution T its tokens: the draft vocabulary, or the most likely ones.
 """
 
@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from .base import HeadOutput, TargetFeatures, TargetModules
 from .draft_positions import DraftPositions
 from .layers.chunk_size import VOCABULARY_ON_CPU, chunk_elements
+from .layers.constants import upload
 from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
 from .objective import Objective
@@ -222,9 +223,7 @@ def draft_loss(
     draft_vocab_size = max(len(weight_VD) for weight_VD in lm_heads)
     target_logits = objective.target_logits(len(modules.lm_head.weight), draft_vocab_size)
     target = TargetDistribution.of(features, vocabulary_V, objective) if target_logits else None
-    # If positions are left out, each may be judged by states that judge no other one.
-    states = 1 if positions.all else depths
-    size = positions_at_once(device, max(target_logits * states, draft_vocab_size))
+    size = positions_at_once(device, max(target_logits * positions.judged_by, draft_vocab_size))
 
     dtype = at_least_fp32(hiddens[0][:0]).dtype
     loss = torch.zeros((), dtype=dtype, device=device)
@@ -263,16 +262,16 @@ def with_feature_loss(
     """Add `smooth_l1` to the output of `draft_loss`, if the objective has it.
 
     It is the smooth L1 distance between the feature [N, D] that a head predicts at step k and the target's at
-    t + 1 + k, the mean over D (EAGLE-1, arXiv:2401.15077, section 4.2).
+    t + 1 + k, or at the rejected draft in its place, the mean over D (EAGLE-1, arXiv:2401.15077, section 4.2).
     """
     share = objective.loss.get("smooth_l1", 0.0)
     if share == 0:
         return output
-    true_RD = at_least_fp32(features.last_BTD.flatten(0, 1))
+    true_SD = at_least_fp32(features.judging_states_SD)
     loss = output.loss
     losses = []
     for k, hidden_ND in enumerate(hiddens):
-        true_ND = true_RD[positions.rows_NK[:, k]]
+        true_ND = true_SD[positions.rows_NK[:, k]]
         apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), true_ND, reduction="none")
         losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
         loss = loss + objective.decay**k * losses[-1]
@@ -407,7 +406,7 @@ def _truths(
     """The truth at a chunk of positions, by depth."""
     rows_NK = positions.rows_NK[rows]
     judged_NK = positions.valid_NK[rows]
-    true_NK = features.tokens_BT.flatten()[rows_NK + 1]
+    true_NK = features.true_tokens_S[rows_NK]
     labels_NK = draft_ids(true_NK, vocabulary_V)
     valid_NK = judged_NK & (labels_NK >= 0)
     weights_NK = _depth_weights(chunk, labels_NK, valid_NK, objective, features.modules)
@@ -431,24 +430,16 @@ def _truths(
 
 
 def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice | Tensor]]:
-    """The positions whose target states judge a chunk, and the index among them of each depth's."""
+    """The states that judge a chunk, as `rows_NK` has them, and the index among them of each depth's."""
     rows_NK = positions.rows_NK
     count, depths = rows_NK.shape
     device = rows_NK.device
-    places: list[slice | Tensor] = []
-    if positions.judged_U is None or positions.places_NK is None:
+    if positions.on_host_NK is None:
         index_U = torch.arange(rows.start, rows.stop + depths - 1, device=device)
         judging_U = rows_NK[index_U.clamp(max=count - 1), 0]
-        for k in range(depths):
-            places.append(slice(k, k + rows.stop - rows.start))
-        return judging_U, places
-    places_NK = positions.places_NK[rows]
-    first = int(places_NK[0, 0])  # on the host; places grow with n and with k
-    last = int(places_NK[-1, -1])
-    moved_NK = (places_NK - first).to(device)
-    for k in range(depths):
-        places.append(moved_NK[:, k])
-    return positions.judged_U[first : last + 1], places
+        return judging_U, [slice(k, k + rows.stop - rows.start) for k in range(depths)]
+    judging_U, places_NK = positions.on_host_NK[rows].unique(return_inverse=True)
+    return upload(judging_U, device), list(upload(places_NK, device).unbind(1))
 
 
 @torch.no_grad()
@@ -481,7 +472,7 @@ class TargetDistribution:
     """The target's distribution at positions of a batch, from its states after the final norm."""
 
     modules: TargetModules
-    states_RD: Tensor
+    states_SD: Tensor
     weight_VD: Tensor
     """Rows of the LM head whose logits are computed."""
     bias_V: Tensor | None
@@ -499,14 +490,13 @@ class TargetDistribution:
             weight_VD = weight_VD[vocabulary_V]
             bias_V = None if bias_V is None else bias_V[vocabulary_V]
             vocabulary_V = None
-        states_RD = features.last_BTD.flatten(0, 1)
-        return cls(modules, states_RD, weight_VD, bias_V, vocabulary_V, objective)
+        return cls(modules, features.judging_states_SD, weight_VD, bias_V, vocabulary_V, objective)
 
     @torch.no_grad()
     def at(self, rows_U: Tensor) -> TargetProbs:
-        """Probabilities at some positions of the flattened batch, for all depths."""
+        """Probabilities at some of the states, for all depths."""
         losses = self.objective.over_vocabulary
-        states_UD = self.states_RD[rows_U].to(self.weight_VD.dtype)
+        states_UD = self.states_SD[rows_U].to(self.weight_VD.dtype)
         logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
         all_U1 = None
         if self.objective.needs_mass:

@@ -149,6 +149,8 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
+        if config.num_layers == 1:
+            self.test_steps = config.train_steps or min(STEPS, config.depth)
         self.feature_layers = (-1,)
         self.cached_layers = config.num_layers
         kind = config.layer or llama_layer(config, target)
@@ -275,7 +277,7 @@ class MtpHead(DraftHead):
         objective = objective or self.default_objective(self.config)
         steps = self.max_depth
         if self.training and self.config.num_layers == 1:
-            steps = self.config.train_steps or min(STEPS, self.max_depth)
+            steps = self.test_steps
         positions = DraftPositions.of(features, steps)
         weight = features.modules.lm_head.weight
         hiddens = [state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)]
@@ -292,16 +294,12 @@ class MtpHead(DraftHead):
             outputs = test.outputs(partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back)
             return [self._normed(0, out_BTD) for out_BTD in outputs]
         outputs = []
-        time = features.tokens_BT.shape[1]
-        column_T = torch.arange(time, device=features.tokens_BT.device)
         for k in range(steps):
             run: Callable[..., Tensor] = partial(self._run, k)
             if self.recompute and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False)
-            # Past the end, where no draft is judged, the last token stands for the next ones.
-            next_tokens_BT = features.tokens_BT[:, (column_T + 1 + k).clamp(max=time - 1)]
             positions_BT = features.position_ids_BT + k
-            out_BTD = run(next_tokens_BT, state_BTD, positions_BT, test.at(0), features.modules)
+            out_BTD = run(features.next_tokens_BT(k), state_BTD, positions_BT, test.at(0), features.modules)
             outputs.append(self._normed(k, out_BTD))
             state_BTD = self._fed_back(k, out_BTD)
         return outputs

@@ -206,7 +206,10 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             cache=str(folder / "tokens"),  # recorded texts stay in this folder
         ),
         features=FeaturesConfig(
-            mode="cached" if whole else "stored", folder=str(folder / "states"), format=manifest["format"]
+            mode="cached" if whole else "stored",
+            folder=str(folder / "states"),
+            format=manifest["format"],
+            on_policy=config.on_policy,
         ),
         optim=OptimConfig(lr=config.lr),
         # One evaluation, at the end: the newest answers judge the head.

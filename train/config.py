@@ -246,6 +246,10 @@ class FeaturesConfig:
     """Where this machine sees the folder to which the server writes; null for the server's own path."""
     server_seconds: float = 300.0
     """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
+    on_policy: float = 0.0
+    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them,
+    by heads that read their own drafts in training (eagle3; eagle and mtp with train_steps of at least 2). The answers
+    in `folder` must have been recorded with their drafts; modes stored and cached."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
 
@@ -272,6 +276,14 @@ def check_features(features: FeaturesConfig) -> None:
         )
     if features.server is not None and not features.server.startswith(("http://", "https://")):
         raise ValueError(f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}")
+    if not 0 <= features.on_policy <= 1:
+        raise ValueError(f"features.on_policy is a share from 0 to 1, not {features.on_policy}")
+    recorded = features.mode in ("stored", "cached") and features.folder is not None and not named
+    if features.on_policy > 0 and not recorded:
+        raise ValueError(
+            "features.on_policy needs recorded answers: features.mode stored or cached, and features.folder, without "
+            "states of a server"
+        )
     if features.server_seconds <= 0:
         raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
@@ -633,6 +645,9 @@ class AdaptConfig(CommandOptions):
     """Peak learning rate of AdamW."""
     new_tokens: int = 64
     """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
+    on_policy: float = 0.0
+    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them;
+    answers recorded with their drafts, and heads that read their own drafts in training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -640,5 +655,7 @@ class AdaptConfig(CommandOptions):
             share = getattr(self, name)
             if not 0 < share < 1:
                 raise ValueError(f"{name} is a share between 0 and 1, not {share}")
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(f"on_policy is a share from 0 to 1, not {self.on_policy}")
         if self.lr <= 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")

@@ -181,7 +181,7 @@ class TrainingTimeTest:
         recompute: bool,
         fed_back: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Teacher-forced outputs of every step, [B, T, D], or [1, N, D] at the draft positions.
+        """Outputs of every step, [B, T, D], or [1, N, D] at the draft positions, on the text or on rejected drafts.
 
         `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and the target's
         modules. `fed_back` maps its output to the state that the next step reads; None for the identity.
@@ -189,10 +189,8 @@ class TrainingTimeTest:
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
         found: list[Tensor] = []
-        column_T = torch.arange(features.tokens_BT.shape[1], device=features.tokens_BT.device)
         for step in range(steps):
-            # Past the end, where no draft is judged, the last token stands for the next ones.
-            next_tokens_BT = features.tokens_BT[:, (column_T + 1 + step).clamp(max=len(column_T) - 1)]
+            next_tokens_BT = features.next_tokens_BT(step)
             positions_BT = features.position_ids_BT + step
             if step > 0:
                 next_tokens_BT, positions_BT = self.at_drafts(next_tokens_BT), self.at_drafts(positions_BT)

@@ -54,8 +54,7 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 
     def measure() -> dict[str, Any]:
         with target.lock:  # another thread may be generating with the same kernels
-            found = _measured(target, head)
-            return {"forward": found.forward, "draft": found.draft, "reading": found.reading}
+            return _measured(target, head).kept()
 
     return measured_once(target.device, name, measure, RoundCosts.read)
 

@@ -57,9 +57,13 @@ class RoundCosts:
         expanded = 0 if isinstance(tree, SampledShape) else tree.expanded
         return length / self.seconds(tree.size, tree.depth, expanded)
 
+    def kept(self) -> dict[str, Any]:
+        """What a file keeps of measured costs; `read` parses it."""
+        return {"forward": self.forward, "draft": self.draft, "reading": self.reading}
+
     @classmethod
     def read(cls, kept: Any) -> RoundCosts:
-        """Parse what the machine's file holds.
+        """Parse what `kept` returned.
 
         Raises:
             ValueError: it holds no costs.

@@ -138,7 +138,7 @@ def test_speculators_drafts_and_trains_blocks_as_we_do(
         rows_NK=found.rows_NK[:anchors],
         valid_NK=found.valid_NK[:anchors],
         per_row=(anchors,),
-        all=False,
+        on_host_NK=found.rows_NK[:anchors],
     )
     assert bool(whole.valid_NK.all())
     monkeypatch.setattr(DraftPositions, "of", lambda *_: whole)
