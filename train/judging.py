@@ -75,6 +75,10 @@ class Comparison:
         """Confidence interval of the new head's acceptance length less the old one's, paired by prompt."""
         return difference_interval(self.new[tree].tokens_and_rounds, self.old[tree].tokens_and_rounds, confidence)
 
+    def better(self, tree: TreePolicy) -> bool:
+        """Whether the new head accepts more, beyond chance: with a single prompt nothing is beyond it."""
+        return self.answers > 1 and self.interval(tree)[0] > 0
+
     def speeds(self, costs: KnownCosts) -> tuple[float, float]:
         """Predicted tokens per second of both heads, over that of plain decoding."""
         return predicted_speed(self.old, costs.old), predicted_speed(self.new, costs.new)
@@ -102,8 +106,8 @@ class Judgement:
 
     @property
     def longer(self) -> bool:
-        """Whether the new head accepts more in the chain, beyond chance: with a single prompt nothing is beyond it."""
-        return self.whole.answers > 1 and self.whole.interval(self.chain)[0] > 0
+        """Whether the new head accepts more in the chain, beyond chance."""
+        return self.whole.better(self.chain)
 
     @property
     def faster(self) -> bool:

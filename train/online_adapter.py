@@ -34,12 +34,12 @@ from ..inference.recording import MAX_LENGTH
 from ..inference.speculative_lm import SpeculativeLM
 from ..inference.stats import Stats
 from ..inference.tuning.tree_spec import TreeShape
-from .adapting import Comparison
 from .data.batches import collate
 from .data.chat_template import Example
 from .evaluate import greedy_answers, prompt_of
 from .features.online import CachedFeatures
 from .features.stored import FolderStates, StoredReplay
+from .judging import Comparison
 
 SHORTEST = 2
 """Tokens of an answer, at least, along which heads can be compared."""
@@ -173,7 +173,7 @@ class OnlineAdapter:
             if number > 0 and number % self.judge_every == 0:
                 candidate = copy.deepcopy(self.head).to(target.dtype).eval().requires_grad_(False)
                 comparison = self._compare(cache, examples, candidate)
-                if comparison is not None and comparison.better:
+                if comparison is not None and comparison.better(TreeShape.chain(candidate.max_depth)):
                     self.lm.swap_head(candidate)
                     swapped = True
             loss = self._train(CachedFeatures(target, self.head, cache), examples)
@@ -230,7 +230,7 @@ class OnlineAdapter:
             replay = StoredReplay(target, source, answered)
             old.append(greedy_answers(replay, serving, tree, prompts, longest).stats)
             new.append(greedy_answers(replay, candidate, tree, prompts, longest).stats)
-        return Comparison("rollouts", Stats.merged(old), Stats.merged(new))
+        return Comparison("rollouts", {tree: Stats.merged(old)}, {tree: Stats.merged(new)})
 
     def _train(self, features: CachedFeatures, examples: list[Example]) -> float:
         """Make the optimizer steps of a recording; return the mean loss of an answer token."""

@@ -413,19 +413,20 @@ def test_the_environment_switches_recording_off(target, tokenizer, tmp_path, mon
 
 def test_states_that_are_not_finite_are_left_out(target, tokenizer, tmp_path):
     lm = model_with(target, "medusa")
-    with lm.record(tmp_path, tokenizer=tokenizer) as running:
-        weight = target.model.model.embed_tokens.weight
-        token = int(prompts(1)["inputs"][0, 0])
-        before = weight.data[token].clone()
-        try:
-            weight.data[token] = torch.nan
+    weight = target.model.model.embed_tokens.weight
+    token = int(prompts(1)["inputs"][0, 0])
+    before = weight.data[token].clone()
+    try:
+        weight.data[token] = torch.nan
+        lm.refresh()
+        with lm.record(tmp_path, tokenizer=tokenizer) as running:
             with pytest.raises(ValueError, match="no numbers"):
                 lm.generate(**prompts(1), **greedy())
-        finally:
-            weight.data[token] = before
+            lm.generate(prompts(1)["inputs"] * 0 + (token + 1) % 250, **greedy())
+    finally:
+        weight.data[token] = before
         lm.refresh()
-        lm.generate(**prompts(1), **greedy())
-    assert running.written == 1
+    assert running.written == 1, "of the answer that failed no token was chosen"
 
 
 WRITER = """
