@@ -55,8 +55,10 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=200, help="recorded answers of each kind")
     parser.add_argument("--limit", type=int, default=40, help="fresh prompts of each kind")
     parser.add_argument("--new-tokens", type=int, default=96, help="tokens of an answer")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--counts", type=int, nargs="*", default=[], help="recorded answers, for the curve")
+    parser.add_argument("--steps", type=int, default=AdaptConfig.steps)
+    parser.add_argument(
+        "--counts", type=int, nargs="*", default=[200], help="recorded answers to adapt to, of each kind alone"
+    )
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
     parser.add_argument("--no-replay", action="store_true", help="train on the new answers alone")
     args = parser.parse_args()
@@ -66,7 +68,7 @@ def main() -> None:
     general = None if args.no_replay else output / "recorded" / Path(args.general).stem
     measure = Measure(args, output)
     lines = [f"Hardware: {hardware()}.", ""]
-    for count in sorted({*args.counts, args.answers}):
+    for count in args.counts:
         adapted = {}
         for path in args.prompts:
             kind = Path(path).stem

@@ -191,12 +191,15 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     # A GGUF file's embedding and LM head cannot be read alone, and nobody has the states of conversations yet.
     whole = gguf is not None or (folder / CONVERSATIONS).exists()
     longest = max(len(row["input_ids"]) for row in rows)
+    options = {"type": name, **dataclasses.asdict(head.config)}
+    if head.draft_vocab_size < head.target.vocab_size:
+        options["draft_vocab_size"] = len(_drafted(head, rows))
     return TrainConfig(
         target=config.target,
         target_revision=manifest["revision"],
         target_dtype=manifest["dtype"],
         output=str(Path(config.output) / "training"),
-        head={"type": name, **dataclasses.asdict(head.config)},
+        head=options,
         init_from=config.head,
         data=DataConfig(
             sources=[str(source) for source in sources],
@@ -216,6 +219,18 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=config.steps),
         eval=EvalConfig(new_tokens=config.new_tokens),
     )
+
+
+def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:
+    """Tokens that the new head drafts: those of the old one, and those of the answers.
+
+    None gives way: which of them other texts need, the answers do not tell.
+    """
+    tokens = set(head.vocabulary().tolist())
+    for row in rows:
+        answer = zip(row["input_ids"], row["loss_mask"], strict=True)
+        tokens.update(token for token, own in answer if own)
+    return tokens
 
 
 def _take_replay(

@@ -633,15 +633,15 @@ class AdaptConfig(CommandOptions):
     """What is trained on as well, so that what the head knew is kept: a folder of an older recording, or a
     file of conversations such as the head was trained on, whose states the target then computes; null for
     nothing."""
-    replay_share: float = 0.3
+    replay_share: float = 0.5
     """Share of the training sequences that are taken from `replay`."""
     held_out: float = 0.2
     """Share of the answers that both heads are judged on, the newest ones."""
-    steps: int = 200
+    steps: int = 100
     """Optimizer steps."""
     batch_size: int = 8
     """Sequences of a step."""
-    lr: float = 1e-3
+    lr: float = 4e-4
     """Peak learning rate of AdamW."""
     new_tokens: int = 64
     """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""

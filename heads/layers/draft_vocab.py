@@ -25,8 +25,11 @@ def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
 
 
 def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:
-    """Counts by which, of two tokens that are as frequent, the one of an earlier draft vocabulary is chosen."""
-    favoured_V = token_counts_V.double()
+    """Counts by which, of two tokens that are as frequent, the one of an earlier draft vocabulary is chosen.
+
+    Every token counts for something: a draft vocabulary may be larger than the earlier one and the data together.
+    """
+    favoured_V = token_counts_V.double() + 0.25
     favoured_V[vocabulary_V] += 0.5
     return favoured_V
 
