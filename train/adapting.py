@@ -149,13 +149,21 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
             "which are judged on; record more, or lower held_out"
         )
     kinds = {row["kind"] for row in rows}
-    if len(kinds) == 1:
+    if len(kinds) == 1 and config.replay is None:
         log.warning(
             f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what the new head does "
             "to others is not measured; record others too, or keep what the head knows by older data (replay)"
         )
     if config.replay is not None:
-        _take_replay(config, folder, manifest, rows, prompts)
+        file, replayed = _replayed(config, manifest, rows, states)
+        replayed = [row for row in replayed if _prompt(row) not in prompts]
+        if not replayed:
+            raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
+        if file == REPLAYED and len(replayed) >= FEWEST:
+            replayed, older = divided(replayed, config.held_out)
+            learned = {_prompt(row) for row in training}
+            judged += [{**row, "replayed": True} for row in older if _prompt(row) not in learned]
+        _write_rows(folder / file, replayed)
     known = Path(config.recorded) / COSTS
     if known.exists():
         write_whole(folder / COSTS, known.read_text(encoding="utf-8"))
@@ -233,46 +241,37 @@ def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:
     return tokens
 
 
-def _take_replay(
-    config: AdaptConfig,
-    folder: Path,
-    manifest: dict[str, Any],
-    rows: list[dict[str, Any]],
-    judged: set[tuple[int, ...]],
-) -> None:
-    """Keep what is replayed: recorded answers with their states, or conversations, whose states training computes.
+def _replayed(
+    config: AdaptConfig, manifest: dict[str, Any], rows: list[dict[str, Any]], states: Path
+) -> tuple[str, list[dict[str, Any]]]:
+    """The file for what is replayed, and its rows: recorded answers, whose states are linked, or conversations.
 
-    `rows` are the recorded answers, `judged` the prompts that are judged on and so are left out.
+    `rows` are the recorded answers.
     """
     assert config.replay is not None
     given = Path(config.replay)
     if given.is_file():
-        file = folder / CONVERSATIONS
-        replayed = _conversations(config, manifest, longest=max(len(row["input_ids"]) for row in rows))
-    elif (given / MANIFEST).exists():
-        file = folder / REPLAYED
-        other = _manifest(config.replay)
-        if other != manifest:
-            name = next(name for name in manifest if other.get(name) != manifest[name])
-            raise ValueError(
-                f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and {config.recorded!r} with "
-                f"{manifest[name]!r}; replay a recording of the same target, layers and format"
-            )
-        replayed = _linked(config.replay, folder / "states")
-        if not replayed:
-            raise ValueError(
-                f"{config.replay!r} holds states and no recorded answers; to replay what `headstart features` read, "
-                "name its file of conversations, whose states are computed again"
-            )
-    else:
+        longest = max(len(row["input_ids"]) for row in rows)
+        return CONVERSATIONS, _conversations(config, manifest, longest)
+    if not (given / MANIFEST).exists():
         raise ValueError(
             f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of recorded answers, "
             "or a file of conversations such as the head was trained on (JSON Lines, Parquet)"
         )
-    replayed = [row for row in replayed if _prompt(row) not in judged]
+    other = _manifest(config.replay)
+    if other != manifest:
+        name = next(name for name in manifest if other.get(name) != manifest[name])
+        raise ValueError(
+            f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and {config.recorded!r} with "
+            f"{manifest[name]!r}; replay a recording of the same target, layers and format"
+        )
+    replayed = _linked(config.replay, states)
     if not replayed:
-        raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
-    _write_rows(file, replayed)
+        raise ValueError(
+            f"{config.replay!r} holds states and no recorded answers; to replay what `headstart features` read, name "
+            "its file of conversations, whose states are computed again"
+        )
+    return REPLAYED, replayed
 
 
 def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:

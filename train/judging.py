@@ -5,7 +5,8 @@ taken only if
 
 - its acceptance length in the chain is longer, with a 95 % confidence interval of the difference that excludes 0,
 - its predicted speed is higher, where the costs of rounds are known: of the judged trees the most tokens per second,
-- it is nowhere worse beyond chance: over all answers or those of a kind, in the chain or in the largest tree.
+- it is nowhere worse beyond chance: over all answers, those of a kind or those of older data that are replayed, in the
+  chain or in the largest tree.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ FEWEST_OF_KIND = 8
 """Answers of a kind from which it is judged by itself: below, its interval is no better than a guess."""
 NODES = 16
 """Nodes of the dynamic tree that is judged where decoding chooses from none."""
+OLDER = "(replayed)"
+"""Name of the kind of all answers that are replayed from older data."""
 NODES_TOGETHER = 512
 """Nodes that are looked up at once, over all rows: their logits take memory."""
 Lengths = Mapping[TreePolicy, Stats]
@@ -89,8 +92,9 @@ class Judgement:
     """Whether the new head is taken, and all that decides it."""
 
     whole: Comparison
-    """Over all answers."""
+    """Over all recorded answers."""
     kinds: Sequence[Comparison]
+    """By kind, and over the answers of older data that are replayed."""
     chain: TreePolicy
     tree: TreePolicy | None
     """The largest tree; None for a target that checks chains alone."""
@@ -158,7 +162,9 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
     wanted = EvalConfig(prompts=len(examples), new_tokens=config.new_tokens)
     kinds: dict[str, list[Example]] = {}
     for example in StoredReplay(target, source, examples).usable(examples, wanted):
-        kinds.setdefault(by_prompt[tuple(example.prompt)]["kind"], []).append(example)
+        row = by_prompt[tuple(example.prompt)]
+        kind = OLDER if row.get("replayed") else row["kind"]
+        kinds.setdefault(kind, []).append(example)
 
     trees = judged_trees(target, old_head, None if costs is None else costs.old)
     comparisons = []
@@ -166,10 +172,11 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
         old = {tree: _stats(target, source, old_head, tree, own, config.new_tokens) for tree in trees}
         new_stats = {tree: _stats(target, source, new_head, tree, own, config.new_tokens) for tree in trees}
         comparisons.append(Comparison(kind, old, new_stats))
+    recorded_kinds = [each for each in comparisons if each.kind != OLDER]
     whole = Comparison(
         "all",
-        {tree: Stats.merged(each.old[tree] for each in comparisons) for tree in trees},
-        {tree: Stats.merged(each.new[tree] for each in comparisons) for tree in trees},
+        {tree: Stats.merged(each.old[tree] for each in recorded_kinds) for tree in trees},
+        {tree: Stats.merged(each.new[tree] for each in recorded_kinds) for tree in trees},
     )
     chain = trees[0]
     largest = max((tree for tree in trees if isinstance(tree, DynamicShape)), key=lambda tree: tree.size, default=None)

@@ -23,6 +23,7 @@ from headstart.train.adapting import adapt
 from headstart.train.config import AdaptConfig
 
 NEW_TOKENS = 12
+ANSWERS = 24
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,11 @@ def begun(taught, tmp_path_factory):
     settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         with lm.record(folder / name, format="float32", tokenizer=tokenizer) as running:
-            for number in range(16):
+            for number in range(ANSWERS):
                 kind = words[number % len(words)]
                 ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
                 lm.generate(ids, kind=kind, **settings)
-        assert running.written == 16
+        assert running.written == ANSWERS
     return folder
 
 
@@ -63,7 +64,7 @@ def config(begun, taught, tmp_path):
 
 
 def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_path, monkeypatch):
-    config = dataclasses.replace(config, replay=str(begun / "older"), replay_share=0.4)
+    config = dataclasses.replace(config, replay=str(begun / "older"), replay_share=0.4, steps=150)
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
         folder = adapt(config)
@@ -71,7 +72,8 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     report = (tmp_path / "new" / "report.md").read_text()
     assert f"Taken: {folder}" in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| ")][1:]
-    assert [row[0] for row in rows] == ["| all", "| count to", "| say"]
+    assert [row[0] for row in rows] == ["| all", "| count to", "| say", "| (replayed)"]
+    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1]), "all recorded answers, without those that are replayed"
     assert float(rows[0][3]) > float(rows[0][2])
     metadata = load_head(folder)[1]
     assert metadata.training["config"]["init_from"] == config.head
@@ -79,10 +81,14 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     for name in ("training", "judged", "replay"):
         lines = (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()
         names[name] = [json.loads(line) for line in lines]
-    newest = json.dumps(names["judged"][-1]["input_ids"])
-    paths = recorded_files(begun / "recorded")
-    assert newest == json.dumps(recorded_row(paths[-1])["input_ids"])
-    assert len(names["judged"]) == 6 and len(names["replay"]) == 16
+    new = [row for row in names["judged"] if "replayed" not in row]
+    older = [row for row in names["judged"] if "replayed" in row]
+    for judged, learned, folder in ((new, names["training"], "recorded"), (older, names["replay"], "older")):
+        assert len(judged) == 8, "0.35 of them"
+        assert judged[-1]["input_ids"] == recorded_row(recorded_files(begun / folder)[-1])["input_ids"]
+        assert not {str(row["input_ids"]) for row in judged} & {str(row["input_ids"]) for row in learned}
+    assert len(names["replay"]) == ANSWERS - 8
+    folder = tmp_path / "new" / "best"
     again = adapt(config)
     assert again == folder, "what is finished is found"
     with pytest.raises(ValueError, match=r"new was begun with recorded = '.*recorded', not '.*older'; continue with"):
@@ -108,7 +114,7 @@ def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, mo
 def test_a_head_that_accepts_less_is_not_taken(config, begun, taught, tmp_path, monkeypatch):
     """The trained head is made worse before it is judged."""
     good = tmp_path / "good"
-    assert adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=60, output=str(good))) is not None
+    assert adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=150, output=str(good))) is not None
     given = dataclasses.replace(config, head=str(good / "best"))
     spoiled = begun / "head"
     monkeypatch.setattr(adapting, "train", lambda run: shutil.copytree(spoiled, tmp_path / "run" / "best").parent)
@@ -224,7 +230,7 @@ def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
     told = " ".join(capsys.readouterr().out.split())
-    assert "warning: all 16 answers in" in told and "are of one kind, 'tell': what the new head does to others" in told
+    assert "warning: all 24 answers in" in told and "are of one kind, 'tell': what the new head does to others" in told
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, output=str(tmp_path / "several")))
     assert "of one kind" not in capsys.readouterr().out
@@ -235,7 +241,7 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     shutil.copytree(begun / "recorded", recorded)
     head, _ = load_head(begun / "head")
     keep_costs(recorded, head_shape(head), RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, 0.01), "a machine")
-    folder = adapt(dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), replay_share=0.4))
+    folder = adapt(dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), steps=150))
     report = (tmp_path / "new" / "report.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
     assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 32: before"
