@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument(
         "--counts", type=int, nargs="*", default=[200], help="recorded answers to adapt to, of each kind alone"
     )
+    parser.add_argument("--on-policy", type=float, default=0.0, help="share of rounds whose rejected drafts are used")
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
     parser.add_argument("--no-replay", action="store_true", help="train on the new answers alone")
     args = parser.parse_args()
@@ -91,7 +92,7 @@ def record(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> Non
         if len(recorded_files(folder)) >= len(prompts):
             continue
         lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", fallback=False)
-        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
+        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET), drafts=True) as recording:
             for start in range(0, len(prompts), BATCH):
                 batch = [ids_1T[0] for ids_1T in prompts[start : start + BATCH]]
                 inputs, mask = left_padded(batch, lm.target.device)
@@ -128,6 +129,7 @@ def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Pa
             output=str(output),
             replay=None if replay is None else str(replay),
             steps=args.steps,
+            on_policy=args.on_policy,
         )
         best = adapt(config)
         write_whole(done, json.dumps(head if best is None else str(best)))
