@@ -47,7 +47,7 @@ SHORTEST = 2
 
 @dataclass(frozen=True)
 class Learned:
-    """What a head has learned from a recording."""
+    """Figures of one recording from which a head has learned."""
 
     answers: int
     """Recorded answers, each text once."""

@@ -58,7 +58,7 @@ class RoundCosts:
         return length / self.seconds(tree.size, tree.depth, expanded)
 
     def kept(self) -> dict[str, Any]:
-        """What a file keeps of measured costs; `read` parses it."""
+        """Measured costs as a file keeps them; `read` parses it."""
         return {"forward": self.forward, "draft": self.draft, "reading": self.reading}
 
     @classmethod

@@ -194,7 +194,7 @@ def test_it_says_what_was_recorded_and_how_much_more_it_takes(recording, capsys)
         needed = f"{times:.1f} times" if times <= 1000 else "over 1000 times another way"
         assert f"{kind} {len(own)} {12 * len(own)} {now:.2f} 4: {now:.2f} {like} {needed}" in told
     assert (
-        "`headstart adapt` would train on 8 of 10 different answers (96 answer tokens, 200 passes in 200 steps)" in told
+        "`headstart adapt` would train on 8 of 10 different answers (96 answer tokens, 100 passes in 100 steps)" in told
     )
     assert "and judge on the 2 newest." in told
     assert "if the head has learned from as many as give this length by the law (learned)." in told

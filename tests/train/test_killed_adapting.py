@@ -41,7 +41,7 @@ def begun(taught, tmp_path_factory):
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         with lm.record(folder / name, format="float32", tokenizer=tokenizer):
-            for number in range(16):
+            for number in range(24):
                 kind = words[number % len(words)]
                 ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
                 lm.generate(ids, kind=kind, **SETTINGS)
@@ -57,7 +57,7 @@ def options(taught, begun, output):
         "output": str(output),
         "replay": str(begun / "older"),
         "replay_share": 0.4,
-        "steps": 30,
+        "steps": 100,
         "batch_size": 4,
         "lr": 1e-2,
         "held_out": 0.35,

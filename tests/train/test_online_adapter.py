@@ -91,7 +91,8 @@ def test_a_better_copy_takes_the_heads_place_and_a_worse_one_does_not(policy, to
         if adapter.history[-1].swapped:
             break
     last = adapter.history[-1]
-    assert last.swapped and last.comparison.interval[0] > 0 and lm.head is not first
+    assert last.swapped and lm.head is not first
+    assert all(last.comparison.better(tree) for tree in last.comparison.new)
     for own, drafting in zip(adapter.head.parameters(), lm.head.parameters(), strict=True):
         assert own is not drafting and not drafting.requires_grad
     served = lm.head

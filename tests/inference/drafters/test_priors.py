@@ -216,7 +216,7 @@ def test_what_recording_writes_is_what_priors_read(target: Target, tmp_path: Pat
     folder = tmp_path / "recorded"
     lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", fallback=False)
     manifest = cache_manifest({"tokenizer": "t"}, [-1], target.info.hidden_size, "bfloat16")
-    written = Recording(RecordedFolder(folder, manifest, 2**30), "chat", 1024, lm.recordings)
+    written = Recording(lm.target, RecordedFolder(folder, manifest, 2**30), "chat", 1024, lm.recordings)
     prompt = torch.tensor([[1, 2, 3, 4, 5]])
     with written:
         stats = lm.generate(
