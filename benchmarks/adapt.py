@@ -1,6 +1,6 @@
 """A head that adapts to what it decodes: acceptance before and after, on fresh prompts of the same kind and of others.
 
-    python benchmarks/adapt.py --prompts asked/{translation,roleplay}.jsonl --general asked/general.jsonl \
+    python benchmarks/adapt.py --prompts asked/{translation,roleplay}.jsonl --replay conversations.jsonl \
         --fresh held-out/*.jsonl --output runs/adapt
 
 The prompts of each file are one kind. They are answered greedily and recorded, and `headstart adapt` trains the head on
@@ -10,9 +10,11 @@ the recordings:
     curve    the same with fewer recorded answers
     day      one kind after another: every hour the head that was taken last adapts to new answers of one kind
 
-The recorded answers to `--general` are what older recordings would be: a share of the training sequences. Acceptance is
-measured on fresh prompts by replay: the target answers each once, and the decoding loop runs over these answers with
-every head. Every step leaves its result in the output folder, and is not repeated there.
+A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half of
+the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was first
+trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the target answers
+each once, and the decoding loop runs over these answers with every head. Every step leaves its result in the output
+folder, and is not repeated there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> None:
     """Record, adapt and measure; print and write the tables."""
     parser = arguments(__doc__, "runs/adapt")
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts to adapt to, one kind each")
-    parser.add_argument("--general", required=True, help="JSONL file of prompts of other kinds, answered before")
+    parser.add_argument("--replay", help="file of conversations, or folder of recorded answers, to train on as well")
     parser.add_argument("--fresh", nargs="+", required=True, help="JSONL files of prompts to measure on, one kind each")
     parser.add_argument("--answers", type=int, default=200, help="recorded answers of each kind")
     parser.add_argument("--limit", type=int, default=40, help="fresh prompts of each kind")
@@ -61,25 +63,22 @@ def main() -> None:
     )
     parser.add_argument("--on-policy", type=float, default=0.0, help="share of rounds whose rejected drafts are used")
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
-    parser.add_argument("--no-replay", action="store_true", help="train on the new answers alone")
     args = parser.parse_args()
     output = Path(args.output)
-    kinds = encoded(load_tokenizer(TARGET), [*args.prompts, args.general], args.answers)
-    record(kinds, args.new_tokens, output / "recorded")
-    general = None if args.no_replay else output / "recorded" / Path(args.general).stem
+    record(encoded(load_tokenizer(TARGET), args.prompts, args.answers), args.new_tokens, output / "recorded")
     measure = Measure(args, output)
     lines = [f"Hardware: {hardware()}.", ""]
     for count in args.counts:
         adapted = {}
         for path in args.prompts:
             kind = Path(path).stem
-            recorded = part_of(output, kind, 0, count)
-            name = f"{kind}-{count}{'-alone' if general is None else ''}"
-            adapted[kind] = adapted_head(args, output / name, HEAD, recorded, general)
+            files = recorded_files(output / "recorded" / kind)[:count]
+            recorded = linked(files, output / "recorded" / f"{kind}-{count}")
+            adapted[kind] = adapted_head(args, output / f"{kind}-{count}", HEAD, recorded)
             measure.of(adapted[kind])
         lines += measure.table(adapted, f"{count} answers")
         write_whole(output / "tables.md", "\n".join(lines) + "\n")
-    lines += day(args, output, measure, general)
+    lines += day(args, output, measure)
     write_whole(output / "tables.md", "\n".join(lines) + "\n")
     console.print("\n".join(lines), markup=False)
 
@@ -100,25 +99,19 @@ def record(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> Non
         console.print(f"{kind}: {recording.summary()}")
 
 
-def part_of(output: Path, kind: str, start: int, stop: int) -> Path:
-    """A folder with some of the recorded answers of a kind, by their age."""
-    whole = output / "recorded" / kind
-    part = output / "recorded" / f"{kind}-{start}-{stop}"
-    link(whole, recorded_files(whole)[start:stop], part)
-    return part
+def linked(files: list[Path], folder: Path) -> Path:
+    """A folder with some of the recorded answers, numbered by their age."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / MANIFEST, (files[0].parent / MANIFEST).read_text(encoding="utf-8"))
+    for number, path in enumerate(files):
+        kind_and_random = path.name.split("-", 2)[2]
+        place = folder / f"recorded-{number:020d}-{kind_and_random}"
+        if not place.exists():
+            os.link(path, place)
+    return folder
 
 
-def link(whole: Path, files: list[Path], part: Path) -> None:
-    """Link recorded answers into another folder."""
-    part.mkdir(parents=True, exist_ok=True)
-    if not (part / MANIFEST).exists():
-        write_whole(part / MANIFEST, (whole / MANIFEST).read_text(encoding="utf-8"))
-    for path in files:
-        if not (part / path.name).exists():
-            os.link(path, part / path.name)
-
-
-def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path, replay: Path | None) -> str:
+def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path) -> str:
     """The head after adapting: the new one where it was taken, else the old one."""
     done = output / "taken.json"
     if not done.exists():
@@ -127,7 +120,7 @@ def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Pa
             head=head,
             recorded=str(recorded),
             output=str(output),
-            replay=None if replay is None else str(replay),
+            replay=args.replay,
             steps=args.steps,
             on_policy=args.on_policy,
         )
@@ -146,7 +139,7 @@ class Measure:
 
     @cached_property
     def targets(self) -> dict[str, ReplayTarget]:
-        """By kind, a target that has answered its prompts; these answers are kept, too."""
+        """Replay target of each kind, with the answers to its fresh prompts, which the output folder keeps."""
         original = Target.from_pretrained(TARGET, torch.float32)
         original.compile()
         found = {}
@@ -215,23 +208,19 @@ def change(after: list[list[int]], before: list[list[int]]) -> str:
     return f"{length(after):.2f} ({low:+.2f} to {high:+.2f})"
 
 
-def day(args: argparse.Namespace, output: Path, measure: Measure, general: Path | None) -> list[str]:
-    """Adapt to one kind after another, with all older answers to replay, and measure every head."""
+def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
+    """Adapt to one kind after another, each time to all that was recorded until then, and measure every head."""
     kinds = [Path(path).stem for path in args.prompts]
     share = args.answers * len(kinds) // max(args.hours, 1)
     head = HEAD
-    older = output / "recorded" / "older"
+    until_now: list[Path] = []
     heads: dict[str, str] = {}
     for hour in range(args.hours):
         kind = kinds[hour % len(kinds)]
         start = hour // len(kinds) * share
-        recorded = part_of(output, kind, start, start + share)
-        replay = None
-        if general is not None:
-            link(general, recorded_files(general), older)
-            replay = older
-        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, replay)
-        link(recorded, recorded_files(recorded), older)
+        until_now += recorded_files(output / "recorded" / kind)[start : start + share]
+        recorded = linked(until_now, output / "recorded" / f"hours-{hour + 1}")
+        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded)
         heads[f"{hour + 1}: {kind}"] = head
     return measure.table(heads, "a day") if heads else []
 

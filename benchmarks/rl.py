@@ -110,13 +110,13 @@ class Rollouts:
 
 
 def rate(rows: list[dict[str, Any]], name: str) -> str:
-    """Tokens a second."""
+    """Tokens per second of one way to decode, over some steps; - where it did not run."""
     own = [row[name] for row in rows if name in row]
     return f"{sum(row['tokens'] for row in own) / sum(row['seconds'] for row in own):.1f}" if own else "-"
 
 
 def length(rows: list[dict[str, Any]], name: str) -> str:
-    """Acceptance length."""
+    """Acceptance length of one head over some steps."""
     return f"{sum(row[name]['round_tokens'] for row in rows) / sum(row[name]['rounds'] for row in rows):.2f}"
 
 
@@ -170,7 +170,7 @@ def noisy(args: Any, head: str, limit: int = 6) -> list[str]:
 
 
 def main() -> None:
-    """Both tables."""
+    """Train a policy and measure its rollouts, then drafts for a target with noise in its weights."""
     show_on_console()
     parser = options(__doc__)
     parser.add_argument("--output", default="rl.md")

@@ -360,8 +360,6 @@ class DraftHead(nn.Module, ABC):
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
     computes: ClassVar[tuple[str, ...]] = ()
     """Options with which the same weights compute something else: a head that starts from another needs its own."""
-    test_steps: int = 1
-    """Steps of training-time test in training; 1 where the head does not read its own outputs in it."""
     estimates_acceptance: bool = False
     """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
 
@@ -386,6 +384,11 @@ class DraftHead(nn.Module, ABC):
         self.unread_by: dict[str, str] = {}
         """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its model card."""
         self.register_buffer("token_map", None)
+
+    @property
+    def test_steps(self) -> int:
+        """Steps of training-time test in training; 1 where the head does not read its own outputs in it."""
+        return 1
 
     @classmethod
     def from_pretrained(

@@ -118,7 +118,6 @@ class EagleHead(DraftHead):
     def __init__(self, config: EagleConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
-        self.test_steps = config.train_steps
         self.feature_layers = (-1,)
         shape = LayerShape.of(target, config)  # without norms of queries and keys: servers read a plain Llama layer
         self.shape, self.cached_layers = shape, config.num_layers
@@ -178,6 +177,10 @@ class EagleHead(DraftHead):
     @classmethod
     def extra_losses(cls, config: EagleConfig) -> tuple[str, ...]:
         return ("smooth_l1",)
+
+    @property
+    def test_steps(self) -> int:
+        return self.config.train_steps
 
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)

@@ -124,7 +124,6 @@ class Eagle3Head(OffsetVocabularyHead):
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
-        self.test_steps = config.train_steps or config.depth
         blocks, last = target.num_layers, target.num_layers - 2
         layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)
         if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
@@ -202,6 +201,10 @@ class Eagle3Head(OffsetVocabularyHead):
             start_layer(layer, block, f"layer {name}", "eagle3")
         self.fc.weight.zero_()  # the identity on the last fused feature
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
+
+    @property
+    def test_steps(self) -> int:
+        return self.config.train_steps or self.max_depth
 
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)

@@ -149,8 +149,6 @@ class MtpHead(DraftHead):
     def __init__(self, config: MtpConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
-        if config.num_layers == 1:
-            self.test_steps = config.train_steps or min(STEPS, config.depth)
         self.feature_layers = (-1,)
         self.cached_layers = config.num_layers
         kind = config.layer or llama_layer(config, target)
@@ -272,6 +270,12 @@ class MtpHead(DraftHead):
     @classmethod
     def extra_losses(cls, config: MtpConfig) -> tuple[str, ...]:
         return ("smooth_l1",)
+
+    @property
+    def test_steps(self) -> int:
+        if self.config.num_layers > 1:
+            return 1
+        return self.config.train_steps or min(STEPS, self.max_depth)
 
     def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
         objective = objective or self.default_objective(self.config)

@@ -94,7 +94,7 @@ class RecordedDrafts:
 
     @property
     def tokens_M(self) -> Tensor:
-        """The drafts."""
+        """Token id of each draft."""
         return self.numbers_4M[2]
 
     @property

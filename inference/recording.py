@@ -238,13 +238,12 @@ class Recording:
         sequences: Sequences,
         past: Conversation | None,
         lossy: bool,
-        kind: str | None,
     ) -> Iterator[BatchDrafter]:
         """A drafter to decode with in place of another, which records what is decoded inside the block."""
         samples = decoding.verification.samples
         assert self.folder is not None
         marks = AnswerMarks(
-            kind=self.kind if kind is None else kind,
+            kind=decoding.kind,
             temperature=decoding.process_logits.temperature if samples else 0.0,
             lossy=samples and lossy,
             ended="complete",

@@ -509,13 +509,15 @@ class SpeculativeLM:
     @cached_property
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
-        head = None
+        with as_loaded(self.target.model):
+            return measured_costs(self.target, self._drafting_head())
+
+    def _drafting_head(self) -> DraftHead | None:
+        """The head as it drafts, which may be a copy in the target's engine; None if there is none."""
         for rows in draft_models(self.drafter):
             if isinstance(rows.model, DraftHead):
-                head = rows.model
-                break
-        with as_loaded(self.target.model):
-            return measured_costs(self.target, head)
+                return rows.model
+        return None
 
     def warmup(self) -> SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
@@ -731,11 +733,10 @@ class SpeculativeLM:
                 self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings, drafts
             )
         costs = self._measured_costs()
-        if recording.folder is not None and costs is not None:
+        head = self._drafting_head()
+        if recording.folder is not None and costs is not None and head is not None:
             with suppress(OSError):  # the first answer will say so
-                for rows in draft_models(self.drafter):
-                    if isinstance(rows.model, DraftHead):
-                        keep_costs(recording.folder.folder, head_shape(rows.model), costs, hardware(self.target.device))
+                keep_costs(recording.folder.folder, head_shape(head), costs, hardware(self.target.device))
         return recording
 
     def _measured_costs(self) -> RoundCosts | None:
@@ -872,7 +873,7 @@ class SpeculativeLM:
         if not self.recordings:
             return nullcontext(drafter)
         lossy = is_lossy(self.acceptance)
-        return self.recordings[0].following(drafter, decoding, sequences, call.past, lossy, call.kind)
+        return self.recordings[0].following(drafter, decoding, sequences, call.past, lossy)
 
     def _rule(self, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
         """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""

@@ -95,7 +95,7 @@ def difference(new: Sequence[AnswerRounds], old: Sequence[AnswerRounds]) -> Diff
 
 
 def fallen(new: Sequence[AnswerRounds], old: Sequence[AnswerRounds]) -> Difference | None:
-    """By how much a new head accepts less than the old one, if it does beyond chance; else None."""
+    """Difference of acceptance lengths, where a new head accepts less than the old one beyond chance; else None."""
     drafted = difference(_drafted(new), _drafted(old))
     whole = difference(_whatever_the_tree(new), _whatever_the_tree(old))
     return drafted if drafted.high < 0 and whole.estimate < 0 else None

@@ -31,7 +31,7 @@ from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from ..console import log
 from ..files import recorded_files, replacing, write_whole
 from ..heads.base import DraftHead
-from ..heads.by_name import HEADS
+from ..heads.by_name import head_name
 from ..heads.checkpoints.files import HEAD, refuse_foreign
 from ..heads.checkpoints.save_load import load_head
 from ..inference.feature_cache import MANIFEST
@@ -185,7 +185,6 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     """The training run of a head that starts from another one's weights."""
     folder = Path(config.output) / "recorded"
     manifest = _manifest(folder / "states")
-    name = next(name for name, kind in HEADS.items() if type(head) is kind)
     sources = [folder / "training.jsonl"]
     rows = _rows(sources[0])
     weights = None
@@ -199,7 +198,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     # A GGUF file's embedding and LM head cannot be read alone, and nobody has the states of conversations yet.
     whole = gguf is not None or (folder / CONVERSATIONS).exists()
     longest = max(len(row["input_ids"]) for row in rows)
-    options = {"type": name, **dataclasses.asdict(head.config)}
+    options = {"type": head_name(head), **dataclasses.asdict(head.config)}
     if head.draft_vocab_size < head.target.vocab_size:
         options["draft_vocab_size"] = len(_drafted(head, rows))
     return TrainConfig(

@@ -169,9 +169,8 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
     trees = judged_trees(target, old_head, None if costs is None else costs.old)
     comparisons = []
     for kind, own in kinds.items():
-        old = {tree: _stats(target, source, old_head, tree, own, config.new_tokens) for tree in trees}
-        new_stats = {tree: _stats(target, source, new_head, tree, own, config.new_tokens) for tree in trees}
-        comparisons.append(Comparison(kind, old, new_stats))
+        old, new_lengths = _lengths(target, source, [old_head, new_head], trees, own, config.new_tokens)
+        comparisons.append(Comparison(kind, old, new_lengths))
     recorded_kinds = [each for each in comparisons if each.kind != OLDER]
     whole = Comparison(
         "all",
@@ -360,19 +359,27 @@ def _example(row: dict[str, Any]) -> Example:
     return Example(row["input_ids"], [bool(own) for own in row["loss_mask"]])
 
 
-def _stats(
+def _lengths(
     target: Target,
     source: FolderStates,
-    head: DraftHead,
-    tree: TreePolicy,
+    heads: Sequence[DraftHead],
+    trees: Sequence[TreePolicy],
     examples: list[Example],
     new_tokens: int,
-) -> Stats:
-    """Statistics of a head's drafts along answers, some of which are in memory at a time."""
-    rows = max(1, NODES_TOGETHER // tree.size)
-    parts = []
+) -> list[Lengths]:
+    """Statistics of each head's drafts along answers, of which some are in memory at a time."""
+    rows = max(1, NODES_TOGETHER // max(tree.size for tree in trees))
+    found: list[dict[TreePolicy, list[Stats]]] = []
+    for _ in heads:
+        found.append({tree: [] for tree in trees})
     for start in range(0, len(examples), rows):
         some = examples[start : start + rows]
         prompts = [prompt_of(example) for example in some]
-        parts.append(greedy_answers(StoredReplay(target, source, some), head, tree, prompts, new_tokens).stats)
-    return Stats.merged(parts)
+        replay = StoredReplay(target, source, some)
+        for head, parts in zip(heads, found, strict=True):
+            for tree in trees:
+                parts[tree].append(greedy_answers(replay, head, tree, prompts, new_tokens).stats)
+    lengths = []
+    for parts in found:
+        lengths.append({tree: Stats.merged(stats) for tree, stats in parts.items()})
+    return lengths

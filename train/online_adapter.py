@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import recorded_files
-from ..heads.by_name import HEADS, build_objective
+from ..heads.by_name import build_objective, head_name
 from ..inference.feature_cache import MANIFEST, FeatureCache
 from ..inference.models.as_loaded import as_loaded
 from ..inference.models.loading import load_tokenizer
@@ -119,8 +119,7 @@ class OnlineAdapter:
         """Of the copy's weights."""
         self.head = copy.deepcopy(lm.head).to(self.dtype).train().requires_grad_(True)
         """The copy that learns."""
-        name = next(name for name, kind in HEADS.items() if type(self.head) is kind)
-        self.objective = build_objective(name, dataclasses.asdict(self.head.config), {})
+        self.objective = build_objective(head_name(self.head), dataclasses.asdict(self.head.config), {})
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.history: list[Learned] = []
         """What was learned from each recording."""

@@ -257,7 +257,6 @@ def test_a_step_sees_nothing_behind_it(target: Target) -> None:
 def test_as_many_steps_are_trained_as_asked_and_all_are_evaluated(steps: int | None, target: Target) -> None:
     head = build("plain", target)
     head.config = replace(head.config, train_steps=steps)
-    head.test_steps = steps or DEPTH
     features = read(target, head, torch.randint(VOCAB, (2, 9)))
     evaluated, trained = head.eval()(features, ranks=2), head.train()(features, ranks=2)
     count = steps or DEPTH

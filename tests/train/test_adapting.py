@@ -8,11 +8,12 @@ import shutil
 
 import pytest
 import torch
+from recordings import ANSWERS, NEW_TOKENS, record_answers
 
 from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference import Target
 from headstart.inference.recorded_folder import keep_costs, recorded_row
 from headstart.inference.tuning.costs import head_shape
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
@@ -22,30 +23,10 @@ from headstart.train import adapting
 from headstart.train.adapting import adapt
 from headstart.train.config import AdaptConfig
 
-NEW_TOKENS = 12
-ANSWERS = 24
-
 
 @pytest.fixture(scope="module")
 def begun(taught, tmp_path_factory):
-    """A target, an untrained head, and recorded answers of two kinds; the newest are to other prompts."""
-    folder = tmp_path_factory.mktemp("adapting")
-    tokenizer = load_tokenizer(taught)
-    target = Target.from_pretrained(str(taught), torch.float32)
-    torch.manual_seed(0)
-    head = build_head("medusa", {"num_heads": 2}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(head, folder / "head", CheckpointMetadata())
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
-    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
-    for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
-        with lm.record(folder / name, format="float32", tokenizer=tokenizer) as running:
-            for number in range(ANSWERS):
-                kind = words[number % len(words)]
-                ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
-                lm.generate(ids, kind=kind, **settings)
-        assert running.written == ANSWERS
-    return folder
+    return record_answers(taught, tmp_path_factory.mktemp("adapting"))
 
 
 @pytest.fixture

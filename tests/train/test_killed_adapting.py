@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recordings import NEW_TOKENS, SETTINGS, record_answers
 
 from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
@@ -24,28 +25,10 @@ from headstart.train import adapting
 from headstart.train.adapting import adapt, alone_in
 from headstart.train.config import AdaptConfig
 
-NEW_TOKENS = 12
-SETTINGS = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
-
 
 @pytest.fixture(scope="module")
 def begun(taught, tmp_path_factory):
-    """A target's recorded answers, and an untrained head."""
-    folder = tmp_path_factory.mktemp("killed")
-    tokenizer = load_tokenizer(taught)
-    target = Target.from_pretrained(str(taught), torch.float32)
-    torch.manual_seed(0)
-    head = build_head("medusa", {"num_heads": 2}, target.info)
-    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    save_head(head, folder / "head", CheckpointMetadata())
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
-    for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
-        with lm.record(folder / name, format="float32", tokenizer=tokenizer):
-            for number in range(24):
-                kind = words[number % len(words)]
-                ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
-                lm.generate(ids, kind=kind, **SETTINGS)
-    return folder
+    return record_answers(taught, tmp_path_factory.mktemp("killed"))
 
 
 def options(taught, begun, output):

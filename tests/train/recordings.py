@@ -1,0 +1,37 @@
+"""Recorded answers from which a head can be adapted to a tiny target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+
+NEW_TOKENS = 12
+ANSWERS = 24
+SETTINGS = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+
+
+def record_answers(taught: Path, folder: Path) -> Path:
+    """Write an untrained head, and recorded answers of two kinds and of an older one; the newest are to other prompts.
+
+    They are in `head`, `recorded` and `older` of the folder, which is returned.
+    """
+    tokenizer = load_tokenizer(taught)
+    target = Target.from_pretrained(str(taught), torch.float32)
+    torch.manual_seed(0)
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    save_head(head, folder / "head", CheckpointMetadata())
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
+    for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
+        with lm.record(folder / name, format="float32", tokenizer=tokenizer) as running:
+            for number in range(ANSWERS):
+                kind = words[number % len(words)]
+                ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
+                lm.generate(ids, kind=kind, **SETTINGS)
+        assert running.written == ANSWERS
+    return folder
