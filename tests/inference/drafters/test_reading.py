@@ -398,6 +398,23 @@ def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Ta
         assert torch.equal(text, target.model.generate(ids_1T, **settings))
 
 
+def test_a_turn_that_goes_back_drafts_as_after_what_is_left_of_the_reading(target: Target) -> None:
+    """Of a prompt of 40 tokens the last 6 are read: a text that goes on from its 50th is read from its 34th."""
+    head = a_head(target, "dflash")
+    options: dict[str, Any] = {"tree": "chain:2", "fallback": False}
+    past = Conversation()
+    lm = SpeculativeLM.from_pretrained(target, head, **options, read_last=6)
+    text = prompt(40)
+    mask = torch.ones_like(text)
+    text = lm.generate(text, past_key_values=past, attention_mask=mask, **SETTINGS, max_new_tokens=30).sequences
+    text = torch.cat([text[:, :50], prompt(9, 1)], dim=1)
+    settings = {**SETTINGS, "attention_mask": torch.ones_like(text), "max_new_tokens": 30}
+    found = lm.generate(text, past_key_values=past, **settings)
+    alone = SpeculativeLM.from_pretrained(target, head, **options, read_last=59 - 34).generate(text, **settings)
+    accepted_tokens = [[record.accepted for record in each.stats.rows[0]] for each in (found, alone)]
+    assert accepted_tokens[0] == accepted_tokens[1]
+
+
 def test_impossible_parts_are_refused(target: Target) -> None:
     head = a_head(target, "medusa")
     with pytest.raises(ValueError, match="read_last must be at least 1"):
