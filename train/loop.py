@@ -452,7 +452,7 @@ def warm_start(head: DraftHead, source: str, target: Target, counts_V: Tensor, p
     A ValueError if it does not fit.
 
     The draft vocabulary follows the data: it is the most frequent tokens of these answers, then those of the other
-    head. A token that the other head cannot draft begins with the row that a new head gives it.
+    head. A token that the other head cannot draft begins as training is expected to have left it.
     """
     if source == NATIVE:
         other: DraftHead = native_head(target)

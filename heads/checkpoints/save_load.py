@@ -24,7 +24,7 @@ from torch import Tensor
 from ...files import write_whole
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
-from ..layers.draft_vocab import draft_ids
+from ..layers.draft_vocab import draft_ids, with_trained_rows
 from .files import (
     CONFIG_FILE,
     HEAD,
@@ -165,8 +165,7 @@ def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict
 def copy_weights(head: DraftHead, other: DraftHead) -> None:
     """Start a head from another one of its class.
 
-    Tokens that the other cannot draft keep the rows they have, moved by the mean difference of the rows of common
-    tokens: a vector that all rows share changes no probability, so training may have moved them by any.
+    Tokens that the other cannot draft get rows by `with_trained_rows`.
     """
     weights, own = other.state_dict(), head.state_dict()
     places_V = draft_ids(head.vocabulary(), other.vocabulary())
@@ -174,10 +173,8 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
     for name in own.keys() & weights.keys():
         by_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
         if by_token and own[name].shape[1:] == weights[name].shape[1:]:
-            taken = weights[name][places_V[common_V]].to(own[name])
-            moved = (taken - own[name][common_V]).mean(0) if len(taken) else 0.0
-            weights[name] = own[name] + moved
-            weights[name][common_V] = taken
+            trained_KD = weights[name][places_V[common_V]].to(own[name].device)
+            weights[name] = with_trained_rows(own[name], common_V, trained_KD)
     vocabulary = ("token_map", "d2t", "t2d")
     kept = {name: own[name] for name in vocabulary if name in own}
     load_exactly(head, {name: weights[name] for name in weights if name not in vocabulary} | kept)

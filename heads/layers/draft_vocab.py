@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+RIDGE = 1e-3
+"""Penalty of the map in `with_trained_rows`, as a share of the mean variance along a direction."""
+
 
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer.
@@ -48,3 +51,34 @@ def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
         return tokens
     ids = torch.searchsorted(vocabulary_V, tokens).clamp(max=len(vocabulary_V) - 1)
     return torch.where(vocabulary_V[ids] == tokens, ids, -1)
+
+
+def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> Tensor:
+    """Rows of an output layer, K of which another head has trained; what training did to these is expected of all.
+
+    Nothing has lowered the logit of a token that was never trained where that token is wrong: most of them are rare, and
+    would be drafted in the place of likely ones. So the change of a row is estimated as a linear function of the row,
+    fitted to the K common ones (ridge regression).
+
+    Args:
+        rows_VD: as a new head begins.
+        common_V: which of the tokens the other head drafts, too.
+        trained_KD: its rows of these, in their order.
+
+    Returns:
+        All rows [V, D]: the trained ones as they are, the others changed by that function.
+    """
+    if len(trained_KD) == 0:
+        return rows_VD
+    before_KD = rows_VD[common_V].float()
+    change_KD = trained_KD.float() - before_KD
+    centre_D = before_KD.mean(0)
+    mean_change_D = change_KD.mean(0)
+    centred_KD = before_KD - centre_D
+    products_DD = centred_KD.T @ centred_KD
+    products_DD.diagonal().add_(RIDGE * products_DD.diagonal().mean() + 1e-6)  # a single row has no variance
+    map_DD = torch.linalg.solve(products_DD, centred_KD.T @ (change_KD - mean_change_D))
+    changed_VD = rows_VD.float() + mean_change_D + (rows_VD.float() - centre_D) @ map_DD
+    found_VD = changed_VD.to(rows_VD)
+    found_VD[common_V] = trained_KD.to(rows_VD)
+    return found_VD
