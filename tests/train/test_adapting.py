@@ -203,6 +203,26 @@ def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     assert "holds no conversation that can be replayed" in refused(wrong)
 
 
+def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(config, begun, tmp_path, monkeypatch):
+    """An older recording may hold the same prompts as the newer one, learned there or judged."""
+    older = tmp_path / "older"
+    shutil.copytree(begun / "older", older)
+    for path in recorded_files(begun / "recorded"):
+        shutil.copy(path, older / path.name.replace("recorded-0", "recorded-9"))  # as the newest
+    monkeypatch.setattr(adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training")))
+    with pytest.raises(Stopped):
+        adapt(dataclasses.replace(config, replay=str(older)))
+    learned, replayed, judged = (
+        [json.loads(line) for line in (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("training", "replay", "judged")
+    )
+    prompts = [{tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows} for rows in (learned, replayed)]
+    for row in judged:
+        prompt = tuple(row["input_ids"][: row["loss_mask"].index(1)])
+        assert prompt not in prompts[0] and prompt not in prompts[1]
+    assert {row.get("replayed", False) for row in judged} == {False}, "the newest that are replayed are learned"
+
+
 def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp_path, monkeypatch, capsys):
     def stop(run):
         raise Stopped("before training")

@@ -280,7 +280,9 @@ def test_a_recording_keeps_what_rounds_cost_where_it_was_made(spoken, recorded, 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_costs_that_this_machine_kept_serve_a_target_without_blocks(taught, tmp_path, nothing_measured, compiled):
+def test_costs_that_this_machine_kept_serve_a_target_without_blocks(
+    taught, tiny_target, tmp_path, nothing_measured, compiled
+):
     outer = OuterTarget.load(str(taught), torch.float32, "cpu")
     head = a_head(outer, "medusa")
     assert kept_costs(outer, head) is None
@@ -292,6 +294,7 @@ def test_costs_that_this_machine_kept_serve_a_target_without_blocks(taught, tmp_
     assert found.origin.startswith("kept from earlier on this machine: ")
     assert kept_costs(outer, a_head(outer, "medusa", num_heads=2)) is None
     assert kept_costs(outer, a_head(outer, "hydra")) is None
+    assert kept_costs(tiny_target(layers=5, dtype=torch.float32), head) is None, "a deeper target costs more"
 
 
 def test_a_target_with_its_blocks_is_measured_and_another_shape_by_its_weights(
