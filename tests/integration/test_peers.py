@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads import DraftHead, TargetFeatures, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
-from headstart.heads.checkpoints.import_formats import import_head
+from headstart.heads.checkpoints.import_formats import TargetParts, import_head
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 
@@ -34,7 +34,9 @@ needs_peers = pytest.mark.skipif(not PEERS.exists(), reason="speculators is not 
 
 
 def peer(what: str, folder: Path, out: Path) -> dict[str, Tensor]:
-    done = subprocess.run([PEERS, SCRIPT, what, folder, out], capture_output=True, text=True, timeout=280)
+    command = [PEERS, SCRIPT, what, folder, out]
+    # An export names a target without its place on this machine: speculators finds it beside the head.
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Tensor] = torch.load(out, weights_only=True)
     return found
@@ -151,7 +153,7 @@ def test_we_draft_with_a_model_that_speculators_saved_as_it_does(tmp_path: Path)
     theirs = peer("save", tmp_path / "head", tmp_path / "out.pt")
     tensors = read_weights(tmp_path / "head")
     embedding_VD = tensors["embed_tokens.weight"]
-    found, source = import_head(read_json(tmp_path / "head" / "config.json"), tensors, INFO, embedding_VD)
+    found, source = import_head(read_json(tmp_path / "head" / "config.json"), tensors, INFO, TargetParts(embedding_VD))
     assert source.form == "speculators" and found.feature_layers == (1, 4, 8)
     ours = drafts(found, embedding_VD, theirs["features"], theirs["tokens"])
     torch.testing.assert_close(ours, theirs["logits"], rtol=1e-4, atol=1e-4)
