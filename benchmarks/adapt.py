@@ -121,6 +121,7 @@ def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Pa
             recorded=str(recorded),
             output=str(output),
             replay=args.replay,
+            replay_states=str(output.parent / "replayed"),
             steps=args.steps,
             on_policy=args.on_policy,
         )

@@ -49,6 +49,8 @@ REPLAYED = "replay.jsonl"
 """Older recorded answers, whose states are known."""
 CONVERSATIONS = "conversations.jsonl"
 """Conversations as rows of tokens, whose states the target computes before the first step."""
+LENGTH_STEP = 512
+"""Tokens to a multiple of which conversations are cut that are replayed."""
 FEWEST = 8
 """Recorded answers from which a head can be adapted and judged."""
 MOST_JUDGED = 200
@@ -87,6 +89,7 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
         log.info(f"{output} is finished: the new head is {best}, see report.md there")
         return best
     run = train(training_config(config, old))
+    keep_replayed_states(config, recorded / "states")
     judgement = judge(config, _manifest(recorded / "states"), _rows(recorded / "judged.jsonl"), run / "best")
     page = report(config, judgement)
     write_whole(output / "report.md", page)
@@ -164,6 +167,8 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
             learned = {_prompt(row) for row in training}
             judged += [{**row, "replayed": True} for row in older if _prompt(row) not in learned]
         _write_rows(folder / file, replayed)
+        if file == CONVERSATIONS:
+            take_replayed_states(config, manifest, states)
     known = Path(config.recorded) / COSTS
     if known.exists():
         write_whole(folder / COSTS, known.read_text(encoding="utf-8"))
@@ -171,6 +176,31 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     _write_rows(folder / "judged.jsonl", judged)
     write_whole(kept, json.dumps(options, indent=1))
     _write_rows(last, training)
+
+
+def take_replayed_states(config: AdaptConfig, manifest: dict[str, Any], states: Path) -> None:
+    """Link the states that earlier adaptations have computed for the conversations that they replayed.
+
+    Raises:
+        ValueError: the folder holds states of another target, other layers, or in another format.
+    """
+    if config.replay_states is None:
+        return
+    kept = Path(config.replay_states)
+    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (kept / MANIFEST).exists():
+        write_whole(kept / MANIFEST, json.dumps(manifest, indent=1))
+    _check_same_states(str(kept), _manifest(kept), config.recorded, manifest)
+    for shard in kept.glob("*.safetensors"):
+        _link(shard, states / shard.name)
+
+
+def keep_replayed_states(config: AdaptConfig, states: Path) -> None:
+    """Link the states of replayed conversations into the folder where the next adaptation finds them."""
+    if config.replay_states is None or not (states.parent / CONVERSATIONS).exists():
+        return
+    for shard in set(states.glob("*.safetensors")) - set(recorded_files(states)):
+        _link(shard, Path(config.replay_states) / shard.name)
 
 
 def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -251,19 +281,15 @@ def _replayed(
     given = Path(config.replay)
     if given.is_file():
         longest = max(len(row["input_ids"]) for row in rows)
+        # In large steps, so that the next adaptation cuts the same conversations alike and finds their states.
+        longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
         return CONVERSATIONS, _conversations(config, manifest, longest)
     if not (given / MANIFEST).exists():
         raise ValueError(
             f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of recorded answers, "
             "or a file of conversations such as the head was trained on (JSON Lines, Parquet)"
         )
-    other = _manifest(config.replay)
-    if other != manifest:
-        name = next(name for name in manifest if other.get(name) != manifest[name])
-        raise ValueError(
-            f"{config.replay!r} holds states with {name} = {other.get(name)!r}, and {config.recorded!r} with "
-            f"{manifest[name]!r}; replay a recording of the same target, layers and format"
-        )
+    _check_same_states(config.replay, _manifest(config.replay), config.recorded, manifest)
     replayed = _linked(config.replay, states)
     if not replayed:
         raise ValueError(
@@ -271,6 +297,21 @@ def _replayed(
             "its file of conversations, whose states are computed again"
         )
     return REPLAYED, replayed
+
+
+def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]) -> None:
+    """Refuse a folder of other states than those that were recorded.
+
+    Raises:
+        ValueError: what differs.
+    """
+    if other == manifest:
+        return
+    name = next(name for name in manifest if other.get(name) != manifest[name])
+    raise ValueError(
+        f"{folder!r} holds states with {name} = {other.get(name)!r}, and {recorded!r} with {manifest[name]!r}; replay "
+        "what is of the same target, layers and format"
+    )
 
 
 def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
@@ -316,15 +357,26 @@ def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
     for path in recorded_files(source):
         place = folder / path.name
         try:
-            if not place.exists():
-                os.link(path, place)
+            _link(path, place)
         except FileNotFoundError:  # it has given way to a newer one meanwhile
             continue
-        except OSError:
-            with replacing(place) as partial:
-                shutil.copyfile(path, partial)
         places.append(place)
     return recorded_rows(places)
+
+
+def _link(path: Path, place: Path) -> None:
+    """Link a file into another folder, or copy it to another disk; what is there already stays."""
+    if place.exists():
+        return
+    try:
+        os.link(path, place)
+    except FileNotFoundError:
+        raise
+    except FileExistsError:  # another process was faster
+        pass
+    except OSError:
+        with replacing(place) as partial:
+            shutil.copyfile(path, partial)
 
 
 def _manifest(folder: str | Path) -> dict[str, Any]:

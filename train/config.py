@@ -635,6 +635,9 @@ class AdaptConfig(CommandOptions):
     nothing."""
     replay_share: float = 0.5
     """Share of the training sequences that are taken from `replay`."""
+    replay_states: str | None = None
+    """Folder that keeps the states of replayed conversations for the next adaptation, which finds them there; null
+    for none."""
     held_out: float = 0.2
     """Share of the answers that both heads are judged on, the newest ones."""
     steps: int = 100

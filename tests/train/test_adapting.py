@@ -22,6 +22,7 @@ from headstart.stopping import Stopped
 from headstart.train import adapting
 from headstart.train.adapting import adapt
 from headstart.train.config import AdaptConfig
+from headstart.train.features.online import CachedFeatures
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
         adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
     manifest = json.loads((few / "manifest.json").read_text())
     (few / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
-    with pytest.raises(ValueError, match=r"holds states with tokenizer = 'another', and .* replay a recording of the"):
+    with pytest.raises(ValueError, match=r"holds states with tokenizer = 'another', and .* replay what is of the"):
         adapt(dataclasses.replace(config, replay=str(few), output=str(tmp_path / "3")))
     with pytest.raises(ValueError, match=r"held_out is a share between 0 and 1, not 1\.5"):
         dataclasses.replace(config, held_out=1.5)
@@ -181,6 +182,19 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 9)
     given.unlink()
     adapt(config)  # what was taken is kept
+
+
+def test_states_of_replayed_conversations_are_computed_once(config, begun, conversations_file, tmp_path, monkeypatch):
+    kept = tmp_path / "kept"
+    options = {"replay": str(conversations_file), "replay_states": str(kept), "steps": 2}
+    adapt(dataclasses.replace(config, **options))
+    assert {path.name for path in kept.iterdir()} >= {"manifest.json"} and not recorded_files(kept)
+    monkeypatch.setattr(CachedFeatures, "fill", None)
+    adapt(dataclasses.replace(config, **options, output=str(tmp_path / "again")))
+    manifest = json.loads((kept / "manifest.json").read_text())
+    (kept / "manifest.json").write_text(json.dumps({**manifest, "weights": "of another"}))
+    with pytest.raises(ValueError, match=r"kept' holds states with weights = 'of another', and .* replay what is of"):
+        adapt(dataclasses.replace(config, **options, output=str(tmp_path / "other")))
 
 
 def training_rows(folder):
