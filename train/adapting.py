@@ -6,6 +6,7 @@
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
     OUTPUT/training/              the training run
+    OUTPUT/new/                   the new head: the mean of the weights that were trained and those before
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
 
@@ -33,7 +34,7 @@ from ..files import recorded_files, replacing, write_whole
 from ..heads.base import DraftHead
 from ..heads.by_name import head_name
 from ..heads.checkpoints.files import HEAD, refuse_foreign
-from ..heads.checkpoints.save_load import load_head
+from ..heads.checkpoints.save_load import average_weights, load_head, save_head
 from ..inference.feature_cache import MANIFEST
 from ..inference.models.loading import load_tokenizer, locate, target_facts
 from ..inference.recorded_folder import COSTS, recorded_rows
@@ -90,16 +91,16 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
         return best
     run = train(training_config(config, old))
     keep_replayed_states(config, recorded / "states")
-    judgement = judge(config, _manifest(recorded / "states"), _rows(recorded / "judged.jsonl"), run / "best")
+    new, metadata = load_head(run / "best")
+    average_weights(new, old, config.old_share)
+    save_head(new, output / "new", metadata)
+    judgement = judge(config, _manifest(recorded / "states"), _rows(recorded / "judged.jsonl"), output / "new")
     page = report(config, judgement)
     write_whole(output / "report.md", page)
     log.info(page)
     if not judgement.taken:
         return None
-    partial = output / "best.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(run / "best", partial)
-    partial.rename(best)
+    save_head(new, best, metadata)
     return best
 
 

@@ -56,9 +56,9 @@ def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
 def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> Tensor:
     """Rows of an output layer, K of which another head has trained; what training did to these is expected of all.
 
-    Nothing has lowered the logit of a token that was never trained where that token is wrong: most of them are rare, and
-    would be drafted in the place of likely ones. So the change of a row is estimated as a linear function of the row,
-    fitted to the K common ones (ridge regression).
+    Nothing has lowered the logit of a token that was never trained where that token is wrong. Most are rare, and would
+    be drafted in the place of likely ones. So the change of a row is estimated as a linear function of the row, fitted
+    to the K common ones (ridge regression).
 
     Args:
         rows_VD: as a new head begins.
