@@ -10,11 +10,11 @@ the recordings:
     curve    the same with fewer recorded answers
     day      one kind after another: every hour the head that was taken last adapts to new answers of one kind
 
-A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half of
-the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was first
-trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the target answers
-each once, and the decoding loop runs over these answers with every head. Every step leaves its result in the output
-folder, and is not repeated there.
+A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half
+of the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was
+first trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the target
+answers each once, and the decoding loop runs over these answers with every head. Every step leaves its result in the
+output folder, and is not repeated there.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def _lengths(
         for head, parts in zip(heads, found, strict=True):
             for tree in trees:
                 parts[tree].append(greedy_answers(replay, head, tree, prompts, new_tokens).stats)
-    lengths = []
+    lengths: list[Lengths] = []
     for parts in found:
         lengths.append({tree: Stats.merged(stats) for tree, stats in parts.items()})
     return lengths
