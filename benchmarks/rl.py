@@ -147,7 +147,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def noisy(args: Any, head: str, limit: int = 6) -> list[str]:
+def noisy(args: Any, head: str, limit: int = 24) -> list[str]:
     """Acceptance of a head when noise is added to all matrices, relative to their own deviation."""
     lines = ["| noise, of a weight's standard deviation | acceptance length |", "|---|---|"]
     target, tokenizer = loaded(args)
