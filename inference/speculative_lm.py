@@ -613,7 +613,6 @@ class SpeculativeLM:
                 unsupported setting.
         """
         self._between_generations()
-        lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
         prompts = prompts_of(inputs, input_ids, attention_mask)
         rows = len(prompts.input_ids)
         if max_batch_size is not None and max_batch_size < 1:
@@ -644,6 +643,7 @@ class SpeculativeLM:
         warn_of_autocast(target.model)
         call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder, kind=kind)
         with target.lock, as_loaded(target.model):
+            lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
             with lm._shown_to_encoders(prompts) as encoded:
                 output = target.model.generate(

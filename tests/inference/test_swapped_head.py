@@ -98,6 +98,25 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
     assert found[0].stats.rows == expected.stats.rows
 
 
+@pytest.mark.parametrize("tree", [None, "chain:1"])
+def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(target, tree):
+    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
+    lm = decoder(target, old)
+    lm.generate(PROMPT, **GREEDY, tree=tree)
+    expected = decoder(target, new).generate(PROMPT, **GREEDY, tree=tree)
+    found = []
+    with target.lock:
+        waiting = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY, tree=tree)))
+        waiting.start()
+        waiting.join(0.3)
+        lm.swap_head(new)
+        old.requires_grad_(False)
+        for parameter in old.parameters():
+            parameter.fill_(torch.nan)  # a call that drafted with it would say so
+    waiting.join()
+    assert found[0].stats.rows == expected.stats.rows
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(target, tools, tmp_path):
     old = head_of(target, "medusa", 1)
     lm = decoder(target, old)
