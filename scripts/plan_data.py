@@ -138,7 +138,7 @@ def print_recorded(config: PlanConfig, rows: Sequence[dict[str, Any]]) -> None:
     """Print what recorded answers say, by kind of prompt, and what adapting would use of them."""
     from rich.table import Table
 
-    from headstart.train.adapting import FEWEST, divided
+    from headstart.train.adapting_data import FEWEST, divided
     from headstart.train.config import AdaptConfig
 
     wanted = config.length

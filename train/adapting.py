@@ -16,11 +16,6 @@ The newest answers are judged on (see `judging`): neither head has seen them.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
-import random
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,32 +25,18 @@ from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from ..console import log
-from ..files import recorded_files, replacing, write_whole
+from ..files import write_whole
 from ..heads.base import DraftHead
 from ..heads.by_name import head_name
 from ..heads.checkpoints.files import HEAD, refuse_foreign
 from ..heads.checkpoints.save_load import average_weights, load_head, save_head
-from ..inference.feature_cache import MANIFEST
-from ..inference.models.loading import load_tokenizer, locate, target_facts
-from ..inference.recorded_folder import COSTS, recorded_rows
+from ..inference.models.loading import locate
 from ..inference.recording import refuse_if_off
-from ..options import check_options
+from .adapting_data import CONVERSATIONS, REPLAYED, keep_replayed_states, manifest_of, rows_of, snapshot
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
-from .data.conversations import check_row, open_source
-from .data.split import check_renders, rendering
-from .judging import judge, outer_modules_of, report
+from .judging import judge, report
 from .loop import train
 
-REPLAYED = "replay.jsonl"
-"""Older recorded answers, whose states are known."""
-CONVERSATIONS = "conversations.jsonl"
-"""Conversations as rows of tokens, whose states the target computes before the first step."""
-LENGTH_STEP = 512
-"""Tokens to a multiple of which conversations are cut that are replayed."""
-FEWEST = 8
-"""Recorded answers from which a head can be adapted and judged."""
-MOST_JUDGED = 200
-"""Answers that are judged on, at most."""
 LOCK_SECONDS = 1.0
 """Time in which a process that has been killed leaves its folder."""
 
@@ -94,7 +75,7 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     new, metadata = load_head(run / "best")
     average_weights(new, old, config.old_share)
     save_head(new, output / "new", metadata)
-    judgement = judge(config, _manifest(recorded / "states"), _rows(recorded / "judged.jsonl"), output / "new")
+    judgement = judge(config, manifest_of(recorded / "states"), rows_of(recorded / "judged.jsonl"), output / "new")
     page = report(config, judgement)
     write_whole(output / "report.md", page)
     log.info(page)
@@ -121,108 +102,17 @@ def alone_in(output: Path) -> Iterator[None]:
         yield
 
 
-def snapshot(config: AdaptConfig, folder: Path) -> None:
-    """Keep the recorded answers as they are now, with the options: a recording that goes on may remove them.
-
-    Raises:
-        ValueError: too few answers, folders of different targets, or other options than those that the work began with.
-    """
-    options = dataclasses.asdict(config)
-    kept = folder.parent / "adapt.json"
-    last = folder / "training.jsonl"
-    if last.exists():
-        before = json.loads(kept.read_text(encoding="utf-8"))
-        advice = "continue with these, or choose another output"
-        check_options(f"{folder.parent} was begun with", before, options, advice)
-        return
-    manifest = _manifest(config.recorded)
-    states = folder / "states"
-    states.mkdir(parents=True, exist_ok=True)
-    for name in (REPLAYED, CONVERSATIONS, COSTS):  # of an attempt with other options that failed
-        (folder / name).unlink(missing_ok=True)
-    rows = _linked(config.recorded, states)
-    if len(rows) < FEWEST:
-        raise ValueError(
-            f"{config.recorded!r} holds {len(rows)} different answers; a head is adapted from {FEWEST} or more"
-        )
-    training, judged = divided(rows, config.held_out)
-    prompts = {_prompt(row) for row in judged}
-    if len(training) < 2:
-        raise ValueError(
-            f"{config.recorded!r} holds {len(training)} answers to prompts other than the {len(judged)} newest ones, "
-            "which are judged on; record more, or lower held_out"
-        )
-    kinds = {row["kind"] for row in rows}
-    if len(kinds) == 1 and config.replay is None:
-        log.warning(
-            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what the new head does "
-            "to others is not measured; record others too, or keep what the head knows by older data (replay)"
-        )
-    if config.replay is not None:
-        file, replayed = _replayed(config, manifest, rows, states)
-        replayed = [row for row in replayed if _prompt(row) not in prompts]
-        if not replayed:
-            raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
-        if file == REPLAYED and len(replayed) >= FEWEST:
-            replayed, older = divided(replayed, config.held_out)
-            learned = {_prompt(row) for row in training}
-            judged += [{**row, "replayed": True} for row in older if _prompt(row) not in learned]
-        _write_rows(folder / file, replayed)
-        if file == CONVERSATIONS:
-            take_replayed_states(config, manifest, states)
-    known = Path(config.recorded) / COSTS
-    if known.exists():
-        write_whole(folder / COSTS, known.read_text(encoding="utf-8"))
-    write_whole(states / MANIFEST, json.dumps(manifest, indent=1))
-    _write_rows(folder / "judged.jsonl", judged)
-    write_whole(kept, json.dumps(options, indent=1))
-    _write_rows(last, training)
-
-
-def take_replayed_states(config: AdaptConfig, manifest: dict[str, Any], states: Path) -> None:
-    """Link the states that earlier adaptations have computed for the conversations that they replayed.
-
-    Raises:
-        ValueError: the folder holds states of another target, other layers, or in another format.
-    """
-    if config.replay_states is None:
-        return
-    kept = Path(config.replay_states)
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (kept / MANIFEST).exists():
-        write_whole(kept / MANIFEST, json.dumps(manifest, indent=1))
-    _check_same_states(str(kept), _manifest(kept), config.recorded, manifest)
-    for shard in kept.glob("*.safetensors"):
-        _link(shard, states / shard.name)
-
-
-def keep_replayed_states(config: AdaptConfig, states: Path) -> None:
-    """Link the states of replayed conversations into the folder where the next adaptation finds them."""
-    if config.replay_states is None or not (states.parent / CONVERSATIONS).exists():
-        return
-    for shard in set(states.glob("*.safetensors")) - set(recorded_files(states)):
-        _link(shard, Path(config.replay_states) / shard.name)
-
-
-def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Recorded answers to train on, and the newest ones to judge on; no prompt is on both sides."""
-    judged = rows[-min(max(2, round(held_out * len(rows))), MOST_JUDGED) :]
-    prompts = {_prompt(row) for row in judged}
-    training = [row for row in rows[: -len(judged)] if _prompt(row) not in prompts]
-    return training, judged
-
-
 def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     """The training run of a head that starts from another one's weights."""
     folder = Path(config.output) / "recorded"
-    manifest = _manifest(folder / "states")
+    manifest = manifest_of(folder / "states")
     sources = [folder / "training.jsonl"]
-    rows = _rows(sources[0])
+    rows = rows_of(sources[0])
     weights = None
     for replay in (folder / REPLAYED, folder / CONVERSATIONS):
         if replay.exists():
             sources.append(replay)
-            replayed = _rows(replay)
+            replayed = rows_of(replay)
             weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
             rows += replayed
     _, gguf = locate(config.target)
@@ -269,132 +159,3 @@ def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:
         answer = zip(row["input_ids"], row["loss_mask"], strict=True)
         tokens.update(token for token, own in answer if own)
     return tokens
-
-
-def _replayed(
-    config: AdaptConfig, manifest: dict[str, Any], rows: list[dict[str, Any]], states: Path
-) -> tuple[str, list[dict[str, Any]]]:
-    """The file for what is replayed, and its rows: recorded answers, whose states are linked, or conversations.
-
-    `rows` are the recorded answers.
-    """
-    assert config.replay is not None
-    given = Path(config.replay)
-    if given.is_file():
-        longest = max(len(row["input_ids"]) for row in rows)
-        # In large steps, so that the next adaptation cuts the same conversations alike and finds their states.
-        longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
-        return CONVERSATIONS, _conversations(config, manifest, longest)
-    if not (given / MANIFEST).exists():
-        raise ValueError(
-            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of recorded answers, "
-            "or a file of conversations such as the head was trained on (JSON Lines, Parquet)"
-        )
-    _check_same_states(config.replay, _manifest(config.replay), config.recorded, manifest)
-    replayed = _linked(config.replay, states)
-    if not replayed:
-        raise ValueError(
-            f"{config.replay!r} holds states and no recorded answers; to replay what `headstart features` read, name "
-            "its file of conversations, whose states are computed again"
-        )
-    return REPLAYED, replayed
-
-
-def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]) -> None:
-    """Refuse a folder of other states than those that were recorded.
-
-    Raises:
-        ValueError: what differs.
-    """
-    if other == manifest:
-        return
-    name = next(name for name in manifest if other.get(name) != manifest[name])
-    raise ValueError(
-        f"{folder!r} holds states with {name} = {other.get(name)!r}, and {recorded!r} with {manifest[name]!r}; replay "
-        "what is of the same target, layers and format"
-    )
-
-
-def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
-    """Conversations of a file as rows of tokens: as many, chosen at random, as training will see.
-
-    Raises:
-        ValueError: a file that is no conversations, or of which none can be used.
-    """
-    assert config.replay is not None
-    source = open_source(config.replay)
-    tokenizer = load_tokenizer(config.target, manifest["revision"])
-    check_renders(tokenizer, [source], config.target)
-    target = target_facts(config.target, manifest["revision"]) or outer_modules_of(config, manifest)
-    data = DataConfig(sources=[config.replay], max_length=longest)
-    how = rendering(TrainConfig(target=config.target, output=config.output, data=data), target, tokenizer)
-    wanted = math.ceil(config.steps * config.batch_size * config.replay_share)
-    count = len(source.rows)
-    numbers = sorted(random.Random(0).sample(range(count), min(wanted, count)))
-    rows: list[dict[str, Any]] = []
-    unusable: list[ValueError] = []
-    for number, (where, value) in zip(numbers, source.reader.values(source.rows[numbers], numbers), strict=True):
-        try:
-            if isinstance(value, ValueError):
-                raise value
-            examples = how.encode(check_row(value, where), where, number)
-        except ValueError as error:
-            unusable.append(error)
-            continue
-        for example in examples:
-            mask = [int(own) for own in example.loss_mask]
-            rows.append({"input_ids": example.tokens, "loss_mask": mask})
-    if not rows:
-        why = unusable[0] if unusable else f"no answer begins within {longest} tokens, the longest that was recorded"
-        raise ValueError(f"{config.replay!r} holds no conversation that can be replayed: {why}")
-    if unusable:
-        log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
-    return rows
-
-
-def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
-    """Link the recorded answers of a folder into another, or copy them to another disk; return them, each text once."""
-    places = []
-    for path in recorded_files(source):
-        place = folder / path.name
-        try:
-            _link(path, place)
-        except FileNotFoundError:  # it has given way to a newer one meanwhile
-            continue
-        places.append(place)
-    return recorded_rows(places)
-
-
-def _link(path: Path, place: Path) -> None:
-    """Link a file into another folder, or copy it to another disk; what is there already stays."""
-    if place.exists():
-        return
-    try:
-        os.link(path, place)
-    except FileNotFoundError:
-        raise
-    except FileExistsError:  # another process was faster
-        pass
-    except OSError:
-        with replacing(place) as partial:
-            shutil.copyfile(path, partial)
-
-
-def _manifest(folder: str | Path) -> dict[str, Any]:
-    path = Path(folder) / MANIFEST
-    if not path.exists():
-        raise ValueError(f"no recorded answers in {str(folder)!r}; `headstart chat --record FOLDER` writes them")
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return manifest
-
-
-def _prompt(row: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(row["input_ids"][: row["loss_mask"].index(1)])
-
-
-def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

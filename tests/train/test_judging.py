@@ -20,7 +20,7 @@ from headstart.inference.tuning import costs as costs_module
 from headstart.inference.tuning.costs import head_shape, kept_costs, measured_costs
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.inference.tuning.tree_spec import DynamicShape, TreeShape
-from headstart.train.adapting import snapshot
+from headstart.train.adapting_data import snapshot
 from headstart.train.config import AdaptConfig
 from headstart.train.evaluate import greedy_answers
 from headstart.train.judging import (

@@ -21,7 +21,7 @@ from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.train import adapting
+from headstart.train import adapting_data
 from headstart.train.adapting import adapt, alone_in
 from headstart.train.config import AdaptConfig
 
@@ -160,9 +160,9 @@ def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path,
         if len(made) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(adapting.os, "link", link)
+    monkeypatch.setattr(adapting_data.os, "link", link)
     with monkeypatch.context() as patch:
-        patch.setattr(adapting.shutil, "copyfile", full)
+        patch.setattr(adapting_data.shutil, "copyfile", full)
         with pytest.raises(OSError, match="No space left on device"):
             adapt(AdaptConfig(**given))
     states = tmp_path / "new" / "recorded" / "states"
