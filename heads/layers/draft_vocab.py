@@ -68,8 +68,10 @@ def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> 
     Returns:
         All rows [V, D]: the trained ones as they are, the others changed by that function.
     """
-    if len(trained_KD) == 0:
-        return rows_VD
+    found_VD = rows_VD.clone()
+    found_VD[common_V] = trained_KD.to(rows_VD)
+    if common_V.all() or not common_V.any():
+        return found_VD
     before_KD = rows_VD[common_V].float()
     change_KD = trained_KD.float() - before_KD
     centre_D = before_KD.mean(0)
@@ -78,7 +80,7 @@ def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> 
     products_DD = centred_KD.T @ centred_KD
     products_DD.diagonal().add_(RIDGE * products_DD.diagonal().mean() + 1e-6)  # a single row has no variance
     map_DD = torch.linalg.solve(products_DD, centred_KD.T @ (change_KD - mean_change_D))
-    changed_VD = rows_VD.float() + mean_change_D + (rows_VD.float() - centre_D) @ map_DD
-    found_VD = changed_VD.to(rows_VD)
-    found_VD[common_V] = trained_KD.to(rows_VD)
+    others_UD = rows_VD[~common_V].float()
+    changed_UD = others_UD + mean_change_D + (others_UD - centre_D) @ map_DD
+    found_VD[~common_V] = changed_UD.to(rows_VD)
     return found_VD
