@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -57,6 +58,8 @@ MODEL_OPTIONS = (
 MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 """transformers' classes that load a language model with its encoders of images, sound or video, the widest first."""
 ADAPTER_CONFIG = "adapter_config.json"
+_VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
+"""Number of tokens and hash of the vocabulary of tokenizers, which takes a while."""
 """The file that peft writes beside an adapter's weights."""
 LONGEST_REASON = 300
 """Characters of a message of transformers that a refusal repeats."""
@@ -279,9 +282,17 @@ def load_tokenizer(source: str | Path, revision: str | None = None, **options: A
 
 def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Hashes of a tokenizer and its chat template, saved with a head as the provenance of its training data."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    texts = {"tokenizer": repr(vocabulary), "chat_template": str(tokenizer.chat_template)}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    tokens = len(tokenizer)
+    known = _VOCABULARIES.get(tokenizer)
+    if known is None or known[0] != tokens:
+        vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        known = (tokens, _hashed(repr(vocabulary)))
+        _VOCABULARIES[tokenizer] = known
+    return {"tokenizer": known[1], "chat_template": _hashed(str(tokenizer.chat_template))}
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def refuse_loading_options(

@@ -415,6 +415,14 @@ def test_the_environment_switches_recording_off(target, tokenizer, tmp_path, mon
     assert (tmp_path / "folder").stat().st_mode & 0o077 == 0, "others may not read it"
 
 
+def test_a_later_recording_begins_without_trying_the_target_again(target, tokenizer, tmp_path, monkeypatch):
+    """As for the rollouts of each step of a policy in training."""
+    lm = model_with(target, "medusa")
+    lm.record(tmp_path / "first", tokenizer=tokenizer).stop()
+    monkeypatch.setattr(target, "check_features", None)
+    lm.record(tmp_path / "second", tokenizer=tokenizer).stop()
+
+
 def test_states_that_are_not_finite_are_left_out(target, tokenizer, tmp_path):
     lm = model_with(target, "medusa")
     weight = target.model.model.embed_tokens.weight

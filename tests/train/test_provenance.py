@@ -141,3 +141,13 @@ def test_a_command_says_it_too(head, taught):
     options = GenerateConfig(target=str(taught), prompt="hi", head=str(head), max_new_tokens=2, dtype="float32")
     with pytest.warns(UserWarning, match="thinking False"):
         stream_answer(options)
+
+
+def test_a_tokenizer_that_has_got_a_token_is_another_one(taught):
+    tokenizer = load_tokenizer(taught)
+    before = tokenizer_provenance(tokenizer)
+    assert tokenizer_provenance(tokenizer) == before == tokenizer_provenance(load_tokenizer(taught))
+    tokenizer.add_tokens(["<another>"])
+    assert tokenizer_provenance(tokenizer)["tokenizer"] != before["tokenizer"]
+    tokenizer.chat_template = "{{ messages }}"
+    assert tokenizer_provenance(tokenizer)["chat_template"] != before["chat_template"]
