@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,6 +45,8 @@ from .judging import Comparison
 
 SHORTEST = 2
 """Tokens of an answer, at least, along which heads can be compared."""
+COMPARED = 8
+"""Comparisons that decide together, at most: the rollouts of one step are few."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Learned:
     loss: float
     """Mean loss of an answer token, summed over depths; NaN without an answer token."""
     comparison: Comparison | None
-    """Acceptance of the head that drafted and of the copy, before it learned; None if they were not compared."""
+    """Acceptance of the head that drafted and of the copy, before it learned, over the newest comparisons; None
+    if they were not compared."""
     swapped: bool
     """Whether the copy drafts from now on."""
 
@@ -88,7 +93,8 @@ class OnlineAdapter:
             epochs: times that the head learns from each answer.
             batch_size: answers of an optimizer step.
             learn_every: calls of which one is recorded and learned from.
-            judge_every: recordings of which one is used to compare the copy with the head that drafts.
+            judge_every: recordings of which one is used to compare the copy with the head that drafts; the newest
+                comparisons decide together.
             max_length: tokens of a prompt and its answer that are learned from, the first ones.
             generator: source of randomness of the rollouts; None for torch's global one, which learning leaves as it
                 was.
@@ -123,6 +129,8 @@ class OnlineAdapter:
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.history: list[Learned] = []
         """What was learned from each recording."""
+        self._comparisons: deque[Comparison] = deque(maxlen=COMPARED)
+        """The newest ones with the head that drafts."""
         self._calls = 0
         self._decode = lm.custom_generate(generator)
 
@@ -171,9 +179,13 @@ class OnlineAdapter:
             torch.manual_seed(self.seed + number)
             if number > 0 and number % self.judge_every == 0:
                 candidate = copy.deepcopy(self.head).to(target.dtype).eval().requires_grad_(False)
-                comparison = self._compare(cache, examples, candidate)
+                newest = self._compare(cache, examples, candidate)
+                if newest is not None:
+                    self._comparisons.append(newest)
+                    comparison = merged(self._comparisons)
                 if comparison is not None and comparison.better(TreeShape.chain(candidate.max_depth)):
                     self.lm.swap_head(candidate)
+                    self._comparisons.clear()
                     swapped = True
             loss = self._train(CachedFeatures(target, self.head, cache), examples)
         learned = Learned(len(examples), loss, comparison, swapped)
@@ -205,31 +217,21 @@ class OnlineAdapter:
         longest = max(len(example.tokens) - len(example.prompt) for example in examples)
         if longest < SHORTEST:
             return None
-        # A replay knows one answer to a prompt: of several, each belongs to another one.
-        groups: list[dict[tuple[int, ...], Example]] = []
+        whole = []
         for example in examples:
-            whole = len(example.tokens) - len(example.prompt) == longest or example.tokens[-1] in target.end_tokens
-            if not whole:
-                continue
-            prompt = tuple(example.prompt)
-            group = next((group for group in groups if prompt not in group), None)
-            if group is None:
-                group = {}
-                groups.append(group)
-            group[prompt] = example
-        source = FolderStates(cache, target.max_positions)
+            if len(example.tokens) - len(example.prompt) == longest or example.tokens[-1] in target.end_tokens:
+                whole.append(example)
+        answered, new_tokens = distinct(whole, longest)
+        if new_tokens < SHORTEST:
+            return None
         tree = TreeShape.chain(candidate.max_depth)
         serving = self.lm.head
         assert serving is not None
-        old: list[Stats] = []
-        new: list[Stats] = []
-        for group in groups:
-            answered = list(group.values())
-            prompts = [prompt_of(example) for example in answered]
-            replay = StoredReplay(target, source, answered)
-            old.append(greedy_answers(replay, serving, tree, prompts, longest).stats)
-            new.append(greedy_answers(replay, candidate, tree, prompts, longest).stats)
-        return Comparison("rollouts", {tree: Stats.merged(old)}, {tree: Stats.merged(new)})
+        prompts = [prompt_of(example) for example in answered]
+        replay = StoredReplay(target, FolderStates(cache, target.max_positions), answered)
+        old = greedy_answers(replay, serving, tree, prompts, new_tokens).stats
+        new = greedy_answers(replay, candidate, tree, prompts, new_tokens).stats
+        return Comparison("rollouts", {tree: old}, {tree: new})
 
     def _train(self, features: CachedFeatures, examples: list[Example]) -> float:
         """Make the optimizer steps of a recording; return the mean loss of an answer token."""
@@ -253,3 +255,32 @@ class OnlineAdapter:
             total += float(output.loss.detach())  # sync: once a step, after the target has been read
             tokens += answer_tokens
         return total / tokens if tokens else float("nan")
+
+
+def merged(comparisons: Iterable[Comparison]) -> Comparison:
+    """Several comparisons in the same chain together."""
+    known = list(comparisons)
+    (tree,) = known[0].new
+    old = Stats.merged(each.old[tree] for each in known)
+    new = Stats.merged(each.new[tree] for each in known)
+    return Comparison(known[0].kind, {tree: old}, {tree: new})
+
+
+def distinct(examples: list[Example], longest: int) -> tuple[list[Example], int]:
+    """Answers with prompts that differ, as a replay knows one answer to a prompt, and the tokens to answer each with.
+
+    As many of the first tokens of every answer go to its prompt as it takes; an answer that is no longer is left out.
+
+    Args:
+        examples: answers, of which several may be to one prompt.
+        longest: tokens of the longest answer.
+    """
+    for first in range(longest):
+        found = []
+        for example in examples:
+            begin = len(example.prompt) + first
+            if len(example.tokens) > begin:
+                found.append(Example(example.tokens, [False] * begin + example.loss_mask[begin:]))
+        if len({tuple(example.prompt) for example in found}) == len(found):
+            return found, longest - first
+    return [], 0

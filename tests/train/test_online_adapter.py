@@ -10,6 +10,9 @@ import torch
 from headstart.heads import HEADS, build_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.train import OnlineAdapter
+from headstart.train.data.chat_template import Example
+from headstart.train.judging import Comparison
+from headstart.train.online_adapter import distinct
 
 NEW_TOKENS = 12
 OPTIONS = {
@@ -114,6 +117,31 @@ def test_both_heads_draft_along_every_answer_of_a_prompt(policy, tokenizer, tmp_
     (new,) = comparison.new.values()
     assert len(old.rows) == len(new.rows) >= 5  # an answer is left out if it is shorter
     assert old.tokens == new.tokens
+
+
+def test_comparisons_decide_together_until_a_head_is_swapped(policy, tokenizer, monkeypatch):
+    adapter = OnlineAdapter(decoder(policy), tokenizer, lr=1e-9, judge_every=1)
+    for seed in range(4):
+        rollouts_of(policy, adapter, seed=seed)
+    alone = [learned.comparison and learned.comparison.answers for learned in adapter.history]
+    assert alone[0] is None and alone[1] < alone[2] < alone[3]
+    monkeypatch.setattr(Comparison, "better", lambda self, tree: True)
+    for seed in range(4, 6):
+        rollouts_of(policy, adapter, seed=seed)
+    assert adapter.history[-2].comparison.answers > alone[3]
+    assert adapter.history[-1].comparison.answers < alone[3], "those with the head before tell nothing of this one"
+
+
+def test_answers_to_one_prompt_are_told_apart_by_their_first_tokens():
+    def answer(*tokens):
+        return Example([1, 2, *tokens], [False, False] + [True] * len(tokens))
+
+    found, new_tokens = distinct([answer(5, 6, 7, 8), answer(5, 9, 7, 8), answer(5)], 4)
+    assert [example.prompt for example in found] == [[1, 2, 5, 6], [1, 2, 5, 9]]
+    assert new_tokens == 2
+    found, new_tokens = distinct([answer(5, 6), answer(6, 6)], 2)
+    assert [example.prompt for example in found] == [[1, 2, 5], [1, 2, 6]]
+    assert distinct([answer(5, 6)], 2)[1] == 2
 
 
 def test_answers_of_one_token_are_learned_from_and_not_judged(policy, tokenizer):
