@@ -25,14 +25,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from ..heads.layers.constants import counting
 from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
-from .engines.base import Engine
 from .feature_cache import FORMATS, cache_manifest, kept_layers
 from .loop import Decoding
 from .models.encoder_decoder import Seq2SeqTarget
@@ -51,8 +50,8 @@ MAX_LENGTH = 1024
 """Tokens of a recorded text, by default: as many as `data.max_length` in training."""
 WAITING_BYTES = 2**30
 """States in memory that wait to be written, beyond which answers are dropped."""
-_CHECKED: WeakSet[Engine] = WeakSet()
-"""Engines that were found to compute the features that training computes."""
+_CHECKED: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
+"""Targets that were found to decode with the features that training computes, and the engine that did."""
 OTHER_WEIGHTS = "the target's weights are not those with which the recording began"
 """Why an answer is left out whose states would be those of another model."""
 
@@ -601,9 +600,9 @@ def start_recording(
             f"a recording needs a max_length of at least 2 tokens and max_bytes of at least 1, not {max_length} and "
             f"{max_bytes}"
         )
-    if target.engine not in _CHECKED:
+    if _CHECKED.get(target) != target.engine.name:
         target.check_features()
-        _CHECKED.add(target.engine)
+        _CHECKED[target] = target.engine.name
     provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
     manifest = cache_manifest(provenance, kept_layers(layers), target.info.hidden_size, format)
     return Recording(target, RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running, drafts)

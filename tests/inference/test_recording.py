@@ -419,6 +419,7 @@ def test_a_later_recording_begins_without_trying_the_target_again(target, tokeni
     """As for the rollouts of each step of a policy in training."""
     lm = model_with(target, "medusa")
     lm.record(tmp_path / "first", tokenizer=tokenizer).stop()
+    lm.refresh()
     monkeypatch.setattr(target, "check_features", None)
     lm.record(tmp_path / "second", tokenizer=tokenizer).stop()
 
