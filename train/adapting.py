@@ -10,7 +10,7 @@
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
 
-The newest answers are judged on (see `judging`): neither head has seen them.
+The newest answers of each kind are judged on (see `judging`): neither head has seen them.
 """
 
 from __future__ import annotations

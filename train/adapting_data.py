@@ -1,6 +1,6 @@
 """The answers that a head is adapted to, as they were when the work began: what is trained on, judged on and replayed.
 
-Recorded answers are linked, so that a recording that goes on may remove them. The newest of them are judged on.
+Recorded answers are linked, so that a recording that goes on may remove them. The newest of each kind are judged on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import os
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     training, judged = divided(rows, config.held_out)
     if len(training) < 2:
         raise ValueError(
-            f"{config.recorded!r} holds {len(training)} answers to prompts other than the {len(judged)} newest ones, "
-            "which are judged on; record more, or lower held_out"
+            f"{config.recorded!r} holds {len(training)} answers to prompts other than the {len(judged)} newest of "
+            "each kind, which are judged on; record more, or lower held_out"
         )
     kinds = {row["kind"] for row in rows}
     if len(kinds) == 1 and config.replay is None:
@@ -113,10 +114,21 @@ def snapshot_replay(
 
 
 def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Recorded answers to train on, and the newest ones to judge on; no prompt is on both sides."""
-    judged = rows[-min(max(2, round(held_out * len(rows))), MOST_JUDGED) :]
+    """Recorded answers to train on, and the newest ones of each kind to judge on; no prompt is on both sides.
+
+    Kinds of fewer than `FEWEST` answers count as one.
+    """
+    counts = Counter(row["kind"] for row in rows)
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        kind = row["kind"] if counts[row["kind"]] >= FEWEST else ""
+        kinds.setdefault(kind, []).append(row)
+    judged = []
+    for own in kinds.values():
+        count = min(max(2, round(held_out * len(own))), max(MOST_JUDGED // len(kinds), 1))
+        judged += own[-count:]
     prompts = {_prompt(row) for row in judged}
-    training = [row for row in rows[: -len(judged)] if _prompt(row) not in prompts]
+    training = [row for row in rows if _prompt(row) not in prompts]
     return training, judged
 
 

@@ -642,7 +642,7 @@ class AdaptConfig(CommandOptions):
     """Folder that keeps the states of replayed conversations for the next adaptation, which finds them there; null
     for none."""
     held_out: float = 0.2
-    """Share of the answers that both heads are judged on, the newest ones."""
+    """Share of the answers that both heads are judged on, the newest ones of each kind."""
     steps: int = 100
     """Optimizer steps."""
     batch_size: int = 8

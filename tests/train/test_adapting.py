@@ -21,6 +21,7 @@ from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped
 from headstart.train import adapting
 from headstart.train.adapting import adapt
+from headstart.train.adapting_data import MOST_JUDGED, divided
 from headstart.train.config import AdaptConfig
 from headstart.train.features.online import CachedFeatures
 
@@ -217,6 +218,27 @@ def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     assert "holds no conversation that can be replayed" in refused(wrong)
 
 
+def test_the_newest_answers_of_each_kind_are_judged_on():
+    """A kind that has come last is learned, too, and rare ones together count as one kind."""
+
+    def answers(kind, count):
+        return [{"kind": kind, "input_ids": [ord(kind), number], "loss_mask": [0, 1]} for number in range(count)]
+
+    def prompts_differ(rows):
+        return [{**row, "input_ids": [*row["input_ids"], 7], "loss_mask": [0, 0, 1]} for row in rows]
+
+    rows = prompts_differ(answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4))
+    training, judged = divided(rows, 0.2)
+    assert [(row["kind"], row["input_ids"][1]) for row in judged] == [
+        *(("a", number) for number in range(32, 40)),
+        *(("b", number) for number in range(8, 10)),
+        *(("d", number) for number in range(2, 4)),
+    ]
+    assert training == [row for row in rows if row not in judged]
+    many = prompts_differ(row for kind in "abcdefgh" for row in answers(kind, 500))
+    assert len(divided(many, 0.2)[1]) == MOST_JUDGED
+
+
 def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(config, begun, tmp_path, monkeypatch):
     """An older recording may hold the same prompts as the newer one, learned there or judged."""
     older = tmp_path / "older"
@@ -234,7 +256,6 @@ def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(config, begun
     for row in judged:
         prompt = tuple(row["input_ids"][: row["loss_mask"].index(1)])
         assert prompt not in prompts[0] and prompt not in prompts[1]
-    assert {row.get("replayed", False) for row in judged} == {False}, "the newest that are replayed are learned"
 
 
 def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp_path, monkeypatch, capsys):
