@@ -194,7 +194,7 @@ def recorded_answers(folder: str) -> list[dict[str, Any]]:
 
 
 def rounds_by_nodes(rows: Iterable[dict[str, Any]]) -> dict[int, tuple[int, int]]:
-    """By nodes of the rounds' trees, the root counted: how many rounds there were, and what they returned together."""
+    """Rounds and the tokens that they returned, by the nodes of their trees, the root counted."""
     counts: dict[int, tuple[int, int]] = {}
     for row in rows:
         for nodes, (rounds, tokens) in row.get("rounds", {}).items():  # older recordings do not tell

@@ -12,7 +12,7 @@ taken only if
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,13 @@ class Comparison:
     """Kind of the prompts."""
     old: Lengths
     new: Lengths
+
+    @classmethod
+    def merged(cls, kind: str, parts: Collection[Comparison], trees: Sequence[TreePolicy]) -> Comparison:
+        """Several comparisons in these trees together."""
+        old = {tree: Stats.merged(part.old[tree] for part in parts) for tree in trees}
+        new = {tree: Stats.merged(part.new[tree] for part in parts) for tree in trees}
+        return cls(kind, old, new)
 
     @property
     def answers(self) -> int:
@@ -172,11 +179,7 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
         old, new_lengths = _lengths(target, source, [old_head, new_head], trees, own, config.new_tokens)
         comparisons.append(Comparison(kind, old, new_lengths))
     recorded_kinds = [each for each in comparisons if each.kind != OLDER]
-    whole = Comparison(
-        "all",
-        {tree: Stats.merged(each.old[tree] for each in recorded_kinds) for tree in trees},
-        {tree: Stats.merged(each.new[tree] for each in recorded_kinds) for tree in trees},
-    )
+    whole = Comparison.merged("all", recorded_kinds, trees)
     chain = trees[0]
     largest = max((tree for tree in trees if isinstance(tree, DynamicShape)), key=lambda tree: tree.size, default=None)
     exchanged = len(set(new_head.vocabulary().tolist()) - set(old_head.vocabulary().tolist()))

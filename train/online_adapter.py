@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,6 @@ from ..inference.output import GenerateDictOutput, GenerateOutput
 from ..inference.recorded_folder import recorded_rows
 from ..inference.recording import MAX_LENGTH
 from ..inference.speculative_lm import SpeculativeLM
-from ..inference.stats import Stats
 from ..inference.tuning.tree_spec import TreeShape
 from .data.batches import collate
 from .data.chat_template import Example
@@ -180,10 +178,11 @@ class OnlineAdapter:
             if number > 0 and number % self.judge_every == 0:
                 candidate = copy.deepcopy(self.head).to(target.dtype).eval().requires_grad_(False)
                 newest = self._compare(cache, examples, candidate)
+                chain = TreeShape.chain(candidate.max_depth)
                 if newest is not None:
                     self._comparisons.append(newest)
-                    comparison = merged(self._comparisons)
-                if comparison is not None and comparison.better(TreeShape.chain(candidate.max_depth)):
+                    comparison = Comparison.merged("rollouts", self._comparisons, [chain])
+                if comparison is not None and comparison.better(chain):
                     self.lm.swap_head(candidate)
                     self._comparisons.clear()
                     swapped = True
@@ -215,8 +214,6 @@ class OnlineAdapter:
         """Let both heads draft along recorded answers; None if they are too short for that."""
         target = self.lm.target
         longest = max(len(example.tokens) - len(example.prompt) for example in examples)
-        if longest < SHORTEST:
-            return None
         whole = []
         for example in examples:
             if len(example.tokens) - len(example.prompt) == longest or example.tokens[-1] in target.end_tokens:
@@ -255,15 +252,6 @@ class OnlineAdapter:
             total += float(output.loss.detach())  # sync: once a step, after the target has been read
             tokens += answer_tokens
         return total / tokens if tokens else float("nan")
-
-
-def merged(comparisons: Iterable[Comparison]) -> Comparison:
-    """Several comparisons in the same chain together."""
-    known = list(comparisons)
-    (tree,) = known[0].new
-    old = Stats.merged(each.old[tree] for each in known)
-    new = Stats.merged(each.new[tree] for each in known)
-    return Comparison(known[0].kind, {tree: old}, {tree: new})
 
 
 def distinct(examples: list[Example], longest: int) -> tuple[list[Example], int]:
