@@ -6,11 +6,12 @@
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
     OUTPUT/training/              the training run
-    OUTPUT/new/                   the new head: the mean of the weights that were trained and those before
+    OUTPUT/new/                   the new head: the mean of the weights that were trained and those of the first head
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
 
-The newest answers of each kind are judged on (see `judging`): neither head has seen them.
+The newest answers of each kind are judged on (see `judging`): neither head has seen them. The first head is the one
+before all adaptations: a series of them stays near it.
 """
 
 from __future__ import annotations
@@ -21,22 +22,29 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from ..console import log
 from ..files import write_whole
-from ..heads.base import DraftHead
+from ..heads.base import CheckpointMetadata, DraftHead
 from ..heads.by_name import head_name
 from ..heads.checkpoints.files import HEAD, refuse_foreign
 from ..heads.checkpoints.save_load import average_weights, load_head, save_head
+from ..inference.feature_cache import FeatureCache, key_of
 from ..inference.models.loading import locate
 from ..inference.recording import refuse_if_off
 from .adapting_data import CONVERSATIONS, REPLAYED, keep_replayed_states, manifest_of, rows_of, snapshot
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
+from .data.chat_template import Example
+from .engines import start
+from .features.online import CachedFeatures, open_cache
 from .judging import judge, report
-from .loop import train
+from .loop import load_inputs, train
 
+FIRST_HEAD = "first_head"
+"""Of an adapted head's training: the one before all adaptations."""
 LOCK_SECONDS = 1.0
 """Time in which a process that has been killed leaves its folder."""
 
@@ -65,15 +73,21 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     """`adapt`, in a folder where no other process works."""
     best = output / "best"
     recorded = output / "recorded"
-    old, _ = load_head(config.head)
+    old, old_metadata = load_head(config.head)
+    first_name, first = first_head(config, old, old_metadata)
     snapshot(config, recorded)
     if best.exists():
         log.info(f"{output} is finished: the new head is {best}, see report.md there")
         return best
-    run = train(training_config(config, old))
-    keep_replayed_states(config, recorded / "states")
+    training = training_config(config, old)
+    if (recorded / CONVERSATIONS).exists():
+        compute_states(training, recorded)
+        keep_replayed_states(config, recorded / "states")
+    run = train(training)
     new, metadata = load_head(run / "best")
-    average_weights(new, old, config.old_share)
+    average_weights(new, first, config.first_share)
+    is_folder = Path(first_name).exists()
+    metadata.training[FIRST_HEAD] = str(Path(first_name).resolve()) if is_folder else first_name
     save_head(new, output / "new", metadata)
     judgement = judge(config, manifest_of(recorded / "states"), rows_of(recorded / "judged.jsonl"), output / "new")
     page = report(config, judgement)
@@ -83,6 +97,33 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
         return None
     save_head(new, best, metadata)
     return best
+
+
+def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata) -> tuple[str, DraftHead]:
+    """The head before all adaptations and its name: the one that is named, or that the old head's checkpoint tells of.
+
+    Raises:
+        ValueError: a named head that is not there, or one of another architecture.
+    """
+    told = metadata.training.get(FIRST_HEAD)
+    name = config.first or told
+    if name is None:
+        return config.head, old
+    try:
+        first, _ = load_head(name)
+    except ValueError as error:
+        if config.first is not None:
+            raise
+        log.warning(
+            f"{config.head!r} was adapted from {told!r}, which is not there ({error}): the new head is averaged with "
+            f"{config.head!r} instead; name the first one (first)"
+        )
+        return config.head, old
+    if _architecture(first) != _architecture(old):
+        raise ValueError(
+            f"{name!r} cannot be the head from which {config.head!r} was adapted: its kind, target or options differ"
+        )
+    return name, first
 
 
 @contextmanager
@@ -116,8 +157,6 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
             rows += replayed
     _, gguf = locate(config.target)
-    # A GGUF file's embedding and LM head cannot be read alone, and nobody has the states of conversations yet.
-    whole = gguf is not None or (folder / CONVERSATIONS).exists()
     longest = max(len(row["input_ids"]) for row in rows)
     options = {"type": head_name(head), **dataclasses.asdict(head.config)}
     if head.draft_vocab_size < head.target.vocab_size:
@@ -137,7 +176,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             cache=str(folder / "tokens"),  # recorded texts stay in this folder
         ),
         features=FeaturesConfig(
-            mode="cached" if whole else "stored",
+            mode="stored" if gguf is None else "cached",  # of a GGUF file the outer modules cannot be read alone
             folder=str(folder / "states"),
             format=manifest["format"],
             on_policy=config.on_policy,
@@ -147,6 +186,31 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=config.steps),
         eval=EvalConfig(new_tokens=config.new_tokens),
     )
+
+
+def compute_states(training: TrainConfig, folder: Path) -> None:
+    """Compute the states of replayed conversations that no earlier adaptation has left, those that are judged on too.
+
+    Raises:
+        ValueError: another target than the recorded one, or a full disk.
+        Stopped: Ctrl-C or SIGTERM, once the states so far are written.
+    """
+    older = [row for row in rows_of(folder / "judged.jsonl") if row.get("replayed")]
+    examples = [Example.of_row(row) for row in rows_of(folder / CONVERSATIONS) + older]
+    states = FeatureCache(folder / "states", manifest_of(folder / "states"))
+    if all(key_of(torch.tensor(example.tokens)) in states for example in examples):
+        return
+    accelerator, _ = start(training)
+    computed = dataclasses.replace(training.features, mode="cached")
+    inputs = load_inputs(dataclasses.replace(training, features=computed), accelerator)
+    cache = open_cache(accelerator, inputs.head, inputs.provenance, training.features, Path(training.output))
+    CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, examples)
+
+
+def _architecture(head: DraftHead) -> dict[str, Any]:
+    """What two heads have in common whose weights can be averaged: all but the draft vocabulary."""
+    options = {**dataclasses.asdict(head.config), "draft_vocab_size": None}
+    return {"head": head_name(head), "target": dataclasses.asdict(head.target), **options}
 
 
 def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:

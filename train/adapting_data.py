@@ -93,7 +93,7 @@ def snapshot_replay(
     judged: list[dict[str, Any]],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """Keep what is replayed beside the recorded answers, `rows`; return the newest of older answers, to judge on too.
+    """Keep what is replayed beside the recorded answers, `rows`; return the part of it that is judged on, too.
 
     No prompt is both trained on and judged on.
     """
@@ -103,7 +103,7 @@ def snapshot_replay(
     if not replayed:
         raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
     older: list[dict[str, Any]] = []
-    if file == REPLAYED and len(replayed) >= FEWEST:
+    if len(replayed) >= FEWEST:
         replayed, newest = divided(replayed, config.held_out)
         learned = {_prompt(row) for row in training}
         older = [{**row, "replayed": True} for row in newest if _prompt(row) not in learned]
@@ -162,7 +162,7 @@ def _replayed(
 
 
 def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
-    """Conversations of a file as rows of tokens: as many, chosen at random, as training will see.
+    """Conversations of a file as rows of tokens, chosen at random: as many as training will see and are judged on.
 
     Raises:
         ValueError: a file that is no conversations, or of which none can be used.
@@ -174,9 +174,11 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
     target = target_facts(config.target, manifest["revision"]) or outer_modules_of(config, manifest)
     data = DataConfig(sources=[config.replay], max_length=longest)
     how = rendering(TrainConfig(target=config.target, output=config.output, data=data), target, tokenizer)
-    wanted = math.ceil(config.steps * config.batch_size * config.replay_share)
+    learned = config.steps * config.batch_size * config.replay_share
+    wanted = math.ceil(learned / (1 - config.held_out))
     count = len(source.rows)
-    numbers = sorted(random.Random(0).sample(range(count), min(wanted, count)))
+    chance = random.Random(0)
+    numbers = sorted(chance.sample(range(count), min(wanted, count)))
     rows: list[dict[str, Any]] = []
     unusable: list[ValueError] = []
     for number, (where, value) in zip(numbers, source.reader.values(source.rows[numbers], numbers), strict=True):
@@ -189,12 +191,13 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
             continue
         for example in examples:
             mask = [int(own) for own in example.loss_mask]
-            rows.append({"input_ids": example.tokens, "loss_mask": mask})
+            rows.append({"input_ids": example.tokens, "loss_mask": mask, "kind": ""})
     if not rows:
         why = unusable[0] if unusable else f"no answer begins within {longest} tokens, the longest that was recorded"
         raise ValueError(f"{config.replay!r} holds no conversation that can be replayed: {why}")
     if unusable:
         log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
+    chance.shuffle(rows)  # files may have one source after another, and the last rows are judged on
     return rows
 
 

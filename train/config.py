@@ -635,9 +635,13 @@ class AdaptConfig(CommandOptions):
     nothing."""
     replay_share: float = 0.5
     """Share of the training sequences that are taken from `replay`."""
-    old_share: float = 0.3
-    """Share of the old head's weights in the new one, from 0 to 1: the rest are those that were trained. So it forgets
-    less."""
+    first: str | None = None
+    """The head before all adaptations, part of whose weights stay in the new one; null for what the checkpoint of
+    `head` says, and `head` if it says nothing."""
+    first_share: float = 0.5
+    """Share of these weights in the new head, from 0 to 1: the rest are those that were trained. So it forgets less,
+    and what one adaptation after another loses of other texts does not add up. Lower it where the target has changed
+    since, as a policy does."""
     replay_states: str | None = None
     """Folder that keeps the states of replayed conversations for the next adaptation, which finds them there; null
     for none."""
@@ -661,8 +665,8 @@ class AdaptConfig(CommandOptions):
             share = getattr(self, name)
             if not 0 < share < 1:
                 raise ValueError(f"{name} is a share between 0 and 1, not {share}")
-        if not 0 <= self.old_share < 1:
-            raise ValueError(f"old_share is a share from 0 to below 1, not {self.old_share}")
+        if not 0 <= self.first_share < 1:
+            raise ValueError(f"first_share is a share from 0 to below 1, not {self.first_share}")
         if not 0 <= self.on_policy <= 1:
             raise ValueError(f"on_policy is a share from 0 to 1, not {self.on_policy}")
         if self.lr <= 0:

@@ -163,8 +163,8 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
     new_head = _loaded(new, target)
     costs = known_costs(recorded, target, old_head, new_head)
 
-    by_prompt = {tuple(_example(row).prompt): row for row in rows}
-    examples = [_example(row) for row in by_prompt.values()]
+    by_prompt = {tuple(Example.of_row(row).prompt): row for row in rows}
+    examples = [Example.of_row(row) for row in by_prompt.values()]
     source = FolderStates(FeatureCache(recorded / "states", manifest), target.max_positions)
     wanted = EvalConfig(prompts=len(examples), new_tokens=config.new_tokens)
     kinds: dict[str, list[Example]] = {}
@@ -356,10 +356,6 @@ def _weights(head: DraftHead) -> int:
 def _loaded(checkpoint: str | Path, target: Target) -> DraftHead:
     head, _ = load_head(checkpoint, target.info, target.dtype)
     return head.to(target.device).eval()
-
-
-def _example(row: dict[str, Any]) -> Example:
-    return Example(row["input_ids"], [bool(own) for own in row["loss_mask"]])
 
 
 def _lengths(

@@ -159,9 +159,7 @@ class OnlineAdapter:
         """
         target = self.lm.target
         cache = self._cache(Path(folder))
-        examples = []
-        for row in recorded_rows(recorded_files(folder)):
-            examples.append(Example(row["input_ids"], [bool(own) for own in row["loss_mask"]]))
+        examples = [Example.of_row(row) for row in recorded_rows(recorded_files(folder))]
         if not examples:
             raise ValueError(f"no recorded answers in {str(folder)!r}")
         number = len(self.history)

@@ -181,7 +181,7 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
 
 @torch.no_grad()
 def average_weights(head: DraftHead, earlier: DraftHead, share: float) -> None:
-    """Move a head's weights towards those that it was trained from: `share` of these, and the rest of its own.
+    """Move a head's weights towards those of an earlier one: `share` of these, and the rest of its own.
 
     On the way back it regains more of what it knew than it loses of what it has learned (WiSE-FT, arXiv:2109.01903).
     Rows of tokens that the earlier head cannot draft stay as they are.

@@ -78,6 +78,39 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
 
 
+def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_path, capsys):
+    """Else it would forget a little more with each of them."""
+    first = tmp_path / "first head"
+    shutil.copytree(begun / "head", first)
+    once = dataclasses.replace(config, head=str(first), steps=2)
+    adapt(once)
+    again = dataclasses.replace(once, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again"))
+    adapt(again)
+    trained, _ = load_head(tmp_path / "again" / "training" / "best")
+    new, metadata = load_head(tmp_path / "again" / "new")
+    assert metadata.training["first_head"] == str(first)
+    weights = load_head(first)[0].state_dict()
+    for name, weight in trained.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name], 0.5 * (weight + weights[name]))
+    capsys.readouterr()
+
+    shutil.rmtree(first)
+    adapt(dataclasses.replace(again, output=str(tmp_path / "lost")))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "first head', which is not there" in told and "name the first one (first)" in told
+    with pytest.raises(ValueError, match=r"no head at .*first head"):
+        adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
+
+
+def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path):
+    target = Target.from_pretrained(str(taught), torch.float32)
+    other = build_head("medusa", {"num_heads": 3}, target.info)
+    save_head(other, tmp_path / "other", CheckpointMetadata())
+    with pytest.raises(ValueError, match=r"other' cannot be the head from which .* was adapted: its kind, target or"):
+        adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
+    assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
+
+
 def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path):
     """Such as a policy that was trained in memory, under its first name, and saved for `adapt`."""
     saved = tmp_path / "saved policy"
@@ -175,12 +208,17 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     adapt(config)
     folder = tmp_path / "new" / "recorded"
     replayed = [json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()]
-    assert len(replayed) == 9 and not (folder / "replay.jsonl").exists()
+    judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
+    older = [row for row in judged if "replayed" in row]
+    assert (len(replayed), len(older)) == (5, 3), "0.35 of 9 are judged on, one more has the prompt of one of them"
+    assert not {str(row["input_ids"]) for row in replayed} & {str(row["input_ids"]) for row in older}
+    assert not (folder / "replay.jsonl").exists()
+    assert "| (replayed) | " in (tmp_path / "new" / "report.md").read_text()
     shards = set((folder / "states").glob("*.safetensors")) - set(recorded_files(folder / "states"))
     assert shards, "their states are in the folder"
     run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
-    assert run["features"]["mode"] == "cached"
-    assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 9)
+    assert run["features"]["mode"] == "stored", "the target's blocks are loaded for their states alone"
+    assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 5)
     given.unlink()
     adapt(config)  # what was taken is kept
 

@@ -38,6 +38,11 @@ class Example:
     conversation: int = -1
     """Index of its conversation, over all sources."""
 
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> Example:
+        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones, as recordings have them."""
+        return cls(row["input_ids"], [bool(own) for own in row["loss_mask"]])
+
     @property
     def prompt(self) -> list[int]:
         """The tokens before the first answer."""

@@ -32,7 +32,7 @@ from ..data.batches import Batch
 from ..data.chat_template import Example
 from ..data.token_cache import tokens_of
 from .online import OnlineFeatures, on_target, target_features, with_states
-from .sources import States, StateSource
+from .sources import States, StateSource, own_answer
 
 PROBE_TOKENS = PROBE_ENDS[-1] + 64
 """Tokens of the probe's text whose states are kept; a deeper head has no probe."""
@@ -76,6 +76,15 @@ class FolderStates(StateSource):
         if not path.exists():
             return torch.tensor(example.prompt)
         return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["text"])
+
+    def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
+        if self.greedy:
+            return super().answer(example, new_tokens)
+        # Only whole conversations have states; those of the first answer do not depend on what follows.
+        text_T = own_answer(example)
+        states_TLD, scales_TL = self.states(torch.tensor(example.tokens), example.conversation)
+        length = len(text_T)
+        return text_T, (states_TLD[:length], None if scales_TL is None else scales_TL[:length])
 
     def probe(self, tokens_T: Tensor) -> States | None:
         key = key_of(tokens_T)
