@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -13,7 +14,7 @@ from recordings import ANSWERS, NEW_TOKENS, record_answers
 from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.inference import Target
+from headstart.inference import Target, load_tokenizer
 from headstart.inference.recorded_folder import keep_costs, recorded_row
 from headstart.inference.tuning.costs import head_shape
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
@@ -221,6 +222,24 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 5)
     given.unlink()
     adapt(config)  # what was taken is kept
+
+
+def test_of_a_file_of_conversations_any_are_judged_on(config, tmp_path, monkeypatch):
+    """Files may have one source after another: if the last ones were kept from training, their source would be."""
+    given = tmp_path / "first.jsonl"
+    lines = []
+    for number in range(20):
+        messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": f"number {number}."}]
+        lines.append(json.dumps({"messages": messages}))
+    given.write_text("\n".join(lines))
+    monkeypatch.setattr(adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training")))
+    with pytest.raises(Stopped):
+        adapt(dataclasses.replace(config, replay=str(given), steps=20))
+    tokenizer = load_tokenizer(config.target)
+    rows = (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
+    texts = [tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row]
+    numbers = [int(re.search(r"number (\d+)", text)[1]) for text in texts]
+    assert len(numbers) == 7 and min(numbers) < 10
 
 
 def test_states_of_replayed_conversations_are_computed_once(config, begun, conversations_file, tmp_path, monkeypatch):
