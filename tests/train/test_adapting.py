@@ -24,7 +24,6 @@ from headstart.train import adapting
 from headstart.train.adapting import adapt
 from headstart.train.adapting_data import MOST_JUDGED, divided
 from headstart.train.config import AdaptConfig
-from headstart.train.features.online import CachedFeatures
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +246,9 @@ def test_states_of_replayed_conversations_are_computed_once(config, begun, conve
     options = {"replay": str(conversations_file), "replay_states": str(kept), "steps": 2}
     adapt(dataclasses.replace(config, **options))
     assert {path.name for path in kept.iterdir()} >= {"manifest.json"} and not recorded_files(kept)
-    monkeypatch.setattr(CachedFeatures, "fill", None)
-    adapt(dataclasses.replace(config, **options, output=str(tmp_path / "again")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "load", None)
+        adapt(dataclasses.replace(config, **options, output=str(tmp_path / "again")))
     manifest = json.loads((kept / "manifest.json").read_text())
     (kept / "manifest.json").write_text(json.dumps({**manifest, "weights": "of another"}))
     with pytest.raises(ValueError, match=r"kept' holds states with weights = 'of another', and .* replay what is of"):
