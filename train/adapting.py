@@ -111,18 +111,18 @@ def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
         return config.head, old
     try:
         first, _ = load_head(name)
+        if _architecture(first) != _architecture(old):
+            raise ValueError(
+                f"{name!r} cannot be the head from which {config.head!r} was adapted: kind, target or options differ"
+            )
     except ValueError as error:
         if config.first is not None:
             raise
         log.warning(
-            f"{config.head!r} was adapted from {told!r}, which is not there ({error}): the new head is averaged with "
+            f"{config.head!r} was adapted from {told!r}, which cannot be read ({error}): the new head is averaged with "
             f"{config.head!r} instead; name the first one (first)"
         )
         return config.head, old
-    if _architecture(first) != _architecture(old):
-        raise ValueError(
-            f"{name!r} cannot be the head from which {config.head!r} was adapted: its kind, target or options differ"
-        )
     return name, first
 
 

@@ -97,18 +97,23 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
     shutil.rmtree(first)
     adapt(dataclasses.replace(again, output=str(tmp_path / "lost")))
     told = " ".join(capsys.readouterr().out.split())
-    assert "first head', which is not there" in told and "name the first one (first)" in told
+    assert "first head', which cannot be read (no head at" in told and "name the first one (first)" in told
     with pytest.raises(ValueError, match=r"no head at .*first head"):
         adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
-def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path):
+def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path, capsys):
     target = Target.from_pretrained(str(taught), torch.float32)
     other = build_head("medusa", {"num_heads": 3}, target.info)
     save_head(other, tmp_path / "other", CheckpointMetadata())
-    with pytest.raises(ValueError, match=r"other' cannot be the head from which .* was adapted: its kind, target or"):
+    with pytest.raises(ValueError, match=r"other' cannot be the head from which .* was adapted: kind, target or"):
         adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
+    head, _ = load_head(begun / "head")
+    save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": str(tmp_path / "other")}))
+    adapt(dataclasses.replace(config, head=str(tmp_path / "told"), steps=2))
+    told = " ".join(capsys.readouterr().out.split())
+    assert "other', which cannot be read" in told, "the checkpoint may be a stranger's"
 
 
 def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path):
