@@ -8,11 +8,12 @@ the recordings:
 
     alone    from the first head, to each kind by itself
     curve    the same with fewer recorded answers
-    day      one kind after another: every hour the head that was taken last adapts to new answers of one kind
+    day      one kind after another: every hour answers of one more kind are recorded, and the head adapts
 
-A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half
-of the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was
-first trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the target
+A day adapts to all that was recorded until then, as one does who records into one folder; its training goes on from
+hour to hour, whether the head was taken or not. `--replay` names what half of the training sequences are taken from, so
+that the head keeps what it knew: a file of the conversations that it was first trained on, or a folder of answers to
+other prompts. Acceptance is measured on fresh prompts by replay: the target
 answers each once, and the decoding loop runs over these answers with every head. Every step leaves its result in the
 output folder, and is not repeated there.
 """
@@ -111,13 +112,14 @@ def linked(files: list[Path], folder: Path) -> Path:
     return folder
 
 
-def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path) -> str:
-    """The head after adapting: the new one where it was taken, else the old one."""
+def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path, start: str | None = None) -> str:
+    """The head after adapting, by training that goes on from `start`: the new one if it was taken, else the old one."""
     done = output / "taken.json"
     if not done.exists():
         config = AdaptConfig(
             target=TARGET,
             head=head,
+            start=start,
             recorded=str(recorded),
             output=str(output),
             replay=args.replay,
@@ -211,6 +213,7 @@ def change(after: list[list[int]], before: list[list[int]]) -> str:
 
 def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
     """Adapt to one kind after another, each time to all that was recorded until then, and measure every head."""
+    start = None
     kinds = [Path(path).stem for path in args.prompts]
     share = args.answers * len(kinds) // max(args.hours, 1)
     head = HEAD
@@ -221,7 +224,8 @@ def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
         start = hour // len(kinds) * share
         until_now += recorded_files(output / "recorded" / kind)[start : start + share]
         recorded = linked(until_now, output / "recorded" / f"hours-{hour + 1}")
-        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded)
+        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, start)
+        start = str(output / f"hour-{hour + 1}" / "training" / "best")
         heads[f"{hour + 1}: {kind}"] = head
     return measure.table(heads, "a day") if heads else []
 

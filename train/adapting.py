@@ -5,7 +5,7 @@
     OUTPUT/recorded/states/       the recorded answers as they were when the work began, linked
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
-    OUTPUT/training/              the training run
+    OUTPUT/training/              the training run, from which the next adaptation may go on (`start`)
     OUTPUT/new/                   the new head: the mean of the weights that were trained and those of the first head
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
@@ -75,11 +75,12 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     recorded = output / "recorded"
     old, old_metadata = load_head(config.head)
     first_name, first = first_head(config, old, old_metadata)
+    start = old if config.start is None else fitting_head(config.start, config, old)
     snapshot(config, recorded)
     if best.exists():
         log.info(f"{output} is finished: the new head is {best}, see report.md there")
         return best
-    training = training_config(config, old)
+    training = training_config(config, start)
     if (recorded / CONVERSATIONS).exists():
         compute_states(training, recorded)
         keep_replayed_states(config, recorded / "states")
@@ -110,11 +111,7 @@ def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
     if name is None:
         return config.head, old
     try:
-        first, _ = load_head(name)
-        if _architecture(first) != _architecture(old):
-            raise ValueError(
-                f"{name!r} cannot be the head from which {config.head!r} was adapted: kind, target or options differ"
-            )
+        first = fitting_head(name, config, old)
     except ValueError as error:
         if config.first is not None:
             raise
@@ -124,6 +121,18 @@ def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
         )
         return config.head, old
     return name, first
+
+
+def fitting_head(name: str, config: AdaptConfig, old: DraftHead) -> DraftHead:
+    """A head from the same series of adaptations as the old one.
+
+    Raises:
+        ValueError: a head that is not there, or one of another architecture.
+    """
+    head, _ = load_head(name)
+    if _architecture(head) != _architecture(old):
+        raise ValueError(f"{name!r} is no earlier or later {config.head!r}: kind, target or options differ")
+    return head
 
 
 @contextmanager
@@ -167,7 +176,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         target_dtype=manifest["dtype"],
         output=str(Path(config.output) / "training"),
         head=options,
-        init_from=config.head,
+        init_from=config.start or config.head,
         data=DataConfig(
             sources=[str(source) for source in sources],
             weights=weights,

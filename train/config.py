@@ -624,7 +624,10 @@ class AdaptConfig(CommandOptions):
     target: str = ""
     """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
     head: str = ""
-    """The head to start from: a checkpoint folder or Hub id."""
+    """The head that drafts now, whose place the new one takes if it is better: a checkpoint folder or Hub id."""
+    start: str | None = None
+    """Weights to train from: `training/best` in the output of the adaptation before, which goes on so, whether its head
+    was taken or not; null for `head`."""
     recorded: str = ""
     """Folder of recorded answers (`headstart chat --record`, `lm.record`)."""
     output: str = ""

@@ -102,12 +102,27 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
         adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
+def test_training_goes_on_from_the_adaptation_before_whether_its_head_was_taken_or_not(config, begun, tmp_path):
+    assert adapt(dataclasses.replace(config, steps=2, lr=1e-3)) is None
+    before = tmp_path / "new" / "training" / "best"
+    again = dataclasses.replace(config, start=str(before), steps=1, lr=1e-12, output=str(tmp_path / "again"))
+    adapt(again)
+    trained = load_head(tmp_path / "again" / "training" / "best")[0].state_dict()
+    old = load_head(begun / "head")[0].state_dict()
+    for name, weight in load_head(before)[0].state_dict().items():
+        torch.testing.assert_close(trained[name], weight)
+    assert any(not torch.equal(weight, old[name]) for name, weight in trained.items())
+    assert config.head in (tmp_path / "again" / "report.md").read_text(), "it is compared with the head that drafts"
+
+
 def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path, capsys):
     target = Target.from_pretrained(str(taught), torch.float32)
     other = build_head("medusa", {"num_heads": 3}, target.info)
     save_head(other, tmp_path / "other", CheckpointMetadata())
-    with pytest.raises(ValueError, match=r"other' cannot be the head from which .* was adapted: kind, target or"):
+    with pytest.raises(ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"):
         adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
+    with pytest.raises(ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"):
+        adapt(dataclasses.replace(config, start=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
     head, _ = load_head(begun / "head")
     save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": str(tmp_path / "other")}))
