@@ -213,10 +213,10 @@ def change(after: list[list[int]], before: list[list[int]]) -> str:
 
 def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
     """Adapt to one kind after another, each time to all that was recorded until then, and measure every head."""
-    start = None
     kinds = [Path(path).stem for path in args.prompts]
     share = args.answers * len(kinds) // max(args.hours, 1)
     head = HEAD
+    trained = None
     until_now: list[Path] = []
     heads: dict[str, str] = {}
     for hour in range(args.hours):
@@ -224,8 +224,8 @@ def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
         start = hour // len(kinds) * share
         until_now += recorded_files(output / "recorded" / kind)[start : start + share]
         recorded = linked(until_now, output / "recorded" / f"hours-{hour + 1}")
-        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, start)
-        start = str(output / f"hour-{hour + 1}" / "training" / "best")
+        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, trained)
+        trained = str(output / f"hour-{hour + 1}" / "training" / "best")
         heads[f"{hour + 1}: {kind}"] = head
     return measure.table(heads, "a day") if heads else []
 
