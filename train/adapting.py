@@ -217,7 +217,7 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
 
 
 def _architecture(head: DraftHead) -> dict[str, Any]:
-    """What two heads have in common whose weights can be averaged: all but the draft vocabulary."""
+    """All but the draft vocabulary: the same for two heads whose weights can be averaged."""
     options = {**dataclasses.asdict(head.config), "draft_vocab_size": None}
     return {"head": head_name(head), "target": dataclasses.asdict(head.target), **options}
 
