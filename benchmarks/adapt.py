@@ -13,9 +13,8 @@ the recordings:
 A day adapts to all that was recorded until then, as one does who records into one folder; its training goes on from
 hour to hour, whether the head was taken or not. `--replay` names what half of the training sequences are taken from, so
 that the head keeps what it knew: a file of the conversations that it was first trained on, or a folder of answers to
-other prompts. Acceptance is measured on fresh prompts by replay: the target
-answers each once, and the decoding loop runs over these answers with every head. Every step leaves its result in the
-output folder, and is not repeated there.
+other prompts. Acceptance is measured on fresh prompts by replay: the target answers each once, and the decoding loop
+runs over these answers with every head. Every step leaves its result in the output folder, and is not repeated there.
 """
 
 from __future__ import annotations

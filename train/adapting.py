@@ -22,7 +22,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -32,14 +31,14 @@ from ..heads.base import CheckpointMetadata, DraftHead
 from ..heads.by_name import head_name
 from ..heads.checkpoints.files import HEAD, refuse_foreign
 from ..heads.checkpoints.save_load import average_weights, load_head, save_head
-from ..inference.feature_cache import FeatureCache, key_of
+from ..inference.feature_cache import FeatureCache
 from ..inference.models.loading import locate
 from ..inference.recording import refuse_if_off
 from .adapting_data import CONVERSATIONS, REPLAYED, keep_replayed_states, manifest_of, rows_of, snapshot
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
 from .data.chat_template import Example
 from .engines import start
-from .features.online import CachedFeatures, open_cache
+from .features.online import CachedFeatures, lacking_in, open_cache
 from .judging import judge, report
 from .loop import load_inputs, train
 
@@ -75,12 +74,12 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     recorded = output / "recorded"
     old, old_metadata = load_head(config.head)
     first_name, first = first_head(config, old, old_metadata)
-    start = old if config.start is None else fitting_head(config.start, config, old)
+    start_head = old if config.start is None else fitting_head(config.start, config, old)
     snapshot(config, recorded)
     if best.exists():
         log.info(f"{output} is finished: the new head is {best}, see report.md there")
         return best
-    training = training_config(config, start)
+    training = training_config(config, start_head)
     if (recorded / CONVERSATIONS).exists():
         compute_states(training, recorded)
         keep_replayed_states(config, recorded / "states")
@@ -207,9 +206,9 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
     older = [row for row in rows_of(folder / "judged.jsonl") if row.get("replayed")]
     examples = [Example.of_row(row) for row in rows_of(folder / CONVERSATIONS) + older]
     states = FeatureCache(folder / "states", manifest_of(folder / "states"))
-    if all(key_of(torch.tensor(example.tokens)) in states for example in examples):
-        return
     accelerator, _ = start(training)
+    if not lacking_in(accelerator, states, examples):
+        return
     computed = dataclasses.replace(training.features, mode="cached")
     inputs = load_inputs(dataclasses.replace(training, features=computed), accelerator)
     cache = open_cache(accelerator, inputs.head, inputs.provenance, training.features, Path(training.output))
@@ -217,9 +216,10 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
 
 
 def _architecture(head: DraftHead) -> dict[str, Any]:
-    """All but the draft vocabulary: the same for two heads whose weights can be averaged."""
+    """All but the draft vocabulary and the target's name: the same for two heads whose weights can be averaged."""
     options = {**dataclasses.asdict(head.config), "draft_vocab_size": None}
-    return {"head": head_name(head), "target": dataclasses.asdict(head.target), **options}
+    target = dataclasses.replace(head.target, name="")
+    return {"head": head_name(head), "target": target, **options}
 
 
 def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:

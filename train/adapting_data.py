@@ -220,7 +220,7 @@ def take_replayed_states(config: AdaptConfig, manifest: dict[str, Any], states: 
 
 def keep_replayed_states(config: AdaptConfig, states: Path) -> None:
     """Link the states of replayed conversations into the folder where the next adaptation finds them."""
-    if config.replay_states is None or not (states.parent / CONVERSATIONS).exists():
+    if config.replay_states is None:
         return
     for shard in set(states.glob("*.safetensors")) - set(recorded_files(states)):
         _link(shard, Path(config.replay_states) / shard.name)

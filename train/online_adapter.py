@@ -142,7 +142,8 @@ class OnlineAdapter:
         with TemporaryDirectory(prefix="headstart-rollouts-") as folder:
             options: dict[str, Any] = {
                 "tokenizer": self.tokenizer,
-                "format": self._format,
+                # As exact as the target's states.
+                "format": "bfloat16" if self.lm.target.dtype == torch.bfloat16 else "float32",
                 "max_length": self.max_length,
             }
             with self.lm.record(folder, **options) as recording:
@@ -188,11 +189,6 @@ class OnlineAdapter:
         learned = Learned(len(examples), loss, comparison, swapped)
         self.history.append(learned)
         return learned
-
-    @property
-    def _format(self) -> str:
-        """Format of recorded states: as exact as the target's."""
-        return "bfloat16" if self.lm.target.dtype == torch.bfloat16 else "float32"
 
     def _cache(self, folder: Path) -> FeatureCache:
         """The states of a recording; a ValueError if they are not those of the target's weights."""

@@ -130,12 +130,16 @@ def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, 
     assert "other', which cannot be read" in told, "the checkpoint may be a stranger's"
 
 
-def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path):
+def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path, capsys):
     """Such as a policy that was trained in memory, under its first name, and saved for `adapt`."""
     saved = tmp_path / "saved policy"
     shutil.copytree(taught, saved)
-    adapt(dataclasses.replace(config, target=str(saved), steps=2))
+    renamed = dataclasses.replace(config, target=str(saved), steps=2)
+    adapt(renamed)
     assert (tmp_path / "new" / "report.md").exists()
+    adapt(dataclasses.replace(renamed, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")))
+    assert "cannot be read" not in capsys.readouterr().out, "the first head is that of the other name"
+    assert load_head(tmp_path / "again" / "new")[1].training["first_head"] == config.head
 
 
 def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, monkeypatch):
