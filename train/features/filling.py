@@ -17,7 +17,6 @@ from ..engines import all_agree, from_main
 from ..evaluate import eval_prompts, judged
 from .by_mode import import_states, normed, server_source
 from .online import CachedFeatures
-from .sources import own_answer
 from .state_server import StateServer
 from .stored import PROBE_TOKENS, answer_path, write_answer
 
@@ -43,7 +42,6 @@ def fill_folder(config: TrainConfig, accelerator: Accelerator, inputs: Inputs, c
     texts = [probe]
     if inputs.replay is None:
         log.info("the target is sharded: evaluations without it will replay the conversations' own answers")
-        texts += [own_answer(example).tolist() for example in held_out]
     else:
         prompts = eval_prompts(inputs.target, held_out, config.eval)
         if accelerator.is_main_process:
@@ -78,10 +76,7 @@ def _from_server(
     all_agree(accelerator, check)
     import_states(accelerator, cache, source, target, inputs.head, inputs.training)
     import_states(accelerator, cache, source, target, inputs.head, held_out)
-    own = [own_answer(example).tolist() for example in held_out]
-    answers = [Example(text, [True] * len(text), held.conversation) for text, held in zip(own, held_out, strict=True)]
     if not isinstance(source, StateServer):
-        import_states(accelerator, cache, source, target, inputs.head, answers)
         return
 
     def ask() -> None:
