@@ -5,7 +5,7 @@
 PYTHON   ?= python3
 MINUTES  ?= 15
 JOBS     ?= logical
-PACKAGES := heads inference train scripts
+PACKAGES := heads inference train addons scripts
 VENV     := .venv
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed

@@ -8,7 +8,7 @@ import headstart
 
 repository = Path(sys.argv[1]).resolve()
 modules = 0
-for name in ("heads", "inference", "train", "scripts"):
+for name in ("heads", "inference", "train", "addons", "scripts"):
     package = importlib.import_module(f"headstart.{name}")
     installed = Path(package.__file__).resolve().parent
     assert not installed.is_relative_to(repository), f"{package.__name__} is {installed}, not the wheel's"

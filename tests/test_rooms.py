@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ("heads", "inference", "train", "scripts")
+ORDER = ("heads", "inference", "train", "addons", "scripts")
+CORE = ("heads", "inference", "train")
 """Each imports only from itself and from those before it."""
 FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
 
@@ -73,7 +74,7 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
 def test_imports_run_one_way() -> None:
     for module, path in MODULES.items():
         wrong = forbidden(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
-        assert not wrong, f"{module} must not import {wrong}: heads <- inference <- train <- scripts"
+        assert not wrong, f"{module} must not import {wrong}: heads <- inference <- train <- addons <- scripts"
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,9 @@ def test_imports_run_one_way() -> None:
         ("inference.tree", "from headstart.train.config import TrainConfig as Config"),
         ("inference.drafters.base", "from ...train.data import Batch"),
         ("train.loop", "from ..scripts import command"),
+        ("train.loop", "from ..addons import trace"),
+        ("inference.loop", "from headstart.addons.record import Recorder"),
+        ("addons.trace", "from headstart.scripts import command_line"),
         ("train.loop", "import heads"),
         ("scripts.train", "from inference.target import Target"),
     ],
@@ -177,3 +181,10 @@ def test_modules_and_public_names_have_docstrings_that_begin_with_the_thing() ->
                 if words[0].rstrip(",:") in ("See", "Of", "What", "As"):
                     wrong.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {' '.join(words[:6])}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_does_not_name_an_addon() -> None:
+    """Neither in code nor in a comment: an add-on can be lifted out without a trace."""
+    core = [path for path in FILES if path.relative_to(ROOT).parts[0] in CORE]
+    naming = [str(path.relative_to(ROOT)) for path in core if "addons" in path.read_text(encoding="utf-8")]
+    assert not naming, f"{', '.join(naming)} should know nothing of what is built on the core"
