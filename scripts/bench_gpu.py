@@ -41,11 +41,11 @@ from headstart.heads import build_head
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
+from headstart.heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from headstart.heads.objective import Objective
 from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.engines.attention import has_tree_kernel
 from headstart.inference.provenance import provenance
 from headstart.inference.tuning.tree_search import best_static_tree, default_accuracy
 from headstart.options import CommandOptions
@@ -315,19 +315,18 @@ def attention(bench: Bench) -> None:
 
 def attention_us(caches: Tensor, nodes: int) -> dict[str, float | None]:
     """By kernel, the microseconds of a layer, from a graph over the caches of all layers [L, 2, B, G, S, E]."""
-    from headstart.inference.engines.tree_kernel import tree_attention
+    from headstart.heads.layers.tree_kernel import tree_attention
 
     slots, device = caches.shape[4], caches.device
     query = torch.randn(1, nodes, 32, 128, device=device, dtype=caches.dtype).transpose(1, 2)
     grouped = torch.randn(1, 8, 4 * nodes, 128, device=device, dtype=caches.dtype)
     mask = torch.zeros(1, 1, 4 * nodes, slots, device=device, dtype=caches.dtype)
     above = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-    depths = torch.arange(nodes, device=device)[None]
-    lengths = torch.tensor([slots - nodes], device=device)
+    slots_seen = TreeSlots(above, torch.tensor([slots - nodes], device=device))
 
     def by_kernel() -> None:
         for keys, values in caches:
-            tree_attention(query, keys, values, above, depths, lengths)
+            tree_attention(query, keys, values, slots_seen)
 
     def by_sdpa(backend: SDPBackend, given: Tensor | None) -> None:
         with sdpa_kernel([backend]):

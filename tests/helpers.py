@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from headstart.heads import DraftHead, TargetInfo, build_head
+from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
@@ -333,9 +335,20 @@ class AttendedSlots:
     given: tuple
     expected: torch.Tensor
 
+    def on(self, device) -> tuple:
+        """The arguments on another device."""
+        *states, slots = self.given
+        moved = {name: each.to(device) for name, each in vars(slots).items() if isinstance(each, torch.Tensor)}
+        return *(each.to(device) for each in states), dataclasses.replace(slots, **moved)
 
-def attended_slots(batch, heads, groups, nodes, uncommitted, size, slots, window, dtype) -> AttendedSlots:
-    """A random tree after texts of different lengths, in a cache with other numbers after it."""
+
+def attended_slots(
+    batch, heads, groups, nodes, uncommitted, size, slots, window, dtype, nodes_first=False
+) -> AttendedSlots:
+    """A random tree after texts of different lengths, in a cache with other numbers after it.
+
+    The nodes follow each row's text, as in the target's cache, or come first, as in a head's.
+    """
     random = torch.Generator().manual_seed(heads + nodes)
     query = torch.randn(batch, nodes, heads, size, generator=random).to(dtype).transpose(1, 2)
     block = torch.randn(2, batch, groups, slots + 56, size, generator=random).to(dtype)
@@ -361,5 +374,14 @@ def attended_slots(batch, heads, groups, nodes, uncommitted, size, slots, window
     scores = (query.double() @ every_key.mT * size**-0.5).masked_fill(~seen[:, None], -torch.inf)
     expected = (scores.softmax(-1) @ every_value).transpose(1, 2)
     ancestors = above[first:].expand(batch, -1, -1)
-    given = (query, keys, values, ancestors, depths.expand(batch, -1), lengths, None, window)
+    seen_slots = TreeSlots(ancestors, lengths, depths.expand(batch, -1), window)
+    if nodes_first:
+        order = torch.arange(slots).repeat(batch, 1)
+        for row, length in enumerate(lengths.tolist()):
+            order[row, :uncommitted] = torch.arange(length, length + uncommitted)
+            order[row, uncommitted : uncommitted + length] = torch.arange(length)
+        rows = torch.arange(batch)[:, None]
+        block[:, :, :, :slots] = block.transpose(2, 3)[:, rows, order].transpose(2, 3)
+        seen_slots = dataclasses.replace(seen_slots, text_slot=uncommitted, node_slot=0)
+    given = (query, keys, values, seen_slots)
     return AttendedSlots(given, expected)

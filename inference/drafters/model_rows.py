@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
+from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
 from ..target import Target
 from .base import DraftContext, PrefillChunk, StepResult
@@ -165,7 +166,15 @@ class ModelRows:
         shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
         cache = self._caches.setdefault(shape, state.cache)
         cache.attended = None
+        cache.by_slots = self._attends_by_slots(cache)
         return dataclasses.replace(state, cache=cache)
+
+    def _attends_by_slots(self, cache: DraftCache) -> bool:
+        """Whether the head attends without a mask, so that a recording serves texts of all lengths."""
+        if not isinstance(self.model, DraftHead) or not self.model.attends_by_slots or cache.window is not None:
+            return False
+        states = cache.keys[0]
+        return has_tree_kernel(states.device, states.dtype, states.shape[3])
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         """Begin a generation whose text starts like an earlier one's; see `BatchDrafter.resume`."""
@@ -277,7 +286,7 @@ class ModelRows:
         """Let the head attend to `tokens` more slots of its cache."""
         self.progress.longest += tokens
         cache = getattr(self.progress.state, "cache", None)
-        if not isinstance(cache, DraftCache):
+        if not isinstance(cache, DraftCache) or cache.by_slots:
             return
         attended = -(-self.progress.longest // STEP) * STEP
         if self.runner.replays:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import HEADS, build_head
-from headstart.heads.layers.draft_cache import masked_attention
+from headstart.heads.layers.masked_attention import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
