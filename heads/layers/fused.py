@@ -4,6 +4,8 @@
     query = rotary_store(...)                norms and rotary embedding of queries and keys; keys and values to a cache
     inner = silu_product(gate, up)           silu(gate) * up
 
+and what follows a draft head's logits: `top_log_probs`.
+
 On CUDA they are Triton kernels (fused_kernels.py), elsewhere the torch operations below, which say what the kernels
 compute. Both round where transformers' modules round: a norm is computed in float32 and rounded before its weight, each
 product of the rotary embedding and silu(gate) are rounded before what follows.
@@ -21,6 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .constants import counting
+from .tree_slots import KERNEL_DTYPES
+
+MOST_BEST = 16
+"""Most of the best tokens of a node that a kernel finds, one after another."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,19 @@ def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
 
         return fused_kernels.silu_product(gate_BNI, up_BNI)
     return F.silu(gate_BNI) * up_BNI
+
+
+def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` highest log-probabilities of each node, float32 at least, and their indices, [B, W, width].
+
+    The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first is not said.
+    """
+    if logits_BWV.is_cuda and width <= MOST_BEST and logits_BWV.dtype in KERNEL_DTYPES["cuda"]:
+        from . import fused_kernels
+
+        return fused_kernels.top_log_probs(logits_BWV, width)
+    best = logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32)).log_softmax(-1).topk(width, dim=-1)
+    return best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), best.indices
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

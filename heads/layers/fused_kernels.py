@@ -15,6 +15,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .fused import Norm, Place, Projected
 
+CHUNK = 2048
+"""Logits of which one program finds the best."""
+
 
 @triton.jit
 def _rounded(x, dtype):  # type: ignore[no-untyped-def]
@@ -269,3 +272,115 @@ def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
         num_warps=4,
     )
     return output_BNI
+
+
+@triton.jit
+def _top_of_chunk(  # type: ignore[no-untyped-def]
+    logits,
+    best,
+    columns,
+    highest,
+    sums,
+    logits_row,
+    vocab_size,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The WIDTH best logits of a chunk of a row, and the sum by which the row's softmax is normalised."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    in_row = column < vocab_size
+    value = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=in_row, other=float("-inf")).to(tl.float32)
+    is_number = value < float("inf")  # neither NaN nor inf
+    value = tl.where(is_number, value, float("-inf"))
+    high = tl.max(value, 0)
+    reference = tl.where(high == float("-inf"), 0.0, high)
+    total = tl.sum(tl.exp(value - reference), 0)
+    invalid = tl.sum(tl.where(is_number, 0, 1), 0)
+    total = tl.where(invalid > 0, float("nan"), total)
+    place = row * CHUNKS + chunk
+    tl.store(highest + place, high)
+    tl.store(sums + place, total)
+    for rank in tl.static_range(WIDTH):
+        at = tl.argmax(value, 0)  # the leftmost of equal ones, which lies in the row
+        tl.store(best + place * WIDTH + rank, tl.max(value, 0))
+        tl.store(columns + place * WIDTH + rank, chunk * CHUNK + at)
+        value = tl.where(tl.arange(0, CHUNK) == at, float("-inf"), value)
+
+
+@triton.jit
+def _top_of_row(  # type: ignore[no-untyped-def]
+    best,
+    columns,
+    highest,
+    sums,
+    values,
+    indices,
+    CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """The WIDTH best of all chunks of a row, as log-probabilities; -inf where its logits hold NaN or inf."""
+    row = tl.program_id(0)
+    chunk = tl.arange(0, PADDED_CHUNKS)
+    is_chunk = chunk < CHUNKS
+    high = tl.load(highest + row * CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
+    total = tl.load(sums + row * CHUNKS + chunk, mask=is_chunk, other=0.0)
+    reference = tl.max(high, 0)
+    reference = tl.where(reference == float("-inf"), 0.0, reference)
+    log_sum = reference + tl.log(tl.sum(total * tl.exp(high - reference), 0))
+    candidate = tl.arange(0, PADDED)
+    is_candidate = candidate < CHUNKS * WIDTH
+    value = tl.load(best + row * CHUNKS * WIDTH + candidate, mask=is_candidate, other=float("-inf"))
+    for rank in tl.static_range(WIDTH):
+        at = tl.argmax(value, 0)
+        log_probability = tl.max(value, 0) - log_sum
+        log_probability = tl.where(log_probability == log_probability, log_probability, float("-inf"))
+        tl.store(values + row * WIDTH + rank, log_probability)
+        tl.store(indices + row * WIDTH + rank, tl.load(columns + row * CHUNKS * WIDTH + at).to(tl.int64))
+        value = tl.where(candidate == at, float("-inf"), value)
+
+
+def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """See `fused.top_log_probs`."""
+    vocab_size = logits_BWV.shape[-1]
+    logits_RV = logits_BWV.reshape(-1, vocab_size)
+    assert logits_RV.stride(1) == 1
+    rows = len(logits_RV)
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    best = torch.empty(rows, chunks, width, dtype=torch.float32, device=logits_RV.device)
+    columns = torch.empty(rows, chunks, width, dtype=torch.int32, device=logits_RV.device)
+    highest, sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits_RV.device)
+    _top_of_chunk[(rows, chunks)](
+        logits_RV,
+        best,
+        columns,
+        highest,
+        sums,
+        logits_RV.stride(0),
+        vocab_size,
+        CHUNKS=chunks,
+        CHUNK=CHUNK,
+        WIDTH=width,
+        num_warps=4,
+    )
+    shape = (*logits_BWV.shape[:-1], width)
+    values = torch.empty(shape, dtype=torch.float32, device=logits_RV.device)
+    indices = torch.empty(shape, dtype=torch.int64, device=logits_RV.device)
+    _top_of_row[(rows,)](
+        best,
+        columns,
+        highest,
+        sums,
+        values,
+        indices,
+        CHUNKS=chunks,
+        PADDED_CHUNKS=triton.next_power_of_2(chunks),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(chunks * width),
+        num_warps=4,
+    )
+    return values, indices

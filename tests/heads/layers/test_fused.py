@@ -47,6 +47,21 @@ for dtype in (torch.float32, torch.float16):
                 written.append((query, block))
             for computed, expected in zip(*written, strict=True):
                 close(computed, expected, dtype)
+    for rows, vocab in ((1, 5000), (6, 4096), (3, 77)):
+        logits = torch.randn(1, rows, vocab).to(dtype) * 3
+        logits += torch.arange(vocab) * 1e-5  # hardly any are equal
+        logits[0, 0, vocab // 2 :] = -torch.inf
+        values, indices = fused_kernels.top_log_probs(logits, 10)
+        expected, _ = fused.top_log_probs(logits, 10)
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+        chosen = logits.float().log_softmax(-1).gather(-1, indices)
+        torch.testing.assert_close(chosen, expected, rtol=1e-4, atol=1e-4)
+        assert all(len(set(row)) == 10 for row in indices[0].tolist())
+for number in (torch.nan, torch.inf):
+    logits = torch.randn(1, 2, 3000)
+    logits[0, 1, 2500] = number
+    values, indices = fused_kernels.top_log_probs(logits, 4)
+    assert values[0, 0].isfinite().all() and (values[0, 1] == -torch.inf).all() and indices.max() < 3000
 """
 
 
