@@ -6,6 +6,7 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.masked_attention import FEW
 from ...heads.layers.tree_slots import TreeSlots, attend_to_slots, has_tree_kernel
 from ..kv_cache import StateShape, TreeCache
-from ..models.changes import WeightWatch
+from ..models.changes import WeightWatch, has_hooks
 from ..models.prompt_inputs import offset, position_offsets
 from ..models.segments import has_changing_angles
 from ..target_model import TargetModel
@@ -64,6 +65,17 @@ class EagerEngine(Engine):
             self.runner = PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
+        self._look_for_hooks()
+
+    def _look_for_hooks(self) -> None:
+        """Notice hooks, which a recording would not call: with them every forward runs as it is."""
+        self.hooked = has_hooks(self.model)
+        if self.hooked and self.runner.replays:
+            warnings.warn(
+                f"{self.target.name!r} has hooks, or forwards in the place of its classes' own: it is launched "
+                "operation by operation, so that they are called",
+                stacklevel=2,
+            )
 
     @property
     def model(self) -> Any:
@@ -139,7 +151,7 @@ class EagerEngine(Engine):
         target = self.target
         kinds = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
         known = known_decoder(self.model, kinds)
-        if known is None or target.before_lm_head is not None or any(map(is_hooked, known.bypassed)):
+        if known is None or target.before_lm_head is not None:
             return None
         decoder = FusedDecoder(known)
         with torch.inference_mode():
@@ -147,7 +159,8 @@ class EagerEngine(Engine):
 
     def renew(self) -> None:
         super().renew()
-        vars(self).pop("decoder", None)  # modules may have been exchanged, or have hooks now
+        vars(self).pop("decoder", None)  # modules may have been exchanged
+        self._look_for_hooks()
 
     def draft_head(self, head: DraftHead) -> DraftHead:
         """A head as it drafts here: by fused operations where functions are recorded."""
@@ -229,8 +242,10 @@ class EagerEngine(Engine):
         return output
 
     def _runner_for(self, cache: TreeCache) -> Runner:
-        """The runner of forwards over trees; those after a prompt with images have offsets that no recording has."""
-        return self.runner if cache.position_offsets is None else PlanlessRunner(self.target.device)
+        """The runner of forwards over trees: no recording calls hooks, or has the offsets of a prompt with images."""
+        if cache.position_offsets is not None or self.hooked:
+            return PlanlessRunner(self.target.device)
+        return self.runner
 
     def _count_from(self, cache: TreeCache, tokens: int) -> None:
         """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
@@ -251,7 +266,7 @@ class EagerEngine(Engine):
         # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
-        if self.decoder is not None and cache.position_offsets is None:
+        if self.decoder is not None and cache.position_offsets is None and not self.hooked:
             positions_BN = node_positions(self.target, nodes, lengths_B)
             attend = self._attention_to(nodes, lengths_B)
             logits_BNV, features_BNF = self.decoder(nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K)
@@ -379,11 +394,6 @@ def by_slots(slots: TreeSlots) -> Attend:
         return attend_to_slots(query_BHNE, keys_BGSE, values_BGSE, slots, scale)
 
     return attend
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a module's own forward is not all that a call of it runs."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:

@@ -12,7 +12,7 @@ way (a scaled residual, a norm of 1 + weight).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +40,6 @@ class KnownDecoder:
     lm_head: nn.Module
     kinds: tuple[str, ...]
     """The kind of attention of each layer."""
-
-    @property
-    def bypassed(self) -> Iterator[nn.Module]:
-        """Modules that kernels run in place of, so that their hooks would not be called."""
-        yield self.norm
-        for layer in self.layers:
-            yield from (layer, layer.self_attn, layer.mlp, layer.mlp.act_fn)
-            yield from (layer.input_layernorm, layer.post_attention_layernorm)
-            if has_attention_norms(layer):
-                yield from (layer.self_attn.q_norm, layer.self_attn.k_norm)
 
 
 def known_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> KnownDecoder | None:
