@@ -182,8 +182,8 @@ def _rotary_store(  # type: ignore[no-untyped-def]
             tl.store(keys + place + HALF, second.to(keys.dtype.element_ty), mask=in_half)
         else:
             at = row.to(tl.int64) * value_row + group * 2 * HALF
-            first = tl.load(value + at + column, mask=in_half, other=0.0)
-            second = tl.load(value + at + HALF + column, mask=in_half, other=0.0)
+            first = tl.load(value + at + column, mask=in_half, other=0.0).to(tl.float32)
+            second = tl.load(value + at + HALF + column, mask=in_half, other=0.0).to(tl.float32)
             if FINITE:
                 first = _finite(first)
                 second = _finite(second)
