@@ -363,11 +363,11 @@ def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
 
 
 def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
-    """Chunks of one token a row as one."""
+    """Chunks of one token a row as one; of an idle row the last ones hold none."""
     tokens_BT = torch.cat([chunk.tokens_BT for chunk in chunks], dim=1)
     next_BT = torch.cat([chunk.next_tokens_BT for chunk in chunks], dim=1)
     features_BTF = torch.cat([chunk.features_BTF for chunk in chunks], dim=1)
-    count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+    count_B = torch.stack([chunk.lengths_B for chunk in chunks]).sum(0)
     return PrefillChunk(tokens_BT, next_BT, features_BTF, count_B)
 
 

@@ -56,6 +56,10 @@ class Runner:
         """Capacity of a cache for so many tokens."""
         return tokens
 
+    def rounded_rows(self, rows: int) -> int:
+        """Rows of a batch of which so many are still being decoded; the others are idle."""
+        return rows
+
     def keep(self, tensor: Tensor) -> Tensor:
         """A result that is needed after the next call."""
         return tensor
