@@ -23,7 +23,6 @@ from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
 from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
-from ..target import Target
 from .base import DraftContext, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
@@ -138,10 +137,12 @@ class ModelRows:
             self._engine.renew_head(self.model, force)
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of device memory for the state of `rows` × `tokens`."""
-        holder = self.model.model if isinstance(self.model, AssistantModel) else self.model
-        if isinstance(holder, DraftHead | Target):
-            return holder.cache_bytes(rows, tokens)
+        """Bytes of device memory that are allocated for the state of `rows` × `tokens`."""
+        if isinstance(self.model, AssistantModel):
+            assistant = self.model.model
+            return assistant.cache_bytes(rows, assistant.engine.cache_slots(tokens))
+        if isinstance(self.model, DraftHead):
+            return self.model.cache_bytes(rows, self.runner.rounded_capacity(tokens))
         return 0
 
     @property

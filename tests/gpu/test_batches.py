@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, head_for
 
 from headstart.heads import HEADS
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, speculative_lm
 from headstart.inference.engines.cuda_graph import GraphRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
@@ -171,3 +171,31 @@ def test_a_head_that_reads_later_what_plain_steps_emitted(lms, there):
     for _ in range(2):
         _, found = written(away, prompts.to(away.target.device), do_sample=False)
         assert found == expected
+
+
+@pytest.mark.parametrize("tokens", [700, 1000])
+def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
+    """Caches come in powers of two: more than is used, which the check must count."""
+    _, lm = lms("eagle3", tree="chain:2")
+    prompts = prompts_of(3).to(lm.target.device)
+    target, rows = lm.target, lm.drafter.rows
+    exact = 3 * (tokens + 3)
+    slots = 1024 if tokens == 700 else 2048
+    caches = target.cache_bytes(3, slots) + rows.model.cache_bytes(3, 1023)
+    logits = 3 * 3 * target.info.vocab_size * 4 * target.dtype.itemsize
+
+    def generate(free):
+        monkeypatch.setattr(speculative_lm, "free_memory", lambda _: float(free))
+        settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
+        new = tokens - prompts.shape[1]
+        return lm.generate(prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True], **settings)
+
+    too_few = target.cache_bytes(1, exact) + rows.model.cache_bytes(1, exact) + logits
+    for free in (too_few, caches + logits - 1):
+        with pytest.raises(ValueError, match=f"to decode 3 rows of {tokens + 3} tokens takes"):
+            generate(free)
+    output = generate(caches + logits)
+    assert output.stats.cache_bytes == target.cache_bytes(3, slots)
+    cache = rows.catch_up().cache
+    held = sum(states[:, :, cache.nodes :].nbytes for states in (*cache.keys, *cache.values))
+    assert held == rows.model.cache_bytes(3, 1023)
