@@ -51,8 +51,8 @@ CANDIDATE_SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are tried where no tree is named."""
 CANDIDATE_LENGTHS = (1, 2, 3, 5, 7)
 """Tokens of the chains that are tried where trees do not pay."""
-LARGE_SIZE = 32
-"""Nodes of one more, where its forward costs less than `LARGE_COST` autoregressive steps."""
+LARGE_SIZES = (32, 60)
+"""Nodes of more of them, where their forward costs less than `LARGE_COST` autoregressive steps."""
 LARGE_COST = 2.0
 BEST_RATE = 0.8
 """Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a loss."""
@@ -530,9 +530,10 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
     one token more is less likely to be accepted than the share of a plain step that it costs.
     """
     sizes = list(CANDIDATE_SIZES)
-    if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):
-        sizes.append(LARGE_SIZE)
-    if hint is not None and 2 <= hint.size <= LARGE_SIZE:
+    for size in LARGE_SIZES:
+        if costs.seconds(size, 0) < LARGE_COST * costs.seconds(1, 0):
+            sizes.append(size)
+    if hint is not None and 2 <= hint.size <= LARGE_SIZES[-1]:
         nearest = min(sizes, key=lambda size: abs(math.log(size / hint.size)))
         sizes[sizes.index(nearest)] = hint.size
 
