@@ -172,7 +172,7 @@ def speculation_step(
         tree = verifiable(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
     verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
-    if verified is None or not all(verified[0].tokens):
+    if verified is None or not all_emitted(sequences, verified[0]):
         # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the same: to
         # drop them because of what was sampled would change the distribution.
         cache.lengths_B = before_B
@@ -183,10 +183,15 @@ def speculation_step(
         assert verified is not None
     step, scores_BNV = verified
     with timed(stats, "host"):
-        sequences.add(sequences.active, step, scores_BNV, stats)
+        sequences.add(sequences.decoded, step, scores_BNV, stats)
     with timed(stats, "draft"):
         drafter.observe(step)
     return step
+
+
+def all_emitted(sequences: Sequences, step: StepResult) -> bool:
+    """Whether every row that is being decoded has got a token."""
+    return all(tokens for row, tokens in zip(sequences.decoded, step.tokens, strict=True) if row is not None)
 
 
 def forward_and_verify(
@@ -214,19 +219,24 @@ def forward_and_verify(
     if decoding.process_logits.reads_text and not repeated:
         # Of a sampled tree all nodes must be in order: a processor that keeps a state may see a text only once.
         nodes_BNV = output.logits_BNV[:, :1] if tree.draft_probs_BNV is None else output.logits_BNV
-        if bool(nodes_BNV.isnan().all(-1).any()):  # sync: these processors wait for the tokens anyway
+        invalid_BN = nodes_BNV.isnan().all(-1)
+        if sequences.live_B is not None:
+            invalid_BN = invalid_BN & (sequences.live_B > 0)[:, None]
+        if bool(invalid_BN.any()):  # sync: these processors wait for the tokens anyway
             return None
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     with timed(stats, "processors"):
         scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
         if decoding.process_logits.processors:
-            scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.active)
+            scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.decoded)
         if decoding.process_logits.one_by_one and tree.max_depth > 0:
             sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
             score_accepted(decoding, tree, scores_BNV, sequences, sampler)
     before_B = cache.lengths_B
     runner = decoding.target.engine.runner
-    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, runner)
+    verified = decoding.verification.verify_and_commit(
+        tree, output, scores_BNV, sampler, cache, stats, runner, sequences.live_B
+    )
     with timed(stats, "host"):
         step = sequences.read(verified, drafter.host_values(verified))
         if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
@@ -237,8 +247,9 @@ def forward_and_verify(
 
 
 def text_lengths(sequences: Sequences) -> list[int]:
-    """Tokens of each active row, the prompt's and new ones, its root included."""
-    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active]
+    """Tokens of each row that is being decoded, the prompt's and new ones, its root included."""
+    rows = [row for row in sequences.decoded if row is not None]
+    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in rows]
 
 
 def score_accepted(
@@ -251,19 +262,19 @@ def score_accepted(
     The rule, which must be top-down, is asked after every node which child follows: what it says of nodes below those
     that are scored is not used.
     """
-    rows, tokens_BN = sequences.active, tree.tokens_BN.tolist()  # sync: these processors run on the host
+    rows, tokens_BN = sequences.decoded, tree.tokens_BN.tolist()  # sync: these processors run on the host
     scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
 
     def score(slot: int, i: int) -> Tensor:
         return scores_BNV[slot, scored[slot][i]]
 
-    growing = list(range(len(rows)))
+    growing = [slot for slot, row in enumerate(rows) if row is not None]
     while growing:
         result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
         paths, lengths = result.path_BA.tolist(), result.lengths_B.tolist()
         grown = []
         for slot in growing:
-            row, path = rows[slot], paths[slot]
+            row, path = sequences.active[slot], paths[slot]
             known = len(scored[slot])
             if lengths[slot] == known:
                 continue
@@ -300,8 +311,9 @@ class Verification:
         cache: TreeCache,
         stats: Stats,
         runner: Runner = AS_IT_IS,
+        live_B: Tensor | None = None,
     ) -> StepResult:
-        """The accepted path of each row, and the token after it."""
+        """The accepted path of each row, and the token after it; none of rows where `live_B` is 0, which are idle."""
         with timed(stats, "verify"):
             numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
             recorded = runner.replays and numbers is not sampler  # a test's sampler draws for itself
@@ -311,6 +323,8 @@ class Verification:
             else:
                 verified = self.verify(tree, output.features_BNF, scores_BNV, numbers)
             step = StepResult(tree, output, *verified)
+            if live_B is not None:
+                step = replace(step, lengths_B=step.lengths_B * live_B)
         with timed(stats, "cache"):
             if recorded:
                 cache.advance(step.lengths_B)
@@ -386,6 +400,9 @@ def replace_ended(
 ) -> Tensor:
     """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
 
+    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in between, rows that
+    have ended stay as idle ones.
+
     Returns the roots of all rows that are active now.
     """
     while sequences.leaving and sequences.waiting:
@@ -400,14 +417,33 @@ def replace_ended(
                 sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
-    kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
-    sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
+    ended = sequences.leaving | sequences.idle
+    sequences.leaving = set()
+    kept = [slot for slot, row in enumerate(sequences.active) if row not in ended]
     if not kept:
+        sequences.active = []
         return roots_B
-    kept_R = upload(kept, roots_B.device)
-    cache.select(kept_R)
-    drafter.select(kept_R)
-    return roots_B[kept_R]
+    # 1 As many of the ended rows stay as fill the batch up to a size that is recorded.
+    size = min(decoding.target.engine.runner.rounded_rows(len(kept)), len(sequences.active))
+    others = [slot for slot, row in enumerate(sequences.active) if row in ended]
+    stay = sorted(kept + others[: size - len(kept)])
+    if size < len(sequences.active):
+        sequences.active = [sequences.active[slot] for slot in stay]
+        stay_R = upload(stay, roots_B.device)
+        cache.select(stay_R)
+        drafter.select(stay_R)
+        roots_B = roots_B[stay_R]
+    # 2 They are idle: they emit and draw nothing, and attend to one token.
+    sequences.idle = ended & set(sequences.active)
+    if sequences.idle:
+        live = tuple(row is not None for row in sequences.decoded)
+        sequences.live_B = upload(live, roots_B.device, torch.int64)
+        decoding.sampler.draw_for(live)
+        cache.lengths_B = torch.where(sequences.live_B > 0, cache.lengths_B, 1)
+    elif sequences.live_B is not None:
+        sequences.live_B = None
+        decoding.sampler.draw_for(None)
+    return roots_B
 
 
 def prefill_all(

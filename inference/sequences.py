@@ -52,6 +52,11 @@ class Sequences:
         """Rows of the call that have ended."""
         self.leaving: set[int] = set()
         """Rows that have ended and are still in the batch."""
+        self.idle: set[int] = set()
+        """Rows that have ended and keep their places in the batch, so that its size stays. What is computed for them
+        is dropped."""
+        self.live_B: Tensor | None = None
+        """1 in the places of rows that are being decoded, 0 in those of idle rows; None if no row is idle."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
@@ -64,6 +69,11 @@ class Sequences:
     def tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
+
+    @property
+    def decoded(self) -> list[int | None]:
+        """The row in each place of the batch; None in the places of idle rows."""
+        return [None if row in self.idle else row for row in self.active]
 
     def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """A row's prompt and new tokens, and `more` after them, [T]."""
@@ -111,8 +121,10 @@ class Sequences:
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
         return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
 
-    def add(self, rows: Sequence[int], step: StepResult, scores_BNV: Tensor, stats: Stats | None = None) -> None:
+    def add(self, rows: Sequence[int | None], step: StepResult, scores_BNV: Tensor, stats: Stats | None = None) -> None:
         """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
+
+        None stands in the place of an idle row.
 
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
@@ -122,6 +134,8 @@ class Sequences:
             return scores_BNV[slot, step.path_BA[slot, i]]
 
         for slot, (row, tokens) in enumerate(zip(rows, step.tokens, strict=True)):
+            if row is None:
+                continue
             if not tokens:
                 root = step.path_BA[slot, 0]
                 self._refuse(row, step.output.logits_BNV[slot, root], scores_BNV[slot, root])

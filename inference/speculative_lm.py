@@ -984,7 +984,7 @@ class SpeculativeLM:
         bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
         """Of its raw logit, its score, its probability and its random number."""
         needed = {
-            "the target's cache": target.cache_bytes(rows, tokens),
+            "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
             "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(self.drafter)),
             "logits": scores * bytes_of_score,
         }

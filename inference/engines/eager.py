@@ -20,7 +20,7 @@ from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.masked_attention import FEW
 from ...heads.layers.tree_slots import TreeSlots, attend_to_slots, has_tree_kernel
-from ..kv_cache import StateShape, TreeCache
+from ..kv_cache import Growth, StateShape, TreeCache
 from ..models.changes import WeightWatch, has_hooks
 from ..models.prompt_inputs import offset, position_offsets
 from ..models.segments import has_changing_angles
@@ -104,11 +104,11 @@ class EagerEngine(Engine):
             self.runner.forget()
         self._heads[head] = (watch, version)
 
-    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        cache = super().new_cache(batch_size, self.runner.rounded_capacity(tokens), rows)
-        if self.runner.replays:
-            cache.growth = "room" if self.tree_kernel else "doubling"
-        return cache
+    @property
+    def growth(self) -> Growth:  # type: ignore[override]
+        if not self.runner.replays:
+            return "buckets"
+        return "room" if self.tree_kernel else "doubling"
 
     def logits(self, states: Tensor) -> Tensor:
         modules = self.target.modules

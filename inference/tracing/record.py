@@ -99,9 +99,10 @@ class RecordedVerification(Verification):
         cache: TreeCache,
         stats: Stats,
         runner: Runner = AS_IT_IS,
+        live_B: Tensor | None = None,
     ) -> StepResult:
         self.scores_BNV, self.sampler = scores_BNV, None
-        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, AS_IT_IS)
+        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, AS_IT_IS, live_B)
 
     def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """The numbers of a round that is not recorded."""

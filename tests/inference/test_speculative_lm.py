@@ -281,12 +281,13 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
-    free = target.cache_bytes(2, 6 + 20 + 3) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
+    free = target.cache_bytes(2, 256) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
     monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: float(free))
     message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
     with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
-    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
+    output = lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
+    assert output.stats.cache_bytes == target.cache_bytes(2, 256)  # slots come by 256
     kept = lm.drafter.rows.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
