@@ -1,1 +1,1 @@
-"""What is built on decoding and training and could be lifted out: each folder is one add-on, which the core never names."""
+"""What is built on decoding and training: each folder is an add-on, which could be lifted out. The core names none."""

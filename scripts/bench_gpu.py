@@ -42,7 +42,7 @@ from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.objective import Objective
-from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape
+from headstart.inference import Conversation, DraftTree, DynamicShape, RoundObserver, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.engines.attention import has_tree_kernel
@@ -425,20 +425,22 @@ def profiled(bench: Bench, lm: SpeculativeLM, prompt_1T: Tensor, skip: int = 5, 
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
     seen = itertools.count(1)
 
-    def step(_: Any) -> None:
-        number = next(seen)
-        if number == skip:
-            torch.cuda.synchronize()
-            profiler.start()
-        elif number == skip + count:
-            torch.cuda.synchronize()
-            profiler.stop()
+    class Profiled(RoundObserver):
+        def round(self, step: StepResult) -> None:
+            number = next(seen)
+            if number == skip:
+                torch.cuda.synchronize()
+                profiler.start()
+            elif number == skip + count:
+                torch.cuda.synchronize()
+                profiler.stop()
 
-    lm.round_callbacks.append(step)
+    observer = Profiled()
+    lm.observers.append(observer)
     try:
         answer(lm, prompt_1T, TOKENS)
     finally:
-        lm.round_callbacks.remove(step)
+        lm.observers.remove(observer)
     if next(seen) <= skip + count:
         return {}
     events = profiler.key_averages()
