@@ -20,7 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.base import StepResult
 from headstart.inference.engines.base import Runner
+from headstart.inference.observers import RoundObserver
 
 PREFIX = "round: "
 """Of a range's name in a trace."""
@@ -77,23 +79,27 @@ def profiled_rounds(lm: SpeculativeLM, generate: Callable[[], Any]) -> profile |
     profiler = profile(activities=activities)
     numbers = itertools.count(1)
 
-    def after_round(_: Any) -> None:
-        number = next(numbers)
-        if number not in (SKIPPED, SKIPPED + PROFILED):
-            return
-        if on_cuda:
-            torch.cuda.synchronize()
-        if number == SKIPPED:
-            profiler.start()
-        else:
-            profiler.stop()
+    class Profiling(RoundObserver):
+        """Starts and stops the profiler after so many rounds."""
 
-    lm.round_callbacks.append(after_round)
+        def round(self, step: StepResult) -> None:
+            number = next(numbers)
+            if number not in (SKIPPED, SKIPPED + PROFILED):
+                return
+            if on_cuda:
+                torch.cuda.synchronize()
+            if number == SKIPPED:
+                profiler.start()
+            else:
+                profiler.stop()
+
+    profiling = Profiling()
+    lm.observers.append(profiling)
     try:
         with ranges_around(lm.target.engine.runner):
             generate()
     finally:
-        lm.round_callbacks.remove(after_round)
+        lm.observers.remove(profiling)
     rounds_seen = next(numbers) - 1
     if SKIPPED <= rounds_seen < SKIPPED + PROFILED:
         profiler.stop()

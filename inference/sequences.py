@@ -33,14 +33,13 @@ class Sequences:
         keep_scores: bool = False,
         keep_logits: bool = False,
         max_batch_size: int | None = None,
-        callbacks: Sequence[Callable[[Sequences], None]] = (),
     ) -> None:
         """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` whenever
-        prompts have been read and after every round. Rows beyond `max_batch_size` wait.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T]. Rows beyond
+        `max_batch_size` wait.
         """
-        self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
+        self.prompts, self.criteria, self.streamer = prompts, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
         self.rows: list[list[int]] = [[] for _ in prompts]
         """New tokens of each row."""
@@ -121,7 +120,7 @@ class Sequences:
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
         return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
 
-    def add(self, rows: Sequence[int | None], step: StepResult, scores_BNV: Tensor, stats: Stats | None = None) -> None:
+    def add(self, rows: Sequence[int | None], step: StepResult, stats: Stats | None = None) -> None:
         """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
 
         None stands in the place of an idle row.
@@ -129,6 +128,8 @@ class Sequences:
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
         """
+        scores_BNV = step.scores_BNV
+        assert scores_BNV is not None
 
         def score(slot: int, i: int) -> Tensor:
             return scores_BNV[slot, step.path_BA[slot, i]]
@@ -149,8 +150,6 @@ class Sequences:
                 stats.rows[row].append(
                     RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback, nodes)
                 )
-        for callback in self.callbacks:
-            callback(self)
 
     def _append(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> int:
         """Append tokens, of which the i-th has scores_of(i), up to where the row ends; return how many."""

@@ -21,6 +21,7 @@ from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
 from headstart.inference.loop import Decoding, Verification, speculate
+from headstart.inference.observers import ObservedCall, RoundObserver
 from headstart.inference.sequences import Sequences
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
@@ -294,6 +295,31 @@ def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_childre
         if len(parent) < max_depth and children < max_children:
             paths.append((*parent, children))
     return TreeShape.from_paths(paths[1:])
+
+
+class EachRound(RoundObserver):
+    """Calls a function with the sequences after every round."""
+
+    def __init__(self, after: Callable[[Sequences], Any]) -> None:
+        self.after = after
+
+    def begin(self, call: ObservedCall) -> None:
+        self.sequences = call.sequences
+
+    def round(self, step: StepResult) -> None:
+        self.after(self.sequences)
+
+
+class Ended(RoundObserver):
+    """Keeps the statistics of generations that have ended, and why they ended early."""
+
+    def __init__(self) -> None:
+        self.stats: list[Stats] = []
+        self.errors: list[BaseException | None] = []
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        self.stats.append(stats)
+        self.errors.append(error)
 
 
 def write(

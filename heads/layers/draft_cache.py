@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from .constants import constants, counting
 from .masked_attention import masked_attention
-from .tree_slots import TreeSlots, attend_to_slots
+from .tree_attention import attend_to_slots
+from .tree_slots import TreeSlots
 
 STEP = 64
 """Slots by which the attended part of a cache grows, so that shapes do not change in every round."""

@@ -1,19 +1,16 @@
-"""The operations of fused.py as Triton kernels; what they compute stands there.
+"""The operations of fused_reference.py as Triton kernels.
 
 Letters in tensor names: R rows (B * N), D width of a row, H query heads, G heads of keys and values, E head size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .fused import Norm, Place, Projected
+from .fused_reference import Norm, Place, Projected
 
 CHUNK = 2048
 """Logits of which one program finds the best."""
@@ -55,22 +52,22 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(normed + row * WIDTH + column, (scale * scaled).to(dtype), mask=in_row)
 
 
-def add_norm(x_BND: Tensor, out_BND: Tensor | None, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """See `fused.add_norm`."""
+def add_norm(x_BND: Tensor, out_BND: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """`fused_reference.add_norm`."""
     width = x_BND.shape[-1]
     x_RD = x_BND.reshape(-1, width)
     out_RD = x_RD if out_BND is None else out_BND.reshape(-1, width)
-    assert x_RD.stride(1) == out_RD.stride(1) == weight_D.stride(0) == 1
+    assert x_RD.stride(1) == out_RD.stride(1) == norm.weight_D.stride(0) == 1
     normed_BND = torch.empty(x_BND.shape, dtype=x_BND.dtype, device=x_BND.device)
     sums_BND = x_BND if out_BND is None else torch.empty_like(normed_BND)
     padded = triton.next_power_of_2(width)
     _add_norm[(len(x_RD),)](
         x_RD,
         out_RD,
-        weight_D,
+        norm.weight_D,
         sums_BND,
         normed_BND,
-        epsilon,
+        norm.epsilon,
         x_RD.stride(0),
         out_RD.stride(0),
         WIDTH=width,
@@ -197,7 +194,7 @@ def rotary_store(
     place: Place,
     norms: tuple[Norm, Norm] | None,
 ) -> Tensor:
-    """See `fused.rotary_store`."""
+    """`fused_reference.rotary_store`."""
     batch, nodes, width = projected.query_BNX.shape
     groups, size = place.keys_BGSE.shape[1], place.keys_BGSE.shape[3]
     heads = width // size
@@ -255,7 +252,7 @@ def _silu_product(gate, up, output, gate_row, up_row, WIDTH: tl.constexpr, BLOCK
 
 
 def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
-    """See `fused.silu_product`."""
+    """`fused_reference.silu_product`."""
     width = gate_BNI.shape[-1]
     gate_RI = gate_BNI.reshape(-1, width)
     up_RI = up_BNI.reshape(-1, width)
@@ -345,7 +342,7 @@ def _top_of_row(  # type: ignore[no-untyped-def]
 
 
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """See `fused.top_log_probs`."""
+    """`fused_reference.top_log_probs`."""
     vocab_size = logits_BWV.shape[-1]
     logits_RV = logits_BWV.reshape(-1, vocab_size)
     assert logits_RV.stride(1) == 1

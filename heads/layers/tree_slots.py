@@ -47,20 +47,6 @@ def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) ->
     return dtype in KERNEL_DTYPES.get(device.type, ()) and head_size <= LARGEST_HEAD
 
 
-def attend_to_slots(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, slots: TreeSlots, scale: float | None = None
-) -> Tensor:
-    """Attention of new nodes over a cache, [B, N, H, E]; on CUDA by the tree kernel.
-
-    `scale` is that of the scores; None for 1 / sqrt(E).
-    """
-    if query_BHNE.is_cuda:
-        from .tree_kernel import tree_attention  # imports Triton
-
-        return tree_attention(query_BHNE, key_BGSE, value_BGSE, slots, scale)
-    return attend_to_slots_reference(query_BHNE, key_BGSE, value_BGSE, slots, scale)
-
-
 def attend_to_slots_reference(
     query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, slots: TreeSlots, scale: float | None = None
 ) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -89,6 +89,11 @@ class StepResult:
     keeps its place in the batch, emits none."""
     host_values: Sequence[list[int]] = ()
     """On the host: each row of what `BatchDrafter.host_values` returned."""
+    scores_BNV: Tensor | None = field(default=None, kw_only=True)
+    """What the rule decided on: the target's logits after every logits processor, in at least float32."""
+    numbers: Tensor | Sampler | None = field(default=None, kw_only=True)
+    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a sampler that draws for
+    itself; None where the rule draws none."""
 
 
 @runtime_checkable

@@ -24,7 +24,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...heads.layers.masked_attention import masked_attention
-from ...heads.layers.tree_slots import TreeSlots, attend_to_slots
+from ...heads.layers.tree_attention import attend_to_slots
+from ...heads.layers.tree_slots import TreeSlots
 from .base import Runner
 
 BLOCK = 256

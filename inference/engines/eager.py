@@ -19,7 +19,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.masked_attention import FEW
-from ...heads.layers.tree_slots import TreeSlots, attend_to_slots, has_tree_kernel
+from ...heads.layers.tree_attention import attend_to_slots
+from ...heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from ..kv_cache import Growth, StateShape, TreeCache
 from ..models.changes import WeightWatch, has_hooks
 from ..models.prompt_inputs import offset, position_offsets

@@ -33,8 +33,9 @@ from ...heads.eagle3 import FusionLayer
 from ...heads.layers.constants import counting
 from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries
-from ...heads.layers.fused import Norm, Place, Projected, add_norm, rotary_store, silu_product
-from ...heads.layers.tree_slots import attend_to_slots
+from ...heads.layers.fused import add_norm, rotary_store, silu_product
+from ...heads.layers.fused_reference import Norm, Place, Projected
+from ...heads.layers.tree_attention import attend_to_slots
 from ..kv_cache import StateShape, TreeCache
 from ..tree import NewNodes
 from .known import SILU, KnownDecoder, has_attention_norms

@@ -5,7 +5,7 @@ import torch
 from helpers import DEVICE
 
 from headstart.heads.layers import fused
-from headstart.heads.layers.fused import Norm, Place, Projected
+from headstart.heads.layers.fused_reference import Norm, Place, Projected
 
 pytestmark = pytest.mark.gpu
 if DEVICE != "cuda":

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import padded_batch
+from helpers import EachRound, padded_batch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -408,7 +408,7 @@ def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
 def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
     target, counted = tiny_target(vocab_size=VOCAB), []
     lm = SpeculativeLM(target)
-    lm.round_callbacks.append(counted.append)
+    lm.observers.append(EachRound(counted.append))
     for tokens in lm.stream(
         prompt(6), attention_mask=torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False
     ):
@@ -501,7 +501,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     lm.generate(row, **settings)
     lm.generate(row, **settings | {"do_sample": True}, tree="chain:2")
     list(lm.stream(row, **settings))
-    lm.round_callbacks.append(lambda out: 1 / 0)
+    lm.observers.append(EachRound(lambda out: 1 / 0))
     for wrong, error in (
         ({}, ZeroDivisionError),
         ({"num_beams": 2}, ValueError),
