@@ -318,5 +318,6 @@ def tree_attention(
         num_warps=block.warps,
         num_stages=block.stages,
     )
-    _add_parts[(batch * heads * nodes,)](part_outputs, log_sums, output_BNHE, nodes, **shape, num_warps=4)
+    warps = max(1, min(4, parts * padded_size // 2048))
+    _add_parts[(batch * heads * nodes,)](part_outputs, log_sums, output_BNHE, nodes, **shape, num_warps=warps)
     return output_BNHE

@@ -294,9 +294,9 @@ class Leaves:
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(str(type(value)))
-            for field in dataclasses.fields(value):
-                self._collect(getattr(value, field.name), others)
+            others.append(type(value))
+            for name in field_names(type(value)):
+                self._collect(getattr(value, name), others)
         else:
             others.append(value)
 
@@ -313,9 +313,13 @@ class Leaves:
 
 def holds_tensors(value: Any) -> bool:
     """Whether a value is a dataclass with tensors among its fields, or in their dataclasses, tuples and lists."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    return any(_is_tensor_or_holds_one(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return any(_is_tensor_or_holds_one(getattr(value, name)) for name in field_names(type(value)))
+
+
+@functools.cache
+def field_names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass; none of another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def _is_tensor_or_holds_one(value: Any) -> bool:
@@ -332,8 +336,8 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_rebuilt(part, tensors) for part in value])
     if holds_tensors(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _rebuilt(getattr(value, name), tensors) for name in fields})
+        changed = {name: _rebuilt(getattr(value, name), tensors) for name in field_names(type(value))}
+        return dataclasses.replace(value, **changed)
     return value
 
 

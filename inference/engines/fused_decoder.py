@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
 from ..kv_cache import StateShape, TreeCache
 from ..tree import NewNodes
+from .branches import side_by_side
 from .known import SILU, KnownDecoder, has_attention_norms
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -82,8 +84,7 @@ class FusedDecoder:
             attended_BNHE = attend[known.kinds[number]](query_BHNE, keys_BGSE, values_BGSE, attention.scaling)
             out_BND = attention.o_proj(attended_BNHE.flatten(2))
             normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.post_attention_layernorm))
-            inner_BNI = silu_product(layer.mlp.gate_proj(normed_BND), layer.mlp.up_proj(normed_BND))
-            out_BND = layer.mlp.down_proj(inner_BNI)
+            out_BND = mlp_output(layer.mlp, normed_BND)
         normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(known.norm))
         features[last] = x_BND
         features[-1] = normed_BND
@@ -95,7 +96,22 @@ class FusedDecoder:
 
 def projected(attention: Any, normed_BND: Tensor) -> Projected:
     """Queries, keys and values before their norms and rotary embedding."""
-    return Projected(attention.q_proj(normed_BND), attention.k_proj(normed_BND), attention.v_proj(normed_BND))
+    return Projected(
+        *side_by_side(
+            normed_BND.device,
+            partial(attention.q_proj, normed_BND),
+            partial(attention.k_proj, normed_BND),
+            partial(attention.v_proj, normed_BND),
+        )
+    )
+
+
+def mlp_output(mlp: Any, normed_BND: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x))."""
+    gate_BNI, up_BNI = side_by_side(
+        normed_BND.device, partial(mlp.gate_proj, normed_BND), partial(mlp.up_proj, normed_BND)
+    )
+    return mlp.down_proj(silu_product(gate_BNI, up_BNI))
 
 
 def norm_of(module: Any) -> Norm:
@@ -203,7 +219,7 @@ def attention_output(
 def after_attention(layer: DecoderLayer | FusionLayer, residual_BTD: Tensor, out_BTD: Tensor) -> Tensor:
     """The residual stream after a head layer, from that before it and the output of its attention."""
     normed_BTD, x_BTD = add_norm(residual_BTD, out_BTD, norm_of(layer.post_attention_layernorm))
-    return x_BTD + layer.mlp.down_proj(silu_product(layer.mlp.gate_proj(normed_BTD), layer.mlp.up_proj(normed_BTD)))
+    return x_BTD + mlp_output(layer.mlp, normed_BTD)
 
 
 def fused_head(head: DraftHead) -> DraftHead:
