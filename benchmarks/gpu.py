@@ -727,21 +727,22 @@ def compare(bench: Bench, part: str, ways: dict[str, Way], texts: list[int], tre
             )
 
 
-def by_tree_kernel(model: nn.Module) -> Target:
-    """A target as it is by default."""
+def by_known_decoder(model: nn.Module) -> Target:
+    """A target as it is by default: fused kernels between the model's linear layers."""
     target = Target(model)
     target.compile("auto")
     return target
 
 
-def by_masks(model: nn.Module) -> Target:
-    """A target whose trees are attended to by torch's kernels, with a mask over the slots of the cache."""
-    target = by_tree_kernel(model)
-    vars(target.engine)["tree_kernel"] = False
+def by_transformers_layers(model: nn.Module) -> Target:
+    """A target whose layers, and those of heads, run as transformers' code says, with the same attention."""
+    target = by_known_decoder(model)
+    vars(target.engine)["decoder"] = None
+    vars(target.engine)["draft_head"] = lambda head: head
     return target
 
 
-WAYS: dict[str, Way] = {"tree kernel": by_tree_kernel, "masks": by_masks}
+WAYS: dict[str, Way] = {"known decoder": by_known_decoder, "transformers' layers": by_transformers_layers}
 """What `compared` compares."""
 
 
