@@ -378,6 +378,12 @@ class ForcedDrafter(BatchDrafter):
         rows_B = torch.arange(len(self.written), device=self.forced_BTK.device)
         return self.forced_BTK[rows_B, torch.tensor(self.written, device=self.forced_BTK.device)]
 
+    def observe_ahead(self, step: StepResult) -> None:
+        self.head.observe_ahead(step)
+
+    def take_back(self) -> None:
+        self.head.take_back()
+
     def observe(self, step: StepResult) -> None:
         self.head.observe(step)
         self.written = [before + len(new) for before, new in zip(self.written, step.tokens, strict=True)]

@@ -211,6 +211,7 @@ def speculation_step(
     if step is None or not all_emitted(sequences, step):
         # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the same: to
         # drop them because of what was sampled would change the distribution.
+        drafter.take_back()
         cache.lengths_B = before_B
         cache.erase_uncommitted(min(text_lengths(sequences)) - 1)
         tree = NoDraft().propose(roots_B) if tree.draft_probs_BNV is None else tree
@@ -234,7 +235,7 @@ def forward_and_verify(
 ) -> StepResult | None:
     """Verify a tree by one forward of the target, and commit what was accepted.
 
-    A row emits no token where the target's scores after its root are invalid, see `StepResult.finite_BA`. Attention
+    A row emits no token where the target's scores after its root are invalid, see `StepResult.cut_B`. Attention
     multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
     this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
 
@@ -268,17 +269,17 @@ def forward_and_verify(
         if decoding.process_logits.one_by_one and tree.max_depth > 0:
             sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
             score_accepted(decoding, tree, scores_BNV, sequences, sampler)
-    before_B = cache.lengths_B
     runner = decoding.target.engine.runner
     verified = decoding.verification.verify_and_commit(
         tree, output, scores_BNV, sampler, cache, stats, runner, sequences.live_B
     )
+    meanwhile = None
+    if runner.replays:
+        meanwhile = partial(drafter.observe_ahead, shown_to_drafter(decoding, drafter, verified))
     with timed(stats, "host"):
-        step = sequences.read(verified, drafter.host_values(verified))
-        if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
-            if tree.draft_probs_BNV is not None and not repeated:
-                return None
-            cache.lengths_B = before_B + step.lengths_B
+        step = sequences.read(verified, drafter.host_values(verified), meanwhile)
+    if any(step.cut) and tree.draft_probs_BNV is not None and not repeated:
+        return None
     return step
 
 
@@ -389,7 +390,7 @@ class Verification:
                 verified = self.verify(tree, output.features_BNF, scores_BNV, numbers)
             step = StepResult(tree, output, *verified, scores_BNV=scores_BNV, numbers=numbers)
             if live_B is not None:
-                step = replace(step, lengths_B=step.lengths_B * live_B)
+                step = replace(step, lengths_B=step.lengths_B * live_B, cut_B=step.cut_B & (live_B > 0))
         with timed(stats, "cache"):
             if recorded:
                 cache.advance(step.lengths_B)
@@ -416,7 +417,7 @@ class Verification:
     def verify(
         self, tree: DraftTree, features_BNF: Tensor, scores_BNV: Tensor, numbers: Tensor | Sampler | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The fields of a `StepResult` from `path_BA` to `finite_BA`."""
+        """The fields of a `StepResult` from `path_BA` to `cut_B`."""
         if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
             if numbers.ndim == 3:
                 numbers = PositionSampler(exponential_BNV=numbers)
@@ -434,7 +435,15 @@ class Verification:
             features_BAF = features_BNF[rows_B1, path_BA]
         # An infinite logit is the best one; but there are no probabilities to sample from.
         finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
-        return path_BA, result.lengths_B, result.next_tokens_B, emitted_BA, features_BAF, finite_BA
+        # A path ends before the first node after which no token can be chosen; with 3 accepted of A = 4 nodes:
+        #     finite            1 0 1 1
+        #     first not finite  1          A if all are
+        #     length            1          of 3: cut
+        most = path_BA.shape[1]
+        number_BA = torch.where(finite_BA, counting(1, path_BA.device, most), counting(most, path_BA.device))
+        lengths_B = torch.minimum(result.lengths_B, number_BA.amin(1))
+        cut_B = lengths_B < result.lengths_B
+        return path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B
 
     def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """A sampler with all random numbers of a round, so that the rule can be asked several times."""

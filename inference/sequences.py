@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
-from ..heads.layers.constants import upload
+from ..heads.layers.constants import Download, upload
 from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from .kv_cache import TreeCache
 from .stats import RoundRecord, Stats
@@ -100,25 +99,32 @@ class Sequences:
         return answers[len(tokens) - 1]
 
     @staticmethod
-    def read(step: StepResult, values_BK: Tensor | None = None) -> StepResult:
+    def read(
+        step: StepResult, values_BK: Tensor | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> StepResult:
         """The step with its tokens, and the drafter's integers `values_BK`, on the host.
 
-        A path is cut before a node whose scores are invalid: its token is the last that follows from valid ones.
+        `meanwhile` launches what needs none of them, so that the device goes on while the host reads and decides.
         """
-        columns = [step.lengths_B[:, None], step.finite_BA, step.emitted_BA]
+        columns = [step.lengths_B[:, None], step.cut_B[:, None], step.emitted_BA]
+        if values_BK is not None:
+            columns.append(values_BK)
+        download = Download(torch.cat(columns, dim=1))
+        if meanwhile is not None:
+            meanwhile()
         # sync: the only one of a round; the host must know what to return and when to stop
-        found = torch.cat([*columns, *([] if values_BK is None else [values_BK])], dim=1).tolist()
-        most, emitted, whole = step.emitted_BA.shape[1], [], True
-        for length, *values in found:
-            valid = sum(accumulate(values[:length], min))  # up to the first that is not finite
-            emitted.append(values[most : most + valid])
-            whole = whole and valid == length
-        step = replace(step, tokens=emitted, host_values=[row[1 + 2 * most :] for row in found])
-        if whole:
+        rows = download.tolist()
+        most = step.emitted_BA.shape[1]
+        step = replace(
+            step,
+            tokens=[row[2 : 2 + row[0]] for row in rows],
+            cut=[bool(row[1]) for row in rows],
+            host_values=[row[2 + most :] for row in rows],
+        )
+        if not any(step.cut):
             return step
-        lengths_B = upload([len(tokens) for tokens in emitted], step.lengths_B.device)
-        last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
-        return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
+        last_B1 = (step.lengths_B - 1).clamp(min=0)[:, None]
+        return replace(step, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
 
     def add(self, rows: Sequence[int | None], step: StepResult, stats: Stats | None = None) -> None:
         """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.

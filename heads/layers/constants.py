@@ -1,4 +1,4 @@
-"""Tensors whose values follow from a few numbers, made once for each device and kept; and uploads of those that change.
+"""Tensors that follow from a few numbers, made once for each device and kept; copies from host to device and back.
 
 Launching a kernel for so little takes an accelerator longer than the work itself.
 """
@@ -86,3 +86,20 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     if tensor.device.type == "cpu" and device.type in PINNED:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+class Download:
+    """A copy of a tensor to the host that begins at once: what is launched after it is not waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self.tensor = tensor.to("cpu", non_blocking=True)  # into pinned memory
+            self.event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def tolist(self) -> Any:
+        """The numbers, when they have arrived."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor.tolist()  # sync: the one that this class is for

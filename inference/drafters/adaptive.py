@@ -428,6 +428,12 @@ class AdaptiveDrafter(BatchDrafter):
     def host_values(self, step: StepResult) -> Tensor | None:
         return self.reader.host_values(step)
 
+    def observe_ahead(self, step: StepResult) -> None:
+        self.reader.observe_ahead(step)
+
+    def take_back(self) -> None:
+        self.reader.take_back()
+
     def observe(self, step: StepResult) -> None:
         now = self.clock()
         self.reader.observe(step)

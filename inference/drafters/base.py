@@ -80,13 +80,15 @@ class StepResult:
     """The emitted tokens: after each node of `path_BA`, the token that follows it."""
     features_BAF: Tensor
     """The accepted nodes' features."""
-    finite_BA: Tensor
-    """Whether a token can be chosen after each node of the path: no score is NaN, and one is above -inf; in sampling
-    none is inf either."""
+    cut_B: Tensor
+    """Whether a path ends before an accepted node after which no token can be chosen: a score is NaN, or none is above
+    -inf; in sampling one is inf."""
     tokens: Sequence[list[int]] = ()
     """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
     Copied with everything else that the host needs of a step, in one synchronization. An idle row, which has ended and
     keeps its place in the batch, emits none."""
+    cut: Sequence[bool] = ()
+    """On the host: `cut_B`."""
     host_values: Sequence[list[int]] = ()
     """On the host: each row of what `BatchDrafter.host_values` returned."""
     scores_BNV: Tensor | None = field(default=None, kw_only=True)
@@ -206,6 +208,15 @@ class BatchDrafter(Drafter):
     def host_values(self, step: StepResult) -> Tensor | None:
         """Integers [B, K] that `observe` needs on the host; they arrive as `StepResult.host_values`."""
         return None
+
+    def observe_ahead(self, step: StepResult) -> None:
+        """Launch what `observe` will do on the device, before the host knows the step's tokens.
+
+        A drafter that does so does it no more in the `observe` of that step, which follows unless `take_back` does.
+        """
+
+    def take_back(self) -> None:
+        """Undo `observe_ahead`: the step is repeated."""
 
     def observe(self, step: StepResult) -> None:
         """Read what a step emitted."""

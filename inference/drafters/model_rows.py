@@ -82,6 +82,8 @@ class ModelRows:
         """By shape, caches of earlier generations, to be used again where they lie."""
         self._draft_vocab_D: Tensor | None = None
         self._watcher: Watcher | None = None
+        self._before: tuple[ModelState, int] | None = None
+        """State, and `Progress.longest`, before a step that was observed ahead; None after its `observe`."""
 
     def make_room(self, depth: int, expanded: int) -> None:
         """Serve another tree, too, from the next generation on."""
@@ -114,6 +116,7 @@ class ModelRows:
         other.progress = Progress()
         other._caches = {}
         other._watcher = None
+        other._before = None
         return other
 
     def use(self, engine: Engine) -> None:
@@ -227,12 +230,34 @@ class ModelRows:
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
             return
-        state = self.catch_up()
+        if self._before is None:
+            self._commit(step)
+        self._before = None
         accepted = step.emitted_BA.shape[1]
-        self._extend(accepted)
-        given = (state, step.features_BAF, step.emitted_BA, step.lengths_B)
-        self.progress.state = self.runner(self.model.observe, (), *given)
         self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
+
+    def _commit(self, step: StepResult) -> None:
+        """Run the model on what a step accepted; each row is taken to be as long as the longest might be."""
+        state = self.catch_up()
+        self._extend(step.emitted_BA.shape[1])
+        accepted = (step.features_BAF, step.emitted_BA, step.lengths_B)
+        self.progress.state = self.runner(self.model.observe, (), state, *accepted)
+
+    def observe_ahead(self, step: StepResult) -> None:
+        """Run the model on what a step accepted, before its tokens are known on the host."""
+        if step.tree.max_depth == 0 or not isinstance(self.model, DraftHead):
+            return
+        state = self.catch_up()
+        # Results of recordings are overwritten by their next call: what `take_back` needs is copied.
+        tensors = {name: self.runner.keep(value) for name, value in vars(state).items() if isinstance(value, Tensor)}
+        self._before = dataclasses.replace(state, **tensors), self.progress.longest
+        self._commit(step)
+
+    def take_back(self) -> None:
+        """Return to the state before `observe_ahead`."""
+        if self._before is not None:
+            self.progress.state, self.progress.longest = self._before
+            self._before = None
 
     def catch_up(self) -> ModelState:
         """The model's state after it has read everything that is pending, or its last part."""

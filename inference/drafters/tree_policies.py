@@ -112,6 +112,12 @@ class HeadDrafter(BatchDrafter):
     def prefill(self, chunk: PrefillChunk) -> None:
         self.rows.prefill(chunk)
 
+    def observe_ahead(self, step: StepResult) -> None:
+        self.rows.observe_ahead(step)
+
+    def take_back(self) -> None:
+        self.rows.take_back()
+
     def observe(self, step: StepResult) -> None:
         self.rows.observe(step)
 

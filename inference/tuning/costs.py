@@ -134,7 +134,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
             next_tokens_B=text_1T[:, 0],
             emitted_BA=text_1T[:, :1],
             features_BAF=features[:, -1:],
-            finite_BA=torch.ones_like(text_1T[:, :1], dtype=torch.bool),
+            cut_B=torch.zeros_like(text_1T[:, 0], dtype=torch.bool),
             tokens=[[0]],
         )
 
