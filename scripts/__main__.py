@@ -12,7 +12,6 @@ from headstart.extras import named
 COMMANDS = {
     "prompts": ("prompts", "make a mix of prompts by kind, with some of each held out"),
     "data": ("data", "make conversations: the model generates prompts and answers, or answers given prompts"),
-    "plan-data": ("plan_data", "plan how much data a head needs, by a law and by what was recorded"),
     "features": ("features", "write the target's hidden states to disk, for training to read"),
     "train": ("train", "train a draft head on a frozen model"),
     "adapt": ("adapt", "let a head learn from recorded answers, and take it only if it is better"),

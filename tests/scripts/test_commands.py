@@ -30,7 +30,6 @@ from headstart.scripts import (
     features,
     generate,
     import_head,
-    plan_data,
     push,
     serve_check,
     trace,
@@ -63,7 +62,6 @@ COMMANDS = {
     "import": (import_head.ImportConfig, import_head, "import_foreign"),
     "export": (export.ExportConfig, export, "export_foreign"),
     "demo": (demo.DemoConfig, demo, "demo"),
-    "plan-data": (plan_data.PlanConfig, plan_data, "plan"),
 }
 REQUIRED = {
     "prompts": ["--output", "o", "--sources", "[p.jsonl]", "--kinds.math.share", "1"],
@@ -83,7 +81,6 @@ REQUIRED = {
     "import": ["--head", "h", "--target", "t", "--output", "o"],
     "export": ["--head", "h", "--to", "speculators", "--output", "o"],
     "demo": [],
-    "plan-data": [],
 }
 
 
