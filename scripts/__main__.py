@@ -10,7 +10,6 @@ import sys
 from headstart.extras import named
 
 COMMANDS = {
-    "prompts": ("prompts", "make a mix of prompts by kind, with some of each held out"),
     "data": ("data", "make conversations: the model generates prompts and answers, or answers given prompts"),
     "features": ("features", "write the target's hidden states to disk, for training to read"),
     "train": ("train", "train a draft head on a frozen model"),

@@ -40,12 +40,10 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
-from headstart.train.data import prompt_mix
+from headstart.train.config import AdapterConfig, ObjectiveConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import self_made as selfmade
 
 COMMANDS = {
-    "prompts": (PromptMixConfig, prompt_mix, "write_prompts"),
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
     "features": (TrainConfig, features, "precompute"),
     "train": (TrainConfig, loop, "train"),
@@ -64,7 +62,6 @@ COMMANDS = {
     "demo": (demo.DemoConfig, demo, "demo"),
 }
 REQUIRED = {
-    "prompts": ["--output", "o", "--sources", "[p.jsonl]", "--kinds.math.share", "1"],
     "data": ["--target", "t", "--output", "o"],
     "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "train": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
