@@ -98,7 +98,6 @@ class DecodingOptions(TargetOptions):
             "fallback",
             "lossy",
             "priors",
-            "read_last",
             "tree",
         )
         options = {name: value for name, value in vars(self).items() if name in names} | more
@@ -138,8 +137,6 @@ class SpeculativeOptions(DecodingOptions):
     priors: str | None = None
     """A folder of recorded answers (--record) from whose acceptance drafting starts, by the length of
     the prompt; null to start from what heads usually accept."""
-    read_last: int | None = None
-    """Tokens of each prompt, the last ones, that the head reads; null for all that it sees."""
     seed: int = 0
     """Seed of the sampling."""
 

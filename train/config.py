@@ -453,9 +453,6 @@ class TrainConfig(CommandOptions):
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
-    resume_with: str | list[str] | None = None
-    """Options with which a run resumes although it began with others, as NAME=VALUE, such as optim.lr=5e-4. Options
-    that change no weights need not be named here."""
     plan: str | None = None
     """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
     of processes)."""
