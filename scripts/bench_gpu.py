@@ -90,6 +90,7 @@ class BenchGpuConfig(CommandOptions):
     """Measure rounds and a training step on this device, for a large model with random weights."""
 
     required = ("output",)
+    most_used = ("output", "tests", "minutes")
 
     output: str = ""
     """Folder for gpu.md, the page, and gpu.json."""

@@ -39,6 +39,7 @@ class TreeConfig(DecodingOptions):
     """The draft tree that is fastest for a head on this machine."""
 
     required = ("target", "head", "prompts")
+    most_used = ("target", "head", "prompts", "nodes", "max_new_tokens")
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
 
     head: str = ""

@@ -19,6 +19,7 @@ class SelfMadeConfig(CommandOptions):
     """Conversations that the model generates."""
 
     required = ("target", "output")
+    most_used = ("target", "output", "prompts", "server", "conversations")
     minimum: ClassVar[dict[str, float]] = {
         "conversations": 1,
         "batch_size": 1,
@@ -402,6 +403,7 @@ class TrainConfig(CommandOptions):
     """All that a run of `headstart train` depends on."""
 
     required = ("target", "output", "data.sources")
+    most_used = ("target", "head", "data.sources", "output", "optim.lr")
     minimum: ClassVar[dict[str, float]] = {
         "data.max_length": 3,
         "data.held_out_limit": 1,
@@ -550,6 +552,7 @@ class AdaptConfig(CommandOptions):
     """A head that learns from recorded answers."""
 
     required = ("target", "head", "recorded", "output")
+    most_used = ("target", "head", "recorded", "output", "replay")
     minimum: ClassVar[dict[str, float]] = {"steps": 1, "batch_size": 1, "new_tokens": 2}
 
     target: str = ""
