@@ -1,1 +1,1 @@
-"""Add-ons, a folder each: built on decoding and training, which never name them, and easy to lift out."""
+"""Add-ons: built on the core, they could be lifted out, a folder each; the core never names them."""

@@ -20,7 +20,7 @@ from common import encoded, save
 from torch import Tensor
 
 from headstart.console import show_on_console
-from headstart.inference import SpeculativeLM, Stats, Target
+from headstart.inference import RoundObserver, SpeculativeLM, Stats, Target
 from headstart.inference.models.as_loaded import as_loaded
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.machine import turns
@@ -38,7 +38,7 @@ NOISE = (0.0, 0.02, 0.05, 0.1)
 TREE = "chain:3"
 
 
-class Rollouts:
+class Rollouts(RoundObserver):
     """The rollouts of all steps, by each head."""
 
     def __init__(self, target: Target, tokenizer: Any, args: Any, log: Path) -> None:
@@ -52,14 +52,14 @@ class Rollouts:
         fixed = SpeculativeLM.from_pretrained(target, args.head, tree=TREE, fallback=False)
         learning = SpeculativeLM.from_pretrained(target, args.head, tree=TREE, fallback=False)
         for lm in (fixed, learning):
-            lm.callbacks.append(self.decoded)
+            lm.observers.append(self)
         self.adapter = OnlineAdapter(
             learning, tokenizer, lr=args.head_lr, judge_every=args.judge_every, generator=self.generator
         )
         self.methods: dict[str, Any] = {"fixed": fixed.custom_generate(self.generator), "learning": self.adapter}
         self.rows: list[dict[str, Any]] = []
 
-    def decoded(self, stats: Stats) -> None:
+    def end(self, stats: Stats, error: BaseException | None) -> None:
         self.decoded_at = time.perf_counter()
         self.stats.append(stats)
 

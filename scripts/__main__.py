@@ -33,7 +33,6 @@ GROUPS = {
         "verify": ("verify", "check a head against its target"),
         "certify": ("certify", "certify that an engine's output is the target's own"),
         "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),
-        "bench-gpu": ("bench_gpu", "measure rounds of a large random model on this GPU"),
     },
 }
 """Commands by what they are for: the module and the purpose of each."""

@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig, GRPOTrainer
 
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference import RoundObserver, SpeculativeLM, Stats, Target, load_tokenizer
 from headstart.inference.prompt_files import read_prompts
 from headstart.train import OnlineAdapter
 
@@ -28,12 +28,19 @@ SHORT = 4
 """Letters of a short word, at most."""
 
 
+class Printed(RoundObserver):
+    """Prints how many drafts each step accepts."""
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        print(f"{stats.tokens} tokens, {stats.acceptance_length:.2f} a round")
+
+
 def main() -> None:
     """Train a policy, and say after each step how many drafts it accepts."""
     args = options(__doc__).parse_args()
     target, tokenizer = loaded(args)
     lm = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree)
-    lm.callbacks.append(lambda stats: print(f"{stats.tokens} tokens, {stats.acceptance_length:.2f} a round"))
+    lm.observers.append(Printed())
     generator = torch.Generator(target.device).manual_seed(args.seed)
     method: Callable[..., Any] = lm.custom_generate(generator)
     if args.adapt == "true":

@@ -32,6 +32,9 @@ CALLED = 4096
 """First calls that are remembered, at most."""
 LARGE = 2**16
 """Inputs of at least this many bytes are read in place where another recording left them; smaller ones are copied."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows to which a batch shrinks; larger ones are multiples of `MANY_ROWS`."""
+MANY_ROWS = 32
 CACHES = (TreeCache, DraftCache)
 
 
@@ -199,6 +202,13 @@ class GraphRunner(Runner):
     def rounded_capacity(self, tokens: int) -> int:
         """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
+
+    def rounded_rows(self, rows: int) -> int:
+        """The next larger of a few numbers: each number of rows is a recording of its own."""
+        for size in ROWS:
+            if rows <= size:
+                return size
+        return -(-rows // MANY_ROWS) * MANY_ROWS
 
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

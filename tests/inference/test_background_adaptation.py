@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers import EachRound
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
@@ -190,7 +191,7 @@ def test_a_head_that_is_ready_inside_a_generation_is_taken_before_the_next(lm, r
             lm.generate(PROMPT, **GREEDY)
             seen.append(lm._loaded.head)
 
-    lm.round_callbacks.append(inside)
+    lm.observers.append(EachRound(inside))
     lm.generate(PROMPT, **GREEDY)
     adaptation, state, drafted = seen
     assert state == "running" and drafted is old

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers import EachRound
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
@@ -83,7 +84,7 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
             began.set()
             may_go_on.wait(60)
 
-    lm.round_callbacks.append(pause)
+    lm.observers.append(EachRound(pause))
     running = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY)))
     running.start()
     assert began.wait(60)
@@ -191,7 +192,7 @@ def test_a_head_is_not_returned_inside_a_generation(target):
             inner[0] = lm.generate(PROMPT, **GREEDY)
 
     other = decoder(target, head_of(target, "medusa", 3))
-    other.round_callbacks.append(inside)
+    other.observers.append(EachRound(inside))
     other.generate(PROMPT, **GREEDY)
     assert lm._loaded.head is new, "its own generation ran inside another one with the same target"
     with pytest.warns(UserWarning, match="that one drafts again"):
