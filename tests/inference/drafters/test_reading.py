@@ -307,7 +307,7 @@ def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(target: Target, mo
 
 
 def a_head(target: Target) -> Any:
-    """Two layers that see five tokens each: nine are enough, and eight are not."""
+    """Two layers that see five tokens each: what the second sees depends on the last nine."""
     torch.manual_seed(2)
     options = {"depth": 3, "feature_layers": [0, -1], "num_layers": 2, "sliding_window": 5}
     head = build_head("eagle3", options, target.info).to(target.dtype)
