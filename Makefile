@@ -77,7 +77,7 @@ test-peers: $(STAMP)  ## the tests with speculators and with vLLM on the CPU, af
 	$(PYTEST) -m "slow or not slow" --timeout=3600 tests/integration/test_peers.py tests/integration/test_vllm.py
 
 demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
-	$(BIN)/python -m headstart.scripts demo --minutes $(MINUTES)
+	$(BIN)/python examples/demo.py --minutes $(MINUTES)
 
 docs: $(STAMP) types  ## build the site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -3,7 +3,7 @@
     python benchmarks/adaptivity.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl \
         runs/data/prompts-held-out/{translation,summaries,context,retrieval,instructions}.jsonl
 
-The last files are held-out prompts of `headstart prompts --config configs/data/assistant.yaml`. `--sides` names the
+The last files are held-out prompts of `benchmarks/prompts.py --config configs/data/assistant.yaml`. `--sides` names the
 columns to measure, such as `--sides default` for what users get without options; plain steps are always measured.
 """
 

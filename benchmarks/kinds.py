@@ -3,7 +3,7 @@
     python benchmarks/kinds.py --heads shipped=examples/smollm2-135m-eagle3 --prompts eval/*.jsonl held-out/*.jsonl
 
 Greedy in float32: the target answers each prompt once, and the decoding loop runs over these answers with each head and
-tree, so that another head costs its drafts alone. The prompts of a kind that `headstart prompts` held out must share
+tree, so that another head costs its drafts alone. Prompts of a kind that `benchmarks/prompts.py` held out must share
 nothing with what any of the heads was trained on; `--exclude` takes conversations, too.
 """
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,6 @@ from headstart.inference import load_tokenizer
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.provenance import hardware
 from headstart.scripts.command_line import options
-from headstart.scripts.measuring.data_law import Law
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import open_source
 from headstart.train.loop import train
@@ -37,8 +38,34 @@ from headstart.train.loop import train
 SIZES = ["50000:4096", "100000:6144", "200000:8192", "400000:8192"]
 MORE = (1e6, 3e6, 10e6)
 """Answer tokens that the law is asked about."""
+UNIT = 100_000
+"""Answer tokens at which a line has its start."""
 Lengths = dict[str, dict[str, float]]
 """Acceptance length by tree, then by kind."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """The line of a kind of prompt."""
+
+    start: float
+    """Acceptance length at `UNIT` answer tokens."""
+    gain: float
+    """Increase of the acceptance length when the data is doubled."""
+
+    @classmethod
+    def fitted(cls, lengths: Mapping[int, float]) -> Law:
+        """Fit the line to acceptance lengths by answer tokens, by least squares."""
+        doublings = [math.log2(tokens / UNIT) for tokens in lengths]
+        middle = sum(doublings) / len(doublings)
+        mean = sum(lengths.values()) / len(lengths)
+        covariance = sum((place - middle) * length for place, length in zip(doublings, lengths.values(), strict=True))
+        gain = covariance / sum((place - middle) ** 2 for place in doublings)
+        return cls(mean - gain * middle, gain)
+
+    def length(self, tokens: float) -> float:
+        """Acceptance length after training on that many answer tokens."""
+        return self.start + self.gain * math.log2(tokens / UNIT)
 
 
 def main() -> None:

@@ -203,7 +203,6 @@ class SpeculativeLM:
         drafter: DrafterSource | None = None,
         fallback: bool = True,
         allow_adapter: bool = False,
-        read_last: int | None = None,
         priors: str | Path | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
@@ -237,9 +236,6 @@ class SpeculativeLM:
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
                 which then writes other text than the original; a loaded model is changed in place. Without it such a
                 head is refused.
-            read_last: tokens of each prompt, the last ones, that the head reads before it drafts; None for all of them,
-                or for as many as a head with a sliding window sees. Fewer take less time, and the drafts may be worse
-                (benchmarks/read_last.md); the target reads the whole prompt in any case.
             priors: a folder of recorded answers (see `record`), from whose acceptance adaptive drafting starts, by the
                 kind and length of the prompts; None to start from what heads usually accept. The newest answers are
                 read once, now.
@@ -282,7 +278,7 @@ class SpeculativeLM:
                     "drafter, and fallback=True"
                 )
             recorded = RecordedAcceptance.read(priors, target.info.hidden_size)
-        make = partial(make_drafter, target, drafter, adaptive=fallback, read_last=read_last, priors=recorded)
+        make = partial(make_drafter, target, drafter, adaptive=fallback, priors=recorded)
         drafter_with: Callable[[TreeSpec], BatchDrafter] = make
         loaded = None
         if loaded_head is not None:

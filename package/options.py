@@ -43,6 +43,8 @@ class CommandOptions:
     """Options without which nothing can run, those of groups by dotted names."""
     minimum: ClassVar[dict[str, float]] = {}
     """Smallest valid value of numeric options."""
+    most_used: ClassVar[tuple[str, ...]] = ()
+    """Options that `--help` shows before all others, up to five, those of groups by dotted names."""
 
     def __post_init__(self) -> None:
         for name in self.required:

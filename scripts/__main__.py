@@ -9,38 +9,52 @@ import sys
 
 from headstart.extras import named
 
-COMMANDS = {
-    "prompts": ("prompts", "make a mix of prompts by kind, with some of each held out"),
-    "data": ("data", "make conversations: the model generates prompts and answers, or answers given prompts"),
-    "plan-data": ("plan_data", "plan how much data a head needs, by a law and by what was recorded"),
-    "features": ("features", "write the target's hidden states to disk, for training to read"),
-    "train": ("train", "train a draft head on a frozen model"),
-    "adapt": ("adapt", "let a head learn from recorded answers, and take it only if it is better"),
-    "tree": ("tree", "find the draft tree that is fastest for a head on this machine"),
-    "datastore": ("datastore", "index a corpus, from which drafts are retrieved"),
-    "generate": ("generate", "answer a prompt with a head, streaming"),
-    "chat": ("chat", "talk to a model in the terminal, with drafts or without"),
-    "trace": ("trace", "record a generation as a page that plays it, or a report of what is rejected"),
-    "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
-    "certify": ("certify", "certify that an engine's output is the target's own, or say what differs"),
-    "verify": ("verify", "check a head against its target"),
-    "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),
-    "push": ("push", "publish a head on the Hugging Face Hub"),
-    "import": ("import_head", "convert a head of another project to ours"),
-    "export": ("export", "convert a head to another project's format"),
-    "demo": ("demo", "all of it on a small real model, in a few minutes"),
+GROUPS = {
+    "decode": {
+        "generate": ("generate", "answer a prompt with a head, streaming"),
+        "chat": ("chat", "talk to a model in the terminal"),
+        "bench": ("bench", "compare generate, plain decoding and speculation"),
+        "tree": ("tree", "find a head's fastest draft tree on this machine"),
+        "trace": ("trace", "record a generation as a page that plays it"),
+        "datastore": ("datastore", "index a corpus from which drafts are retrieved"),
+    },
+    "train": {
+        "data": ("data", "make conversations that the model answers"),
+        "features": ("features", "write the target's hidden states to disk"),
+        "train": ("train", "train a draft head on a frozen model"),
+        "adapt": ("adapt", "let a head learn from recorded answers"),
+    },
+    "share": {
+        "push": ("push", "publish a head on the Hugging Face Hub"),
+        "import": ("import_head", "convert a head of another project to ours"),
+        "export": ("export", "convert a head to another project's format"),
+    },
+    "check": {
+        "verify": ("verify", "check a head against its target"),
+        "certify": ("certify", "certify that an engine's output is the target's own"),
+        "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),
+    },
 }
-"""Module and purpose of each command."""
+"""Commands by what they are for: the module and the purpose of each."""
+COMMANDS = {command: row for group in GROUPS.values() for command, row in group.items()}
+
+
+def overview() -> str:
+    """One screen: every command in its group."""
+    lines = ["usage: headstart COMMAND [OPTIONS]    (headstart COMMAND --help: its options)"]
+    lines.append("       headstart --version")
+    for group, commands in GROUPS.items():
+        lines.append(f"{group}:")
+        for command, (_, purpose) in commands.items():
+            lines.append(f"  {command:<12} {purpose}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run one of the commands."""
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
-        print("usage: headstart COMMAND [OPTIONS]\n       headstart --version\n\ncommands:")
-        for name, (_, purpose) in COMMANDS.items():
-            print(f"  {name:<12} {purpose}")
-        print("\nheadstart COMMAND --help lists a command's options.")
+        print(overview())
     elif command == "--version":
         print(f"headstart {importlib.metadata.version('headstart')}")
     elif command in COMMANDS:

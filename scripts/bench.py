@@ -35,6 +35,7 @@ class BenchConfig(SpeculativeOptions):
     """Stock `model.generate`, plain decoding and speculation, interleaved on the same prompts."""
 
     required = ("target", "prompts")
+    most_used = ("target", "head", "prompts", "limit", "max_new_tokens")
     takes_encoder_decoders: ClassVar[bool] = True
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0, "price_per_hour": 0, "watts": 0}
 

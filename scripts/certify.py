@@ -35,6 +35,7 @@ class CertifyConfig(SamplingOptions):
     """An engine, and the prompts by which it is judged."""
 
     required = ("target", "prompts")
+    most_used = ("target", "head", "prompts", "server", "output")
     minimum: ClassVar[dict[str, float]] = {
         "limit": 1,
         "max_new_tokens": 1,

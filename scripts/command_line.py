@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound=CommandOptions)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ class DecodingOptions(TargetOptions):
             "fallback",
             "lossy",
             "priors",
-            "read_last",
             "tree",
         )
         options = {name: value for name, value in vars(self).items() if name in names} | more
@@ -109,7 +108,9 @@ class DecodingOptions(TargetOptions):
 
     def as_loaded(self, lm: SpeculativeLM) -> Self:
         """The options with the values that "auto" was resolved to."""
-        dtype: Any = str(lm.target.dtype).removeprefix("torch.")
+        from headstart.heads.base import dtype_name
+
+        dtype: Any = dtype_name(lm.target.dtype)
         return dataclasses.replace(self, dtype=dtype, compile=lm.target.compiled)
 
 
@@ -138,8 +139,6 @@ class SpeculativeOptions(DecodingOptions):
     priors: str | None = None
     """A folder of recorded answers (--record) from whose acceptance drafting starts, by the length of
     the prompt; null to start from what heads usually accept."""
-    read_last: int | None = None
-    """Tokens of each prompt, the last ones, that the head reads; null for all that it sees."""
     seed: int = 0
     """Seed of the sampling."""
 
@@ -179,12 +178,17 @@ def recorded(
 
 
 def options(
-    kind: type[Options], command: str, description: str | None, arguments: list[str], first: str | None = None
+    kind: type[Options],
+    command: str,
+    description: str | None,
+    arguments: list[str],
+    first: str | None = None,
+    epilog: str | None = None,
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
     The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run
-    RUN`.
+    RUN`. `--help` ends with the `epilog`.
 
     Raises:
         ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
@@ -195,10 +199,16 @@ def options(
     constructor: Any = kind.__init__
     constructor.__annotations__ = {name: hints.get(name) for name in constructor.__annotations__}
     parser = ArgumentParser(
-        prog=f"headstart {command}", description=description, exit_on_error=False, allow_abbrev=False
+        prog=f"headstart {command}",
+        usage=f"headstart {command} [--config FILE.yaml] [--OPTION VALUE ...]",
+        description=description,
+        epilog=epilog,
+        exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
     parser.add_class_arguments(kind)
+    show_first(parser, kind.most_used)
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     types = option_types(kind)
@@ -211,6 +221,18 @@ def options(
         raise ValueError(f"{told}\n`headstart {command} --help` lists all options") from error
     values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}
     return kind(**values)
+
+
+def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
+    """Let `--help` begin with some options, in their order: argparse shows its groups one after the other."""
+    groups = list(parser._action_groups)
+    most_used = parser.add_argument_group("most used")
+    parser._action_groups = [most_used, *groups]
+    for name in names:
+        for group in groups:
+            for action in [action for action in group._group_actions if action.dest == name]:
+                group._group_actions.remove(action)
+                most_used._group_actions.append(action)
 
 
 def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:

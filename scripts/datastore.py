@@ -24,6 +24,7 @@ class DatastoreConfig(CommandOptions):
     """A corpus, sorted so that the continuations of any n-gram are found at once."""
 
     required = ("target", "sources", "output")
+    most_used = ("target", "sources", "output")
 
     target: str = ""
     """The model whose tokens are stored: a folder, a Hub id, a GGUF file, or package:NAME."""

@@ -37,6 +37,7 @@ class ExportConfig(CommandOptions):
     """A head, converted to another project's format."""
 
     required = ("head", "to", "output")
+    most_used = ("head", "to", "output")
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""

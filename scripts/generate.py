@@ -27,6 +27,7 @@ class GenerateConfig(SamplingOptions):
     """One prompt, answered on screen."""
 
     required = ("target", "prompt")
+    most_used = ("target", "head", "prompt", "max_new_tokens", "temperature")
     takes_encoder_decoders: ClassVar[bool] = True
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 0, "temperature": 0, "top_k": 0}
 
@@ -53,6 +54,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     import torch
     from transformers import TextStreamer
 
+    from headstart.heads.base import dtype_name
     from headstart.scripts.measuring.comparison import (
         answer_begin,
         answer_settings,
@@ -99,10 +101,9 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         if difference is None:
             log.info("both generated the same text")
         else:
-            dtype = str(target.dtype).removeprefix("torch.")
             log.info(
                 f"the texts differ from token {difference['token']} on, where the logits of the two tokens are "
-                f"{abs(difference['logit_gap']):.2g} apart (in {dtype})"
+                f"{abs(difference['logit_gap']):.2g} apart (in {dtype_name(target.dtype)})"
             )
     return rates
 

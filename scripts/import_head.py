@@ -22,6 +22,7 @@ class ImportConfig(CommandOptions):
     """A head of another project, converted to ours."""
 
     required = ("head", "target", "output")
+    most_used = ("head", "target", "output")
 
     head: str = ""
     """The other project's checkpoint folder or Hub id."""

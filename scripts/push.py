@@ -22,6 +22,7 @@ class PushConfig(CommandOptions):
     """A trained head, published on the Hugging Face Hub."""
 
     required = ("run", "repo")
+    most_used = ("run", "repo", "private", "dry_run", "license")
 
     run: str = ""
     """A run's folder, whose best head is taken, or a head's checkpoint folder."""

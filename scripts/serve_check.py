@@ -50,6 +50,7 @@ class ServeCheckConfig(CommandOptions):
     """A head in vLLM and here."""
 
     required = ("head", "target")
+    most_used = ("target", "head", "python")
     minimum: ClassVar[dict[str, float]] = {"draft_length": 1, "max_new_tokens": 8}
 
     head: str = ""

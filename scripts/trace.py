@@ -36,6 +36,7 @@ class TraceConfig(SamplingOptions):
     """A generation, recorded round by round."""
 
     required = ("target",)
+    most_used = ("target", "head", "prompt", "output", "max_new_tokens")
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "limit": 1}
 
     prompt: str = ""

@@ -26,8 +26,8 @@ def head_help() -> str:
 
 def main(arguments: list[str]) -> None:
     """Run `headstart train` with these command-line arguments."""
-    description = f"{__doc__}\n{head_help()}" if {"-h", "--help"} & set(arguments) else __doc__
-    config = options(TrainConfig, "train", description, arguments)
+    heads = head_help() if {"-h", "--help"} & set(arguments) else None
+    config = options(TrainConfig, "train", __doc__, arguments, epilog=heads)
     if config.plan is not None:
         from headstart.train.memory_plan import show_plan
 

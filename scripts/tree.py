@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,10 +21,8 @@ from headstart.scripts.command_line import DecodingOptions, options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headstart.heads import DraftHead, TargetModules
+    from headstart.heads import DraftHead
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
-    from headstart.inference.drafters.base import BatchDrafter
-    from headstart.inference.drafters.model_rows import DraftModel
     from headstart.inference.tuning.acceptance import Answered
     from headstart.inference.tuning.round_costs import RoundCosts
 
@@ -42,6 +39,7 @@ class TreeConfig(DecodingOptions):
     """The draft tree that is fastest for a head on this machine."""
 
     required = ("target", "head", "prompts")
+    most_used = ("target", "head", "prompts", "nodes", "max_new_tokens")
     minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
 
     head: str = ""
@@ -203,18 +201,11 @@ def _decode_with(
 ) -> dict[TreePolicy | None, Stats]:
     """Statistics of answering the prompts with each tree, and, for None, plainly."""
     from headstart.inference import SpeculativeLM
+    from headstart.inference.drafters.by_name import tree_drafter
     from headstart.scripts.measuring.comparison import answer_settings, in_turns
 
     engines: dict[TreePolicy | None, SpeculativeLM] = {}
     for tree in trees:
-        drafter = None if tree is None else _drafter(head, tree, target.modules)
+        drafter = None if tree is None else tree_drafter(head, tree, target.draft_modules)
         engines[tree] = SpeculativeLM(target, drafter)
     return in_turns(engines, prompts, answer_settings(config.max_new_tokens, config.temperature))
-
-
-@lru_cache(maxsize=16)
-def _drafter(head: DraftModel, tree: TreePolicy, modules: TargetModules) -> BatchDrafter:
-    """Build the drafter of a tree, once for each, so that nothing is recorded twice."""
-    from headstart.inference.drafters.by_name import tree_drafter
-
-    return tree_drafter(head, tree, modules)

@@ -42,6 +42,7 @@ class VerifyConfig(TargetOptions):
     """A head, checked against its target."""
 
     required = ("head", "target")
+    most_used = ("target", "head")
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 8}
 
     head: str = ""

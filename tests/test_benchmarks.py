@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-SHARED = {"common", "gpu_kernels", "launches", "process_status"}
+SHARED = {"common", "gpu_kernels", "launches", "process_status", "prompts"}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)

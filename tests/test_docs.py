@@ -88,7 +88,7 @@ def test_every_page_has_a_title_and_text():
 
 def test_every_command_is_found_in_the_pages():
     shown = {words[0] for _, words in COMMANDS}
-    assert {"generate", "bench", "verify", "train", "tree", "data", "prompts", "push", "import", "export"} <= shown
+    assert {"generate", "bench", "verify", "train", "tree", "data", "push", "import", "export"} <= shown
 
 
 @pytest.mark.parametrize("page", PAGES)

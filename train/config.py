@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from string import Formatter
 from typing import Any, ClassVar, Literal
 
 from ..files import recorded_files
@@ -20,6 +19,7 @@ class SelfMadeConfig(CommandOptions):
     """Conversations that the model generates."""
 
     required = ("target", "output")
+    most_used = ("target", "output", "prompts", "server", "conversations")
     minimum: ClassVar[dict[str, float]] = {
         "conversations": 1,
         "batch_size": 1,
@@ -35,8 +35,8 @@ class SelfMadeConfig(CommandOptions):
     """JSONL file to write; started again with the same options, the command resumes where it stopped."""
     prompts: str | None = None
     """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as one more turn if the
-    row has them (`headstart prompts`). Every turn of a conversation is answered anew, and its own answers are left out.
-    Null lets the model generate the prompts too."""
+    row has them. Every turn of a conversation is answered anew, and its own answers are left out. Null lets the model
+    generate the prompts too."""
     server: str | list[str] | None = None
     """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM, SGLang:
     http://HOST:8000/v1) that answer the prompts; null for the model in this process."""
@@ -104,71 +104,6 @@ class SelfMadeConfig(CommandOptions):
             share = getattr(self, name)
             if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name} is a share between 0 and 1, not {share}")
-
-
-@dataclass(frozen=True)
-class KindConfig:
-    """A kind of prompt in a mix: prompts of the sources, or templates filled with their passages."""
-
-    share: float = 1.0
-    """Its part of the mix, relative to those of the other kinds."""
-    sources: list[str] = field(default_factory=list)
-    """Take only rows with one of these values of `source`; empty for all."""
-    match: str = ""
-    """Take only prompts in which this regular expression is found."""
-    templates: list[str] = field(default_factory=list)
-    """Prompts with {passage}, {topic} (a name or a word of the passage) and the names in `values`; empty for prompts
-    of the sources."""
-    values: dict[str, list[str]] = field(default_factory=dict)
-    """What may stand for further names in the templates, such as {language}."""
-    words: list[int] = field(default_factory=lambda: [40, 250])
-    """Fewest and most words of a passage; where one has too few, several are joined."""
-
-    def __post_init__(self) -> None:
-        if self.share <= 0:
-            raise ValueError(f"a kind's share must be above 0, not {self.share}")
-        if len(self.words) != 2 or not 0 < self.words[0] <= self.words[1]:
-            raise ValueError(f"a kind's words are the fewest and the most of a passage, not {self.words}")
-        for template in self.templates:
-            names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-            known = {"passage", "topic", *self.values}
-            if not {"passage"} <= names <= known:
-                raise ValueError(
-                    f"template {template!r} needs {{passage}} and takes the names {sorted(known)}, not {sorted(names)}"
-                )
-
-
-@dataclass(frozen=True)
-class PromptMixConfig(CommandOptions):
-    """A mix of prompts by kind."""
-
-    required = ("output", "sources", "kinds")
-    minimum: ClassVar[dict[str, float]] = {"prompts": 1, "held_out": 0, "system_share": 0, "follow_up_share": 0}
-
-    output: str = ""
-    """JSONL file to write; the held-out prompts go to the folder OUTPUT-held-out beside it."""
-    sources: list[str] = field(default_factory=list)
-    """JSONL files of prompts or conversations: the prompts, and the paragraphs that serve as passages."""
-    exclude: list[str] = field(default_factory=list)
-    """Evaluation files; texts that share 8 words in a row with them are left out."""
-    prompts: int = 10_000
-    """Number of prompts, divided by the kinds' shares."""
-    kinds: dict[str, KindConfig] = field(default_factory=dict)
-    """The kinds by name; a prompt of the sources belongs to the first one that takes it."""
-    held_out: int = 20
-    """Prompts of each kind that are held out, to measure on."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
-    """Sampling temperatures of the answers, one of which each prompt gets; 0 for greedy decoding."""
-    systems: list[str] = field(default_factory=list)
-    """System prompts, one of which some prompts get."""
-    system_share: float = 0.1
-    """Share of the prompts with a system prompt."""
-    follow_ups: list[str] = field(default_factory=list)
-    """Second messages of the user, one of which follows some answers."""
-    follow_up_share: float = 0.1
-    """Share of the prompts with a second turn."""
-    seed: int = 0
-    """Seed of every choice."""
 
 
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -468,6 +403,7 @@ class TrainConfig(CommandOptions):
     """All that a run of `headstart train` depends on."""
 
     required = ("target", "output", "data.sources")
+    most_used = ("target", "head", "data.sources", "output", "optim.lr")
     minimum: ClassVar[dict[str, float]] = {
         "data.max_length": 3,
         "data.held_out_limit": 1,
@@ -519,9 +455,6 @@ class TrainConfig(CommandOptions):
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
-    resume_with: str | list[str] | None = None
-    """Options with which a run resumes although it began with others, as NAME=VALUE, such as optim.lr=5e-4. Options
-    that change no weights need not be named here."""
     plan: str | None = None
     """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
     of processes)."""
@@ -619,6 +552,7 @@ class AdaptConfig(CommandOptions):
     """A head that learns from recorded answers."""
 
     required = ("target", "head", "recorded", "output")
+    most_used = ("target", "head", "recorded", "output", "replay")
     minimum: ClassVar[dict[str, float]] = {"steps": 1, "batch_size": 1, "new_tokens": 2}
 
     target: str = ""

@@ -694,10 +694,10 @@ def check_finite(what: str, value: float, batches: list[Batch], step: int, state
     numbers = sorted(number for batch in batches for number in batch.conversations)
     state.run.close()
     newest = state.run.newest()
-    lower = f"optim.lr={state.config.optim.lr / 2:g}"
+    lower = f"{state.config.optim.lr / 2:g}"
     advice = (
-        f"a lower optim.lr or a larger optim.warmup often helps: the same command with --resume_with {lower} resumes "
-        "from there"
+        "a lower optim.lr or a larger optim.warmup often helps: to resume from there, set optim.lr to "
+        f"{lower} in {state.run.folder / 'config.yaml'} and give the same command with --optim.lr {lower}"
     )
     if newest is None:
         advice = "a lower optim.lr or a larger optim.warmup often helps: nothing was saved yet, so begin with that"

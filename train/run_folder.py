@@ -36,7 +36,6 @@ from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse
 from ..options import check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
-from .resume_with import names_of, with_changes
 
 FREE_TO_CHANGE = (
     "loop.micro_batch",
@@ -72,7 +71,6 @@ FREE_TO_CHANGE = (
     "plan",
     "output",
     "init_from",
-    "resume_with",
     "tracking",
 )
 """Options, or groups of them, that may differ when a run resumes: they change its weights by no more than rounding."""
@@ -81,7 +79,6 @@ BY_DIGEST = ("data.sources", "target", "target_revision")
 NO_CHANGE = (
     "output",
     "plan",
-    "resume_with",
     "tracking",
     "loop.log_every",
     "loop.tracker",
@@ -170,11 +167,10 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options with the changes of `resume_with`, and if the run resumes, with the dtypes it began with.
+    """Return the options, and if the run resumes, with the dtypes it began with.
 
     A run that began before held_out_limit existed has no limit.
     """
-    config = with_changes(config, config.resume_with)
     before = earlier_options(Path(config.output))
     if not before:
         return config
@@ -225,13 +221,9 @@ class RunFolder:
         _refuse_foreign_config(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
         if before := earlier_options(self.folder):
-            changed = names_of(config.resume_with)
             by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
-            advice = (
-                "resume it with its own options, name those that shall change (--resume_with NAME=VALUE), or choose "
-                "another output folder"
-            )
-            free = (*FREE_TO_CHANGE, *by_digest, *changed)
+            advice = "resume it with its own options, or choose another output folder"
+            free = (*FREE_TO_CHANGE, *by_digest)
             check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -242,20 +234,18 @@ class RunFolder:
         """Check that data, target and tokenizer are those of the run, by their digests; keep options that have changed.
 
         Raises:
-            ValueError: others than the run began with, unless `resume_with` names the option that gives them.
+            ValueError: others than the run began with.
         """
         path = self.folder / INPUTS
         resumes = bool(earlier_options(self.folder))
         if resumes and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            changed = names_of(config.resume_with)
             for name, option in OF_INPUTS.items():
-                group = option.partition(".")[0]
-                if before.get(name) != inputs.get(name) and not any(each.startswith(group) for each in changed):
+                if before.get(name) != inputs.get(name):
                     raise ValueError(
                         f"{self.folder} holds a run whose {name} had the digest {before.get(name)}; with {option} "
                         f"{attrgetter(option)(config)!r} it is {inputs.get(name)}: give what the run began with, or "
-                        f"say that it has changed (--resume_with {option}=...)"
+                        "choose another output folder"
                     )
         self.accelerator.wait_for_everyone()  # all have read what is now written
         if self.accelerator.is_main_process:

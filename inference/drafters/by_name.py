@@ -64,7 +64,6 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
-    read_last: int | None = None,
     priors: RecordedAcceptance | None = None,
 ) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is.
@@ -80,7 +79,6 @@ def make_drafter(
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
-        read_last: tokens of a prompt, the last ones, that the head reads; None for all that can change its drafts.
         priors: recorded acceptance, from which adaptive drafting starts.
     """
     check_chains(target, tree)
@@ -91,12 +89,6 @@ def make_drafter(
         drafter = _head_drafter(target, head, metadata, tree, adaptive, priors)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
-    if read_last is not None:
-        models = draft_models(drafter)
-        if not models:
-            raise ValueError(f"read_last={read_last} was given without a head: only a head's drafts can read less")
-        for rows in models:
-            rows.read_only_last(read_last)
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):

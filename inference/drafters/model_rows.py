@@ -69,8 +69,8 @@ class ModelRows:
         self.depth = depth
         self.expanded = expanded
         self.read_last = enough_to_read(model)
-        """Tokens of a prompt that the model reads, the last ones; None for all of them. Positions then count from the
-        first of these, which rotary embeddings do not notice."""
+        """Tokens of a prompt that the model reads, the last ones, as its window sees no more; None for all of them.
+        Positions then count from the first of these, which rotary embeddings do not notice."""
         self.lazy = self.read_last is not None
         """Whether prompts are read only when drafts are needed, which may be never, or when other rows join the batch.
         """
@@ -92,22 +92,6 @@ class ModelRows:
 
     def read_when_needed(self) -> None:
         """Be lazy from now on."""
-        self.lazy = True
-
-    def read_only_last(self, tokens: int) -> None:
-        """Read the last `tokens` of a prompt alone, from now on.
-
-        Raises:
-            ValueError: fewer than one token, or a model that must read a text from its first token.
-        """
-        if tokens < 1:
-            raise ValueError(f"read_last must be at least 1 token, or None for the whole prompt, not {tokens}")
-        if self.model.reads_from_start:
-            raise ValueError(
-                f"read_last={tokens} was given for a {type(self.model).__name__}, which reads a text from its first "
-                "token; leave it out, or choose a head that reads the target's features"
-            )
-        self.read_last = tokens
         self.lazy = True
 
     def fresh(self) -> Self:

@@ -11,13 +11,13 @@ Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -26,13 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..tuning.machine import cache_folder, cpuinfo, processor, writable_by_others
+from ..models.twin import twin_of
+from ..tuning.machine import cache_folder, cpuinfo, processor
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32
@@ -100,9 +102,8 @@ def _built(command: list[str]) -> ctypes.CDLL:
     name = f"cpu_kernels-{key}.so"
     try:
         folder = cache_folder()
-        why = writable_by_others(folder / name)
-        if why is not None:
-            raise OSError(f"no library is loaded from {folder}, where another user may put one: {why}")
+        if others_can_write(folder / name):
+            raise OSError(f"no library is loaded from {folder}, where another user may put one")
         if _is_whole(folder / name):
             with suppress(OSError):  # of another system
                 return ctypes.CDLL(str(folder / name))
@@ -113,6 +114,43 @@ def _built(command: list[str]) -> ctypes.CDLL:
         loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
         warnings.warn(f"the CPU kernels were compiled for this process alone, in seconds: {error}", stacklevel=3)
         return loaded
+
+
+def others_can_write(path: Path) -> bool:
+    """Whether a user other than this one and root may have put a file at `path`, or may change it.
+
+    The file, its folders and the links on the way to them count, as far as they exist.
+    """
+    if not hasattr(os, "getuid"):  # no Unix
+        return False
+    for place in {path.absolute(), *path.absolute().parents, path.resolve(), *path.resolve().parents}:
+        try:
+            status = place.lstat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid not in (0, os.getuid()):
+            return True
+        if stat.S_ISLNK(status.st_mode):
+            continue  # where it leads is in the resolved path
+        # In a sticky folder such as /tmp nobody but its owner can replace a file.
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        group = status.st_mode & stat.S_IWGRP and not _private_group(status)
+        if (status.st_mode & stat.S_IWOTH or group) and not sticky:
+            return True
+    return False
+
+
+def _private_group(status: os.stat_result) -> bool:
+    """Whether a file's group is that of its owner alone, as most Linux systems make one for each user."""
+    import grp  # of Unix alone
+    import pwd
+
+    try:
+        group = grp.getgrgid(status.st_gid)
+        owner = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == owner and set(group.gr_mem) <= {owner}
 
 
 def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
@@ -308,17 +346,21 @@ def packed_copy(
 
     `block` returns a replacement for a whole module, or None to replace its parts.
     """
-    own = block(module)
-    if own is not None:
-        return own
-    if type(module) is nn.Linear and is_plain(module.weight) and module.weight.dtype in (torch.float32, torch.bfloat16):
-        return PackedLinear(module, rounded)
-    twin = copy.copy(module)
-    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
-    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
-    twin.__dict__.update(hooks)
-    twin.__dict__["_modules"] = {name: packed_copy(child, block, rounded) for name, child in module.named_children()}
-    return twin
+
+    def packed(part: nn.Module) -> nn.Module | None:
+        replaced = block(part)
+        if replaced is None and is_packable(part):
+            return PackedLinear(part, rounded)
+        return replaced
+
+    return twin_of(module, packed)
+
+
+def is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that the kernels compute."""
+    if type(module) is not nn.Linear or not is_plain(module.weight):
+        return False
+    return module.weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def is_plain(weight: Tensor) -> bool:

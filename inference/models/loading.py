@@ -58,9 +58,9 @@ MODEL_OPTIONS = (
 MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 """transformers' classes that load a language model with its encoders of images, sound or video, the widest first."""
 ADAPTER_CONFIG = "adapter_config.json"
+"""The file that peft writes beside an adapter's weights."""
 _VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
 """Number of tokens and hash of the vocabulary of tokenizers, which takes a while."""
-"""The file that peft writes beside an adapter's weights."""
 LONGEST_REASON = 300
 """Characters of a message of transformers that a refusal repeats."""
 

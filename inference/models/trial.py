@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from ...heads.base import dtype_name
@@ -37,6 +37,7 @@ from ..tree import DraftTree
 from ..tuning.machine import measured_once
 from ..tuning.tree_spec import TreeShape
 from .states import check_states
+from .twin import twin_of
 
 BRANCHING = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
 """Two paths from the root, whose nodes lie side by side in the cache."""
@@ -298,23 +299,12 @@ def with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
         value = getattr(text_config, key, None)
         if value is not None and value > SHORT_WINDOW:
             setattr(text_config, key, SHORT_WINDOW)
-    instead = {id(model.config.get_text_config()): text_config, id(model.config): config}
-    twin: Any = _twin(model, instead)
-    return twin
-
-
-def _twin(module: nn.Module, configs: dict[int, PreTrainedConfig]) -> nn.Module:
-    """A copy of a module with other configs, by the ids of its own; all else is shared."""
-    twin = copy.copy(module)
-    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
-    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
-    vars(twin).update(hooks)
-    for name, held in vars(module).items():
-        if id(held) in configs:
-            vars(twin)[name] = configs[id(held)]
-    vars(twin)["_modules"] = {
-        name: None if child is None else _twin(child, configs) for name, child in module._modules.items()
-    }
+    configs = {id(model.config.get_text_config()): text_config, id(model.config): config}
+    twin: Any = twin_of(model, lambda module: None)
+    for module in twin.modules():
+        for name, held in list(vars(module).items()):
+            if id(held) in configs:
+                vars(module)[name] = configs[id(held)]
     return twin
 
 

@@ -5,7 +5,7 @@
 A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version:
 measurements of one do not hold for another. Without the file, or with one that cannot be read, all is measured anew;
 where it cannot be written, or where other processes kept the processor busy, measurements are kept until the process
-ends. Nothing is read from, or written to, a folder in which another user can put files.
+ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import stat
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -51,55 +50,6 @@ def cache_folder() -> Path:
     if own := os.environ.get("HEADSTART_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
-
-
-def writable_by_others(path: Path) -> str | None:
-    """Why another user may have put a file at `path`, or may change it; None if only this user and root can.
-
-    The file, its folders and the links on the way to them count, as far as they exist.
-    """
-    if not hasattr(os, "getuid"):  # no Unix
-        return None
-    seen: set[Path] = set()
-    for place in (path.absolute(), *path.absolute().parents, path.resolve(), *path.resolve().parents):
-        if place in seen:
-            continue
-        seen.add(place)
-        try:
-            status = place.lstat()
-        except FileNotFoundError:
-            continue
-        if status.st_uid not in (0, os.getuid()):
-            return f"{place} belongs to another user, {_user(status.st_uid)}"
-        if stat.S_ISLNK(status.st_mode):
-            continue  # where it leads is in the resolved path
-        # In a sticky folder such as /tmp nobody but its owner can replace a file.
-        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-        group = status.st_mode & stat.S_IWGRP and not _private_group(status)
-        if (status.st_mode & stat.S_IWOTH or group) and not sticky:
-            return f"other users can write to {place}"
-    return None
-
-
-def _user(number: int) -> str:
-    import pwd  # of Unix alone
-
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
-
-
-def _private_group(status: os.stat_result) -> bool:
-    """Whether a file's group is that of its owner alone, as most Linux systems make one for each user."""
-    import grp
-    import pwd
-
-    try:
-        group, owner = grp.getgrgid(status.st_gid), pwd.getpwuid(status.st_uid).pw_name
-    except KeyError:
-        return False
-    return group.gr_name == owner and set(group.gr_mem) <= {owner}
 
 
 def hardware(device: torch.device) -> str:
@@ -187,8 +137,6 @@ def measured_once(
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (why := writable_by_others(folder / MACHINE_FILE)) is not None:
-            raise OSError(why)
         write_whole(folder / MACHINE_FILE, json.dumps(on_disk, indent=1), mode=0o600)
     except (OSError, RuntimeError) as error:
         tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
@@ -224,13 +172,9 @@ def positive(number: Any) -> float:
 
 
 def _on_disk() -> dict[str, Any]:
-    """Content of the file; empty if it is missing or broken, or if another user may have written it."""
+    """Content of the file; empty if it is missing or broken."""
     try:
-        path = cache_folder() / MACHINE_FILE
-        if path.exists() and (why := writable_by_others(path)) is not None:
-            tell_once(f"{path} is not read", f": {why}")
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads((cache_folder() / MACHINE_FILE).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError):  # a truncated file is no JSON, or no UTF-8: ValueError
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,12 +25,10 @@ from headstart.scripts import (
     certify,
     chat,
     datastore,
-    demo,
     export,
     features,
     generate,
     import_head,
-    plan_data,
     push,
     serve_check,
     trace,
@@ -41,12 +39,10 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
-from headstart.train.data import prompt_mix
+from headstart.train.config import AdapterConfig, ObjectiveConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data import self_made as selfmade
 
 COMMANDS = {
-    "prompts": (PromptMixConfig, prompt_mix, "write_prompts"),
     "data": (SelfMadeConfig, selfmade, "make_conversations"),
     "features": (TrainConfig, features, "precompute"),
     "train": (TrainConfig, loop, "train"),
@@ -62,11 +58,8 @@ COMMANDS = {
     "push": (push.PushConfig, push, "push_head"),
     "import": (import_head.ImportConfig, import_head, "import_foreign"),
     "export": (export.ExportConfig, export, "export_foreign"),
-    "demo": (demo.DemoConfig, demo, "demo"),
-    "plan-data": (plan_data.PlanConfig, plan_data, "plan"),
 }
 REQUIRED = {
-    "prompts": ["--output", "o", "--sources", "[p.jsonl]", "--kinds.math.share", "1"],
     "data": ["--target", "t", "--output", "o"],
     "features": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
     "train": ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]"],
@@ -82,8 +75,6 @@ REQUIRED = {
     "push": ["--run", "r", "--repo", "me/head"],
     "import": ["--head", "h", "--target", "t", "--output", "o"],
     "export": ["--head", "h", "--to", "speculators", "--output", "o"],
-    "demo": [],
-    "plan-data": [],
 }
 
 
@@ -132,6 +123,8 @@ def test_alone_it_lists_its_commands(run):
         status, shown, _ = run(*arguments)
         assert status == 0
         assert all(f"\n  {command} " in shown for command in COMMANDS)
+        lines = shown.splitlines()
+        assert len(lines) <= 24 and max(map(len, lines)) <= 80  # one screen
 
 
 @pytest.mark.parametrize(("given", "told"), [("generte", "the nearest: generate"), ("xyz", "no command has a sim")])
@@ -158,6 +151,14 @@ def test_help_names_every_option_and_says_what_it_is_for(run, command):
     for name, _, _, told in documented_options(COMMANDS[command][0]):
         assert f"\n  --{name} " in shown
         assert "".join(told.split()) in text, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_the_options_that_people_use(run, command):
+    most_used = COMMANDS[command][0].most_used
+    _, shown, _ = run(command, "--help")
+    first = re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)[: len(most_used)]
+    assert 2 <= len(most_used) <= 5 and tuple(first) == most_used
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -397,7 +398,6 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
     [
         (["train"], ["'target' is required"]),
         (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
-        (["demo", "--prompts", "/nowhere.jsonl"], ["no file at '/nowhere.jsonl'"]),
         (["data", *REQUIRED["data"], "--min_distinct", "2"], ["min_distinct", "between 0 and 1", "2"]),
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
 from headstart.inference.chat_template import prompt_ids
@@ -102,6 +102,26 @@ def rated(monkeypatch, fastest):
         return found
 
     monkeypatch.setattr(module, "_decode_with", answered)
+
+
+def test_drafts_are_timed_through_the_lm_head_of_the_engine(config, taught, monkeypatch):
+    """With CPU kernels it is a faster one than the model's own, and it drafts wherever else heads draft."""
+    target = Target.from_pretrained(taught, torch.float32)
+    head = build_head("eagle", {"depth": 2}, target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    calls = []
+    lm_head = target.engine.lm_head
+
+    def counted(states):
+        calls.append(states)
+        return lm_head(states)
+
+    monkeypatch.setattr(type(target.engine), "lm_head", property(lambda engine: counted))
+    prompt_1T = prompt_ids(load_tokenizer(taught), read_prompts(config.prompts[0], 1)[0])
+    module._decode_with(target, head.eval(), [None], [prompt_1T], config)
+    assert not calls, "the target's own forward takes another road, or this test shows nothing"
+    module._decode_with(target, head.eval(), [TreeShape.chain(2)], [prompt_1T], config)
+    assert calls
 
 
 @pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])

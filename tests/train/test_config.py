@@ -8,7 +8,6 @@ import re
 import pytest
 
 from headstart.scripts.bench import BenchConfig
-from headstart.scripts.demo import DemoConfig
 from headstart.scripts.generate import GenerateConfig
 from headstart.scripts.tree import TreeConfig
 from headstart.train.config import (
@@ -29,7 +28,6 @@ VALID = {
     BenchConfig: {"target": "t", "head": "h", "prompts": ["p"]},
     TreeConfig: {"target": "t", "head": "h", "prompts": ["p"]},
     GenerateConfig: {"target": "t", "prompt": "p"},
-    DemoConfig: {},
 }
 REFUSED = [
     (TrainConfig, "target", ""),
@@ -90,7 +88,6 @@ REFUSED = [
     (GenerateConfig, "top_k", -1),
     (GenerateConfig, "top_p", 0.0),
     (GenerateConfig, "top_p", 1.5),
-    (DemoConfig, "minutes", 0),
 ]
 
 

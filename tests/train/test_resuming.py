@@ -1,4 +1,4 @@
-"""A run resumes with other options where they change no weights or are named, and with data and target elsewhere."""
+"""A run resumes with other options where they change no weights, and with data and target elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from headstart.train import loop
 from headstart.train.config import FeaturesConfig, TrainConfig
 from headstart.train.evaluate import difference_interval
 from headstart.train.loop import Callback, train
-from headstart.train.resume_with import with_changes
 
 STEPS = 14
 STOP = 6
@@ -83,6 +82,14 @@ def assert_same_weights(folder, other, atol=0.0):
         torch.testing.assert_close(weights(folder)[name], tensor, atol=atol, rtol=0, msg=name)
 
 
+def set_learning_rate(folder, rate):
+    """Edit the run's own options, as a user would."""
+    path = Path(folder) / "config.yaml"
+    options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    options["optim"]["lr"] = rate
+    path.write_text(yaml.safe_dump(options), encoding="utf-8")
+
+
 FREE = [
     {"loop": {"micro_batch": 2}},
     {"loop": {"recompute": True, "save_every": 3, "keep": 1, "patience": 9, "save_minutes": 100.0}},
@@ -121,7 +128,7 @@ def test_data_and_target_may_be_found_at_another_path(options, whole, tmp_path, 
     assert_same_weights(config.output, whole)
 
 
-def test_other_data_at_any_path_are_refused_unless_they_are_named(options, tmp_path, changed):
+def test_other_data_at_any_path_are_refused(options, tmp_path, changed):
     lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()
     path = tmp_path / "less.jsonl"
     path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
@@ -129,8 +136,6 @@ def test_other_data_at_any_path_are_refused_unless_they_are_named(options, tmp_p
     with pytest.raises(ValueError, match=r"whose data had the digest \w+; with data.sources .*less.jsonl.* it is \w+"):
         train(changed(options, data={"sources": [str(path)]}))
     assert (Path(options.output) / "config.yaml").read_text() == before
-    train(changed(options, resume_with=[f"data.sources=[{path}]"]))
-    assert rows_of(options.output)[-1]["step"] == STEPS
 
 
 def test_another_target_is_refused(options, tmp_path, changed):
@@ -152,9 +157,10 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
         stop_after(patch, STOP)
         with pytest.raises(Stopped):
             train(config)
-    lower = changed(config, resume_with="optim.lr=3e-4")
-    with pytest.raises(ValueError, match=r"optim.lr = 0.003, not 0.0003.*--resume_with NAME=VALUE"):
-        train(changed(config, optim={"lr": 3e-4}))
+    lower = changed(config, optim={"lr": 3e-4})
+    with pytest.raises(ValueError, match=r"optim.lr = 0.003, not 0.0003.*choose another output folder"):
+        train(lower)
+    set_learning_rate(config.output, 3e-4)
     train(lower)
     rates = {row["step"]: row["lr"] for row in rows_of(config.output) if "lr" in row}
     train(changed(config, output=str(tmp_path / "before")))
@@ -164,23 +170,10 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
     saved = yaml.safe_load((Path(config.output) / "config.yaml").read_text())
     assert saved["optim"]["lr"] == 3e-4
     _, metadata = load_head(Path(config.output) / "last")
-    assert metadata.training["changes"] == [{"step": STOP, "name": "optim.lr", "before": 3e-3, "now": 3e-4}]
+    assert metadata.training["config"]["optim"]["lr"] == 3e-4
     assert not torch.equal(
         *(weights(folder)[sorted(weights(folder))[0]] for folder in (config.output, tmp_path / "before"))
     )
-
-
-def test_a_change_outlives_further_starts(options, changed, monkeypatch, stop_after):
-    lower = changed(options, resume_with=["optim.lr=3e-4", "optim.betas=[0.8, 0.9]"])
-    with monkeypatch.context() as patch:
-        stop_after(patch, STOP + 2)
-        with pytest.raises(Stopped):
-            train(lower)
-    train(lower)  # the same command
-    history = [json.loads(line) for line in (Path(options.output) / "changes.jsonl").read_text().splitlines()]
-    assert [row["name"] for row in history] == ["optim.betas.0", "optim.betas.1", "optim.lr"]
-    with pytest.raises(ValueError, match=r"optim.betas.0 = 0.8, not 0.9"):
-        train(options)
 
 
 def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, changed, monkeypatch):
@@ -194,37 +187,16 @@ def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, cha
         patch.setattr(MedusaHead, "forward", poisoned)
         with pytest.raises(ValueError, match="loss is nan") as caught:
             train(options)
-    (advice,) = re.findall(r"--resume_with (\S+)", str(caught.value))
-    path = Path(options.output).with_suffix(".yaml")
+    advice = r"set optim.lr to \S+ in (\S+)/config.yaml .* --optim.lr (\S+)"
+    folder, lower = re.search(advice, str(caught.value)).groups()
+    assert folder == options.output
+    set_learning_rate(folder, float(lower))
+    path = Path(folder).with_suffix(".yaml")
     path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(options)))), encoding="utf-8")
-    config = options_of(TrainConfig, "train", "", ["--config", str(path), "--resume_with", advice])
+    config = options_of(TrainConfig, "train", "", ["--config", str(path), "--optim.lr", lower])
     train(config)
     assert rows_of(options.output)[-1]["step"] == STEPS
     assert yaml.safe_load((Path(options.output) / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr / 2
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("optim.lr", "takes NAME=VALUE, such as optim.lr=5e-4, not 'optim.lr'"),
-        ("head.num_heads=3", "cannot change head.num_heads: what a checkpoint holds follows from it"),
-        ("optim.name=muon", "cannot change optim.name"),
-        ("optim.rl=1", "unknown option optim.rl; choose from name, lr, betas"),
-        ("optim=1", "optim is a group of options"),
-        ("optim.lr=fast", "optim.lr cannot be 'fast'; its type is float"),
-        ("optim.lr=-1", "optim.lr must be above 0, not -1"),
-        ("loop.batch_size=1.5", "loop.batch_size cannot be 1.5; its type is int"),
-        ("optim.schedule=square", "optim.schedule cannot be 'square'"),
-    ],
-)
-def test_a_change_that_cannot_be_is_refused(plain, tmp_path, change, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        with_changes(plain(tmp_path), change)
-
-
-def test_changes_have_the_types_of_their_options(plain, tmp_path):
-    config = with_changes(plain(tmp_path), ["optim.lr=1e-4", "data.pack=2048", "loop.max_steps=null", "optim.clip=2"])
-    assert (config.optim.lr, config.data.pack, config.loop.max_steps, config.optim.clip) == (1e-4, 2048, None, 2)
 
 
 # Saving.

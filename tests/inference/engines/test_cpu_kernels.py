@@ -508,13 +508,25 @@ def test_a_library_that_another_user_may_have_put_there_is_not_loaded(fresh, mon
         monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "linked"))
     before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     cpu_kernels.library.cache_clear()
-    with pytest.warns(
-        UserWarning, match=r"another user may put one: .*(belongs to another user|other users can write)"
-    ):
+    with pytest.warns(UserWarning, match=r"no library is loaded from .*, where another user may put one"):
         loaded = cpu_kernels.library()
     os.chown(fresh, 0, 0)
     assert loaded is not None and not Path(loaded._name).is_relative_to(fresh)
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == before  # nor written
+
+
+def test_folders_of_the_user_and_of_root_are_trusted_and_sticky_ones_too(tmp_path, monkeypatch):
+    inner = tmp_path / "sticky" / "own"
+    inner.mkdir(parents=True)
+    (tmp_path / "sticky").chmod(0o1777)
+    assert not cpu_kernels.others_can_write(inner / "not there yet")
+    (tmp_path / "sticky").chmod(0o777)
+    assert cpu_kernels.others_can_write(inner / "file")
+    (tmp_path / "sticky").chmod(0o770)
+    monkeypatch.setattr(cpu_kernels, "_private_group", lambda status: True)
+    assert not cpu_kernels.others_can_write(inner / "file")
+    monkeypatch.setattr(cpu_kernels, "_private_group", lambda status: False)
+    assert cpu_kernels.others_can_write(inner / "file")
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "cat /nowhere"])

@@ -286,33 +286,3 @@ def test_processors_of_one_name_are_told_apart(monkeypatch, tmp_path, lines, nam
     monkeypatch.setattr(machine, "Path", lambda _: told)
     monkeypatch.setattr(machine, "cpuinfo", machine.cpuinfo.__wrapped__)  # not what was read before
     assert machine.processor() == name
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o755])
-def test_a_file_that_other_users_can_change_is_neither_read_nor_written(nothing_measured, monkeypatch, mode):
-    asked(2.5)
-    later(monkeypatch)
-    nothing_measured.chmod(mode)
-    monkeypatch.setattr(machine, "_private_group", lambda status: False)
-    monkeypatch.setattr(machine, "_told", set())
-    before = (nothing_measured / "machine.json").read_bytes()
-    if mode == 0o755:
-        assert asked(7.0) == (2.5, False)
-        return
-    with pytest.warns(UserWarning, match=r"machine\.json is not read: other users can write to"):
-        assert asked(7.0) == (7.0, True)
-    assert (nothing_measured / "machine.json").read_bytes() == before
-
-
-def test_folders_of_the_user_and_of_root_are_trusted_and_sticky_ones_too(tmp_path, monkeypatch):
-    inner = tmp_path / "sticky" / "own"
-    inner.mkdir(parents=True)
-    (tmp_path / "sticky").chmod(0o1777)
-    assert machine.writable_by_others(inner / "not there yet") is None
-    (tmp_path / "sticky").chmod(0o777)
-    assert f"other users can write to {tmp_path / 'sticky'}" == machine.writable_by_others(inner / "file")
-    (tmp_path / "sticky").chmod(0o770)
-    monkeypatch.setattr(machine, "_private_group", lambda status: True)
-    assert machine.writable_by_others(inner / "file") is None
-    monkeypatch.setattr(machine, "_private_group", lambda status: False)
-    assert machine.writable_by_others(inner / "file") is not None

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import signal
 from contextlib import contextmanager
 
+import demo as demo_module
 import pytest
 import torch
+from demo import CONVERSATIONS, FEWEST_CONVERSATIONS, STEPS, demo, first_answer, self_made, training
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
-from headstart.scripts import demo as demo_module
-from headstart.scripts.demo import (
-    CONVERSATIONS,
-    FEWEST_CONVERSATIONS,
-    STEPS,
-    DemoConfig,
-    demo,
-    first_answer,
-    self_made,
-    training,
-)
 from headstart.stopping import Stopped, stop_on_signals
 from headstart.train import loop
 from headstart.train.data import answers
@@ -48,7 +39,7 @@ def config(talker, tmp_path, monkeypatch):
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
     for generating in (selfmade, answers):
         monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
-    return DemoConfig(
+    return argparse.Namespace(
         minutes=1, target=str(talker), output=str(tmp_path / "demo"), prompts=str(prompts), head=str(talker / "head")
     )
 
@@ -84,7 +75,7 @@ def test_it_stops_while_data_are_made_or_heads_trained_and_goes_on(config, stage
 def test_a_slower_machine_does_less_and_a_faster_one_no_more(config, tmp_path):
     conversations = tmp_path / "conversations.jsonl"
     conversations.write_text('{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}\n')
-    config = dataclasses.replace(config, minutes=15)
+    config.minutes = 15
     fast, slow, slowest = (self_made(config, tmp_path, speed).conversations for speed in (1.0, 0.5, 0.0))
     assert (fast, slow, slowest) == (CONVERSATIONS * 15, CONVERSATIONS * 15 // 2, FEWEST_CONVERSATIONS)
     steps = [training(config, tmp_path, conversations, speed).loop.max_steps for speed in (1.0, 0.5, 0.0)]

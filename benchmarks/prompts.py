@@ -1,30 +1,39 @@
 """A mix of prompts by kind: taken from files, and made out of passages where a kind is rare.
 
-A head accepts much on the kinds of prompt that it was trained on and little on others, so its training data should
-hold a share of every kind that users ask. A kind takes prompts of files, by their source or wording, or fills its
-templates ("Summarize this text: {passage}") with paragraphs of prompts and of the model's own long answers.
+    python benchmarks/prompts.py --config configs/data/assistant.yaml --sources prompts.jsonl \\
+        --exclude gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --output runs/data/prompts.jsonl
 
-What is measured on must not be trained on: prompts that share eight words in a row with an evaluation file are left
-out, and some prompts of each kind, with the passages in them, are held out.
+The shipped head was trained on answers to such a mix, and pages of figures measure on the prompts that it holds out:
+a head accepts most on the kinds of prompt that it was trained on. A kind takes prompts of files, by their source or
+wording, or fills its templates ("Summarize this text: {passage}") with paragraphs of prompts and of the model's own
+long answers.
+
+Text that is measured on is not trained on: prompts that share eight words in a row with an evaluation file (--exclude)
+are left out, and some prompts of each kind, with the passages in them, are held out. They are written to
+OUTPUT-held-out, one file for each kind.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
-from ...console import log
-from ...files import write_whole
-from ...inference.messages import check_conversation, user_turns
-from ..config import KindConfig, PromptMixConfig
-from .conversations import open_file
+import yaml
+from common import arguments
+
+from headstart.console import log
+from headstart.files import write_whole
+from headstart.inference.messages import check_conversation, user_turns
+from headstart.train.data.conversations import open_file
 
 GRAM = 8
 """Words in a row that two independent texts hardly share."""
@@ -36,6 +45,68 @@ HELD_OUT_PASSAGES = 0.05
 """Share of the passages from which held-out prompts are made, and no others."""
 
 
+@dataclass(frozen=True)
+class KindConfig:
+    """A kind of prompt in a mix: prompts of the sources, or templates filled with their passages."""
+
+    share: float = 1.0
+    """Its part of the mix, relative to those of the other kinds."""
+    sources: list[str] = field(default_factory=list)
+    """Take only rows with one of these values of `source`; empty for all."""
+    match: str = ""
+    """Take only prompts in which this regular expression is found."""
+    templates: list[str] = field(default_factory=list)
+    """Prompts with {passage}, {topic} (a name or a word of the passage) and the names in `values`; empty for prompts
+    of the sources."""
+    values: dict[str, list[str]] = field(default_factory=dict)
+    """What may stand for further names in the templates, such as {language}."""
+    words: list[int] = field(default_factory=lambda: [40, 250])
+    """Fewest and most words of a passage; where one has too few, several are joined."""
+
+    def __post_init__(self) -> None:
+        if self.share <= 0:
+            raise ValueError(f"a kind's share must be above 0, not {self.share}")
+        if len(self.words) != 2 or not 0 < self.words[0] <= self.words[1]:
+            raise ValueError(f"a kind's words are the fewest and the most of a passage, not {self.words}")
+        for template in self.templates:
+            names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+            known = {"passage", "topic", *self.values}
+            if not {"passage"} <= names <= known:
+                raise ValueError(
+                    f"template {template!r} needs {{passage}} and takes the names {sorted(known)}, not {sorted(names)}"
+                )
+
+
+@dataclass(frozen=True)
+class PromptMixConfig:
+    """A mix of prompts by kind."""
+
+    output: str
+    """JSONL file to write; the held-out prompts go to the folder OUTPUT-held-out beside it."""
+    sources: list[str]
+    """JSONL files of prompts or conversations: the prompts, and the paragraphs that serve as passages."""
+    kinds: dict[str, KindConfig]
+    """The kinds by name; a prompt of the sources belongs to the first one that takes it."""
+    exclude: list[str] = field(default_factory=list)
+    """Evaluation files; texts that share 8 words in a row with them are left out."""
+    prompts: int = 10_000
+    """Number of prompts, divided by the kinds' shares."""
+    held_out: int = 20
+    """Prompts of each kind that are held out, to measure on."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    """Sampling temperatures of the answers, one of which each prompt gets; 0 for greedy decoding."""
+    systems: list[str] = field(default_factory=list)
+    """System prompts, one of which some prompts get."""
+    system_share: float = 0.1
+    """Share of the prompts with a system prompt."""
+    follow_ups: list[str] = field(default_factory=list)
+    """Second messages of the user, one of which follows some answers."""
+    follow_up_share: float = 0.1
+    """Share of the prompts with a second turn."""
+    seed: int = 0
+    """Seed of every choice."""
+
+
 @dataclass
 class Mix:
     """Prompts by kind."""
@@ -44,6 +115,26 @@ class Mix:
     held_out: dict[str, list[str]]
     left_out: int
     """Rows and passages that share `GRAM` words with an evaluation file or with a held-out prompt."""
+
+
+def main() -> None:
+    """Read the YAML file of a mix, and write its prompts."""
+    parser = arguments(__doc__, "runs/data/prompts.jsonl")
+    parser.add_argument("--config", required=True, help="YAML file with the kinds, such as configs/data/assistant.yaml")
+    parser.add_argument("--sources", nargs="+", required=True, help="JSONL files of prompts or conversations")
+    parser.add_argument("--exclude", nargs="*", default=[], help="JSONL files that share nothing with the prompts")
+    parser.add_argument("--held-out", type=int, help="prompts of each kind to measure on; the config's if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    write_prompts(mix_config(parser.parse_args()))
+
+
+def mix_config(args: argparse.Namespace) -> PromptMixConfig:
+    """Return the options of the YAML file, with those of the command line."""
+    options = yaml.safe_load(Path(args.config).read_text(encoding="utf-8"))
+    options["kinds"] = {name: KindConfig(**kind) for name, kind in options["kinds"].items()}
+    if args.held_out is not None:
+        options["held_out"] = args.held_out
+    return PromptMixConfig(output=args.output, sources=args.sources, exclude=args.exclude, seed=args.seed, **options)
 
 
 def write_prompts(config: PromptMixConfig) -> Path:
@@ -202,3 +293,7 @@ def grams(text: str) -> set[str]:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

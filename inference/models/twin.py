@@ -1,0 +1,27 @@
+"""A copy of a model that shares its weights with it, some of its modules replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+
+def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """Copy a module and all modules in it; parameters, buffers and other attributes are those of the original.
+
+    `replacement` returns what takes the place of a module and of all that is in it, or None to copy it.
+    """
+    instead = replacement(module)
+    if instead is not None:
+        return instead
+    twin = copy.copy(module)
+    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
+    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
+    vars(twin).update(hooks)
+    children = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else twin_of(child, replacement)
+    vars(twin)["_modules"] = children
+    return twin
