@@ -34,7 +34,11 @@ class DataCommand(SelfMadeConfig):
 
 def main(arguments: list[str]) -> None:
     """Run `headstart data` with these command-line arguments."""
-    command = options(DataCommand, "data", __doc__, arguments)
+    write_conversations(options(DataCommand, "data", __doc__, arguments))
+
+
+def write_conversations(command: DataCommand) -> None:
+    """Write the file, or resume it, and serve what is counted meanwhile."""
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 
     observers: list[RoundObserver] = []

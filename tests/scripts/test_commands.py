@@ -24,6 +24,7 @@ from headstart.scripts import (
     bench,
     certify,
     chat,
+    data,
     datastore,
     demo,
     export,
@@ -41,13 +42,12 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, SelfMadeConfig, TrainConfig
+from headstart.train.config import AdapterConfig, ObjectiveConfig, PromptMixConfig, TrainConfig
 from headstart.train.data import prompt_mix
-from headstart.train.data import self_made as selfmade
 
 COMMANDS = {
     "prompts": (PromptMixConfig, prompt_mix, "write_prompts"),
-    "data": (SelfMadeConfig, selfmade, "make_conversations"),
+    "data": (data.DataCommand, data, "write_conversations"),
     "features": (TrainConfig, features, "precompute"),
     "train": (TrainConfig, loop, "train"),
     "tree": (TreeConfig, tree, "calibrate"),
