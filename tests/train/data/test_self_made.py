@@ -118,7 +118,7 @@ def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_pat
 
 def test_observers_watch_the_generations(config):
     ended = Ended()
-    rows = rows_of(make_conversations(config, [ended]))
+    rows = rows_of(make_conversations(config, [ended]).read_bytes())
     tokens = sum(stats.tokens for stats in ended.stats)
     assert tokens >= sum(row["tokens"] - 1 for row in rows) > 0  # each prefill's token is left out
 
