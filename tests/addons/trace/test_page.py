@@ -736,7 +736,7 @@ def test_the_page_has_no_way_to_the_network():
     assert "default-src 'none'" in page
     shown = json.loads(page.partition('id="trace">')[2].partition("</script>")[0])
     assert shown["output"] == made_trace(2)["output"]
-    folder = Path(__file__).parents[3] / "inference" / "tracing"
+    folder = Path(__file__).parents[3] / "addons" / "trace"
     code = "".join((folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
     addresses = set(re.findall(r"https?://[^\s\"']*", code))
     assert addresses <= {"http://www.w3.org/2000/svg"}  # a namespace, which nobody opens
