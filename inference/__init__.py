@@ -12,7 +12,6 @@ from .sequences import Conversation
 from .speculative_lm import SpeculativeLM
 from .stats import Stats
 from .target import Target
-from .tracing import Trace
 from .tree import DraftTree
 from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
 from .verify import RULES, AcceptanceRule
@@ -43,7 +42,6 @@ __all__ = [
     "StepResult",
     "Target",
     "TextStream",
-    "Trace",
     "TreePolicy",
     "TreeShape",
     "custom_generate",

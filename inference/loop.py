@@ -106,7 +106,11 @@ def speculate(
     with ExitStack() as observing_all:
         for observer in decoding.observers:
             observing_all.enter_context(observing(observer, call))
-        decode(decoding, drafter, sequences, past, stats)
+        try:
+            decode(decoding, drafter, sequences, past, stats)
+        except BaseException:
+            stats.drop_unfinished()
+            raise
     return stats
 
 

@@ -12,7 +12,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .sequences import Sequences
 from .stats import Stats
-from .tracing.trace import Trace
 
 
 class GenerateOutput(tuple[Tensor, ...]):
@@ -33,7 +32,6 @@ class GenerateOutput(tuple[Tensor, ...]):
         stats: Stats,
         scores: tuple[Tensor, ...] | None = None,
         logits: tuple[Tensor, ...] | None = None,
-        trace: Trace | None = None,
     ) -> None:
         self.sequences = sequences
         """The prompts as given, followed by the new tokens, padded on the right [batch, time]."""
@@ -43,8 +41,6 @@ class GenerateOutput(tuple[Tensor, ...]):
         """With `output_scores`: the processed scores of each new token, [batch, V]; 0 after the row has finished."""
         self.logits = logits
         """With `output_logits`: the raw logits of each new token, [batch, V]; 0 after the row has finished."""
-        self.trace = trace
-        """With `trace`: the recorded rounds, as a page."""
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]  # as the tensor's
         return self.sequences[index]

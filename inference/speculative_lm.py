@@ -70,8 +70,6 @@ from .stats import Stats
 from .streaming import streamed
 from .swap_watch import KEPT, WATCHED, AnswerRounds, SwapWatch, fallen, rounds_of
 from .target import Target
-from .tracing.record import Recorder
-from .tracing.trace import trace_of
 from .tuning.costs import head_shape, measured_costs
 from .tuning.machine import check_threads, hardware
 from .tuning.round_costs import RoundCosts
@@ -557,7 +555,6 @@ class SpeculativeLM:
         tree: TreeSpec | None = None,
         acceptance: str | None = None,
         past_key_values: Conversation | None = None,
-        trace: bool = False,
         kind: str | None = None,
         **settings: Any,
     ) -> GenerateOutput:
@@ -579,7 +576,7 @@ class SpeculativeLM:
                 token is sampled by a random number of its row and position: a seed gives the same text whatever was
                 drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
-            tokenizer: needed for `stop_strings`, `token_healing` and `trace`, also where the model's generation config
+            tokenizer: needed for `stop_strings` and `token_healing`, also where the model's generation config
                 asks for them; loaded if the target has a name.
             max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
                 batching). None for all at once.
@@ -588,8 +585,6 @@ class SpeculativeLM:
                 another kind.
             past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
-            trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
-                row only.
             kind: kind of the prompts, by which adaptive drafting knows what drafts are worth and a recording labels
                 answers; None for that of the recording that runs, if one does.
             settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
@@ -618,14 +613,6 @@ class SpeculativeLM:
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
         }
         settings |= {name: value for name, value in arguments.items() if value is not None}
-        recorder = None
-        if trace:
-            if rows > 1:
-                raise ValueError(f"trace records one row, not a batch of {rows}")
-            if settings.get("max_new_tokens") == 0:
-                raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
-            recorder = Recorder()
-            tokenizer = tokenizer or load_tokenizer(self.target.name)
         if settings.get("max_new_tokens") == 0:
             if streamer is not None:
                 streamer.end()
@@ -637,29 +624,18 @@ class SpeculativeLM:
         with target.lock, as_loaded(target.model):
             lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
-            if recorder is not None:
-                self.observers.append(recorder)
-            try:
-                with lm._shown_to_encoders(prompts) as encoded:
-                    output = target.model.generate(
-                        prompts.input_ids,
-                        attention_mask=prompts.attention_mask,
-                        generation_config=generation_config,
-                        streamer=streamer,
-                        custom_generate=lm.decoding_method(call),
-                        **settings,
-                        **encoded,
-                        **extra,
-                    )
-            finally:
-                if recorder is not None:
-                    self.observers.remove(recorder)
+            with lm._shown_to_encoders(prompts) as encoded:
+                output = target.model.generate(
+                    prompts.input_ids,
+                    attention_mask=prompts.attention_mask,
+                    generation_config=generation_config,
+                    streamer=streamer,
+                    custom_generate=lm.decoding_method(call),
+                    **settings,
+                    **encoded,
+                    **extra,
+                )
         assert isinstance(output, GenerateOutput)
-        if recorder is not None and tokenizer is not None:
-            prompt_T = prompts.input_ids[0]
-            if prompts.attention_mask is not None:
-                prompt_T = prompt_T[prompts.attention_mask[0].bool()]
-            output.trace = trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
         return output
 
     def stream(

@@ -52,6 +52,12 @@ class Stats:
     cache_bytes: int = 0
     """Memory of the target's KV cache; the largest one if there were several generations."""
 
+    def drop_unfinished(self) -> None:
+        """Drop what is counted of a round that an error ended."""
+        for row in self.rows:
+            if row and row[-1].number >= len(self.round_seconds):
+                row.pop()
+
     @property
     def rounds(self) -> int:
         """Speculation rounds, summed over rows."""

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+    from headstart.addons.monitor import Monitor
     from headstart.inference import Chat, SpeculativeLM, Stats
-    from headstart.inference.monitoring import Monitor
 
 HELP = """\
 /drafts         show the last answer with its accepted drafts in green; what the target wrote itself is plain
@@ -71,7 +71,7 @@ def chat_on_screen(config: ChatConfig) -> None:
             readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
     monitor = None
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
-        from headstart.inference.monitoring import Monitor
+        from headstart.addons.monitor import Monitor
 
         monitor = Monitor(model=config.target, head=config.head or "", drafter=config.drafter or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")

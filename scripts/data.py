@@ -7,13 +7,47 @@ command resumes where it stopped.
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headstart.console import log
 from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
+
+if TYPE_CHECKING:
+    from headstart.inference import RoundObserver
+
+
+@dataclass(frozen=True)
+class DataCommand(SelfMadeConfig):
+    """Conversations that the model generates, and what is seen of it."""
+
+    metrics_port: int | None = None
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server is not None and self.metrics_port is not None:
+            raise ValueError("metrics_port is for the model in this process; the server has its own metrics")
 
 
 def main(arguments: list[str]) -> None:
     """Run `headstart data` with these command-line arguments."""
-    config = options(SelfMadeConfig, "data", __doc__, arguments)
+    write_conversations(options(DataCommand, "data", __doc__, arguments))
+
+
+def write_conversations(command: DataCommand) -> None:
+    """Write the file, or resume it, and serve what is counted meanwhile."""
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 
-    make_conversations(config)
+    observers: list[RoundObserver] = []
+    if command.metrics_port is not None:  # before the model is loaded: the port may be taken
+        from headstart.addons.monitor import Monitor
+
+        monitor = Monitor(model=command.target, head=command.head or "")
+        log.info(f"metrics: http://127.0.0.1:{monitor.serve(command.metrics_port)}/metrics")
+        observers.append(monitor)
+    names = [field.name for field in dataclasses.fields(SelfMadeConfig)]
+    config = SelfMadeConfig(**{name: getattr(command, name) for name in names})
+    make_conversations(config, observers)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+    from headstart.addons.trace import Trace
     from headstart.inference import SpeculativeLM
-    from headstart.inference.tracing import Trace
 
 NODES = 16
 """Size of the tree that is drafted if none is named."""
@@ -70,11 +70,11 @@ def main(arguments: list[str]) -> None:
 
 def trace_prompts(config: TraceConfig) -> list[Trace]:
     """Record each prompt, with drafts and plainly; write the page or the report."""
+    from headstart.addons.trace.report import trace_report
+    from headstart.addons.trace.report_page import print_report, report_page
     from headstart.files import write_whole
     from headstart.inference.chat_template import check_lengths, prompt_ids
-    from headstart.inference.tracing.report import trace_report
     from headstart.scripts.measuring.comparison import read_prompt_files
-    from headstart.scripts.trace_report import print_report, report_page
 
     output = writable(config.output)
     files = {config.prompt: [[{"role": "user", "content": config.prompt}]]}
@@ -91,12 +91,12 @@ def trace_prompts(config: TraceConfig) -> list[Trace]:
         encoded += prompts
     traces = record(config, lm, tokenizer, encoded)
     if config.report:
-        report = trace_report([trace.data for trace in traces])
+        report = trace_report([each.data for each in traces])
         print_report(report)
         write_whole(output, report_page(report, config.head or config.drafter or ""))
     else:
-        (trace,) = traces
-        trace.save(output)
+        (single,) = traces
+        single.save(output)
     log.info(f"{output}: {output.stat().st_size / 1e6:.2f} MB")
     return traces
 
@@ -119,6 +119,7 @@ def record(
     """Record the answers to prompts [1, time], each beside plain decoding of the same prompt."""
     import torch
 
+    from headstart.addons.trace import trace
     from headstart.inference import SpeculativeLM
     from headstart.scripts.measuring.comparison import answer_settings
 
@@ -136,19 +137,18 @@ def record(
     traces = []
     for ids_1T in counted(prompts, "traces") if len(prompts) > 1 else prompts:
         without = plain.generate(ids_1T, generator=seeded(), **settings)
-        traced = lm.generate(ids_1T, generator=seeded(), trace=True, tokenizer=tokenizer, **tree, **settings)
-        assert traced.trace is not None
+        output, traced = trace(lm, ids_1T, generator=seeded(), tokenizer=tokenizer, **tree, **settings)
         measured = None
         if without.stats.tokens:
             seconds = sum(without.stats.round_seconds)
             measured = {
                 "ms_per_token": 1000 * seconds / without.stats.tokens,
                 "tokens_per_second": without.stats.tokens / seconds,
-                "same_text": torch.equal(without.sequences, traced.sequences),
+                "same_text": torch.equal(without.sequences, output.sequences),
             }
         about = {"target": config.target, "head": config.head, "plain": measured}
-        log.info(traced.stats.summary())
-        traces.append(dataclasses.replace(traced.trace, data={**traced.trace.data, **about}))
+        log.info(output.stats.summary())
+        traces.append(dataclasses.replace(traced, data={**traced.data, **about}))
     return traces
 
 

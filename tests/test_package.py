@@ -48,7 +48,7 @@ assert torch.equal(plain, ours), (plain, ours)
     ("code", "package", "extra"),
     [
         ("from headstart.train import train", "accelerate", "train"),
-        ("import headstart.inference.monitoring", "prometheus_client", "metrics"),
+        ("import headstart.addons.monitor", "prometheus_client", "metrics"),
         ("from headstart.inference import load_tokenizer; load_tokenizer('model.gguf')", "gguf", "gguf"),
         (
             "from headstart.inference import Target; Target.from_pretrained('x', 'float32', 'auto')",

@@ -83,8 +83,6 @@ class SelfMadeConfig(CommandOptions):
     """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps all."""
     seed: int = 0
     """Seed of the sampling."""
-    metrics_port: int | None = None
-    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,8 +93,6 @@ class SelfMadeConfig(CommandOptions):
             )
         if self.tokenizer is not None and self.server is None:
             raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
-        if self.server is not None and self.metrics_port is not None:
-            raise ValueError("metrics_port is for the model in this process; the server has its own metrics")
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")

@@ -22,7 +22,7 @@ from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
 from ..inference.stats import acceptance_figures
-from ..inference.tracing.plots import plotted
+from ..plots import plotted
 from .data.batches import Batch, collate
 from .data.chat_template import Example
 from .evaluate import Evaluation, Sample

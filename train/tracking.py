@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..console import log
 from ..heads.checkpoints.files import json_ready
-from ..inference.tracing.plots import plotted
+from ..plots import plotted
 from .config import TrainConfig
 from .evaluate import Sample
 from .run_folder import flat

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 from headstart.heads import HEADS, build_head
 from headstart.heads.layers.masked_attention import masked_attention
-from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
+from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
 from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
@@ -22,7 +22,6 @@ from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.loop import padded_prompts
-from headstart.inference.tracing.record import Recorder
 from headstart.inference.verify import RULES
 
 VOCAB, NEW, BAD = 24, 9, 0
@@ -315,22 +314,31 @@ def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_targ
     assert sum(found.values()) == pytest.approx(1)
 
 
-def test_a_repeated_round_is_recorded_without_drafts():
+class TreesSeen(RoundObserver):
+    """Keeps the trees that rounds verified."""
+
+    def __init__(self):
+        self.trees = []
+
+    def round(self, step):
+        self.trees.append(step.tree)
+
+
+def test_a_repeated_round_is_shown_without_drafts():
     model = model_of()
     spoil(model)
     target = Target(model)
     head = head_of(target, "medusa")
     for lm_head in head.lm_heads:
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
-    recorder, row = Recorder(), rows_of(6)[0]
+    seen, row = TreesSeen(), rows_of(6)[0]
     expected = stock(model, row)
     lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
-    lm.observers.append(recorder)
-    method = lm.custom_generate()
-    output = model.generate(row[None], attention_mask=torch.ones_like(row[None]), custom_generate=method, **PLAIN)
-    assert output[0, len(row) :].tolist() == expected
-    assert {each["fallback"] for each in recorder.rounds} == {"not_finite"}
-    assert all(len(each["nodes"]) == 1 for each in recorder.rounds)
+    lm.observers.append(seen)
+    output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **PLAIN)
+    assert output.sequences[0, len(row) :].tolist() == expected
+    assert {tree.fallback for tree in seen.trees} == {"not_finite"}
+    assert all(tree.tokens_BN.shape[1] == 1 for tree in seen.trees)
 
 
 # What heads and draft models keep

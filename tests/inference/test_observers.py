@@ -156,11 +156,29 @@ def test_the_end_is_told_to_all_that_know_of_the_begin_whatever_ended_the_call(t
         assert isinstance(before.errors[0], ZeroDivisionError)
     ended = Ended()
     lm.observers[:] = [ended]
-    for _ in lm.stream(prompts(1)["inputs"], **{**SETTINGS, "max_new_tokens": 500}):
-        break
+    for number, _ in enumerate(lm.stream(prompts(1)["inputs"], **{**SETTINGS, "max_new_tokens": 500})):
+        if number == 2:  # after the prompt's and the first round's tokens
+            break
     assert isinstance(ended.errors[0], StreamClosed) and 0 < ended.stats[0].rounds < 100
     lm.generate(**prompts(1), **SETTINGS)
     assert ended.errors[1] is None and ended.stats[1].tokens == 7
+
+
+def test_a_round_that_an_error_ended_is_not_counted(target):
+    """In its first row it was complete."""
+
+    def broken(ids, scores):
+        is_second_row = ids[0, 0] == prompts(2)["inputs"][1, 3]
+        return 1 / 0 if is_second_row and ids.shape[1] == 6 + 7 else False  # at its seventh new token
+
+    lm = decoder(target)
+    ended = Ended()
+    lm.observers.append(ended)
+    with pytest.raises(ZeroDivisionError):
+        lm.generate(**prompts(2), **SETTINGS, stopping_criteria=[broken])
+    (stats,) = ended.stats
+    assert len(stats.rows[0]) == len(stats.rows[1]) == len(stats.round_seconds) > 0
+    assert len(stats.token_seconds) == stats.tokens
 
 
 def test_a_layer_that_the_target_lacks_is_refused(target):

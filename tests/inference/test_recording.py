@@ -268,7 +268,7 @@ def test_the_warm_up_is_not_recorded_and_trees_of_single_calls_are(target, token
     with lm.record(tmp_path, tokenizer=tokenizer) as running:
         lm.warmup()
         lm.generate(**prompts(1), **greedy(4), tree="chain:2", kind="other")
-        lm.generate(**prompts(1), **greedy(4), trace=True, tokenizer=tokenizer)
+        lm.generate(**prompts(1), **greedy(4))
         assert "eagle" not in repr(running)
     rows = [recorded_row(path) for path in recorded_files(tmp_path)]
     assert [row["kind"] for row in rows] == ["other", ""]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from headstart.addons.monitor import Monitor
 from headstart.files import recorded_files
 from headstart.inference import Chat, SpeculativeLM, feature_cache, load_tokenizer
-from headstart.inference.monitoring import Monitor
 from headstart.inference.recorded_folder import recorded_row
 from headstart.scripts import chat
 from headstart.scripts.generate import GenerateConfig, stream_answer

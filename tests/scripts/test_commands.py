@@ -24,6 +24,7 @@ from headstart.scripts import (
     bench,
     certify,
     chat,
+    data,
     datastore,
     export,
     features,
@@ -39,11 +40,10 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, ObjectiveConfig, SelfMadeConfig, TrainConfig
-from headstart.train.data import self_made as selfmade
+from headstart.train.config import AdapterConfig, ObjectiveConfig, TrainConfig
 
 COMMANDS = {
-    "data": (SelfMadeConfig, selfmade, "make_conversations"),
+    "data": (data.DataCommand, data, "write_conversations"),
     "features": (TrainConfig, features, "precompute"),
     "train": (TrainConfig, loop, "train"),
     "tree": (TreeConfig, tree, "calibrate"),

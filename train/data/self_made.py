@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
 from ...inference.drafters.base import StepResult
 from ...inference.load import load_speculative_lm
 from ...inference.models.loading import target_facts, tokenizer_provenance
-from ...inference.monitoring import Monitor
 from ...inference.observers import ObservedCall, RoundObserver
 from ...inference.sequences import Sequences
 from ...inference.speculative_lm import SpeculativeLM
@@ -49,7 +49,7 @@ EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
 """Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have none for it."""
-FREE_TO_CHANGE = ("output", "metrics_port", "server", "tokenizer", "request_seconds", "bad_rows", "bad_rows_limit")
+FREE_TO_CHANGE = ("output", "server", "tokenizer", "request_seconds", "bad_rows", "bad_rows_limit")
 """Options that may differ when the command resumes."""
 
 
@@ -170,8 +170,12 @@ def _batches(prompts: list[dict[str, Any]], size: int, temperature: float) -> li
     return batches
 
 
-def make_conversations(config: SelfMadeConfig) -> Path:
+def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver] = ()) -> Path:
     """Write the file, or resume it; return its path.
+
+    Args:
+        config: the options.
+        observers: what watches the model in this process.
 
     Raises:
         ValueError: invalid prompts or options, or a file that cannot be resumed.
@@ -209,15 +213,10 @@ def make_conversations(config: SelfMadeConfig) -> Path:
     if facts is not None:
         rejected += _too_long(given, lengths, config, facts.max_positions)
     settle_rejected_prompts(rejected, len(prompts or []), config)
-    monitor = None
-    if config.metrics_port is not None:  # before the model is loaded: the port may be taken
-        monitor = Monitor(model=config.target, head=config.head or "")
-        log.info(f"metrics: http://127.0.0.1:{monitor.serve(config.metrics_port)}/metrics")
     lm, _ = load_speculative_lm(
         config.target, config.head, output.config.target_dtype, allow_adapter=config.allow_adapter
     )
-    if monitor is not None:
-        lm.observers.append(monitor)
+    lm.observers += observers
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
     if beyond := _too_long(given, lengths, config, lm.target.max_positions):

@@ -10,11 +10,11 @@ import signal
 
 import pytest
 import torch
+from helpers import Ended
 
 from headstart.inference import load_tokenizer, tokenizer_provenance
 from headstart.inference.chat_template import prompt_ids
 from headstart.inference.messages import check_conversation
-from headstart.inference.monitoring import Monitor
 from headstart.stopping import Stopped
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made as selfmade
@@ -116,16 +116,11 @@ def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_pat
     assert asked == [(thinking, {"effort": "high"})] * 3  # before the model is loaded, and for each turn
 
 
-def test_batches_are_counted_in_metrics_by_option_and_another_port_resumes(config, monkeypatch):
-    monitors, serve = [], Monitor.serve
-    monkeypatch.setattr(Monitor, "serve", lambda self, port: monitors.append(self) or serve(self, port))
-    rows = rows_of(made(config, metrics_port=0))
-    labels = {"model": config.target, "head": "", "drafter": ""}
-    tokens = monitors[0].registry.get_sample_value("headstart_tokens_total", labels)
+def test_observers_watch_the_generations(config):
+    ended = Ended()
+    rows = rows_of(make_conversations(config, [ended]).read_bytes())
+    tokens = sum(stats.tokens for stats in ended.stats)
     assert tokens >= sum(row["tokens"] - 1 for row in rows) > 0  # each prefill's token is left out
-    assert rows_of(made(config, metrics_port=None)) == rows
-    with pytest.raises(ValueError, match="metrics_port is for the model in this process"):
-        changed(config, server="http://localhost:8000/v1", prompts="p.jsonl", metrics_port=0)
 
 
 def test_a_seed_decides_the_file(config):

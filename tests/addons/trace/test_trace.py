@@ -13,11 +13,11 @@ import pytest
 import torch
 from helpers import build_model
 
+from headstart.addons.trace import Trace, trace
+from headstart.addons.trace.page import thinned
 from headstart.files import write_whole
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.tracing import Trace
-from headstart.inference.tracing.trace import thinned
 
 EVIL = "</script><script>alert('1')</script><!-- {{TRACE_JSON}} {{TITLE}} /*TRACE_JS*/ \u2028 &amp; שלום 👩‍👩‍👧"
 
@@ -28,15 +28,13 @@ def embedded(page):
     return json.loads(found)
 
 
-@pytest.fixture(scope="module")
-def trace(tokenizer):
+@pytest.fixture(scope="module", name="trace")
+def fixed_trace(tokenizer):
     target = Target(build_model().requires_grad_(False))
     prompt = torch.tensor([tokenizer(EVIL)["input_ids"]])
     lm = SpeculativeLM(target, make_drafter(target, target, "branch:2x1x1"))
     settings = {"max_new_tokens": 40, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    return lm.generate(
-        prompt, attention_mask=torch.ones_like(prompt), trace=True, tokenizer=tokenizer, **settings
-    ).trace
+    return trace(lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings)[1]
 
 
 def test_html_in_a_prompt_stays_text(trace):
@@ -122,8 +120,8 @@ def test_long_texts_are_traced(tokenizer, tokens):
     lm = SpeculativeLM(target, make_drafter(target, "random", tree="branch:2x1"))
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": tokens, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    output = lm.generate(prompt, attention_mask=torch.ones_like(prompt), trace=True, tokenizer=tokenizer, **settings)
-    data = output.trace.data
+    output, traced = trace(lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings)
+    data = traced.data
     assert len(data["rounds"][0]["best"]) == 5 and len(data["rounds"][-1]["best"]) == 1
-    assert len(data["output"]) == tokens and len(output.trace.to_html().encode()) < 12e6
+    assert len(data["output"]) == tokens and len(traced.to_html().encode()) < 12e6
     assert "".join(each["p"] for each in data["output"]) == tokenizer.decode(output.sequences[0, 3:])

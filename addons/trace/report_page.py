@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.addons.trace.report import TraceReport
 from headstart.console import console
-from headstart.inference.tracing.plots import plotted
-from headstart.inference.tracing.report import TraceReport
+from headstart.plots import plotted
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }

@@ -11,8 +11,8 @@ import time
 
 from opentelemetry import trace
 
-from ..observers import RoundObserver
-from ..stats import Stats
+from ...inference.observers import RoundObserver
+from ...inference.stats import Stats
 
 
 class Spans(RoundObserver):

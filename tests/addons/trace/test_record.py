@@ -6,7 +6,10 @@ import json
 
 import pytest
 import torch
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
+from headstart.addons.trace import trace
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
@@ -35,17 +38,19 @@ def prompt():
     return torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(3))
 
 
-def generated(lm, prompt, tokenizer, trace, rule="greedy", **more):
+def settings_of(prompt, rule="greedy", **more):
     settings = {**SETTINGS, **(SAMPLED if rule != "greedy" else {"do_sample": False}), **more}
-    generator = torch.Generator().manual_seed(5)
-    return lm.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        generator=generator,
-        trace=trace,
-        tokenizer=tokenizer,
-        **settings,
-    )
+    return {"attention_mask": torch.ones_like(prompt), "generator": torch.Generator().manual_seed(5), **settings}
+
+
+def generated(lm, prompt, rule="greedy", **more):
+    return lm.generate(prompt, **settings_of(prompt, rule, **more))
+
+
+def traced(lm, prompt, tokenizer, rule="greedy", **more):
+    """The output, and the trace's data."""
+    output, recorded = trace(lm, prompt, tokenizer=tokenizer, **settings_of(prompt, rule, **more))
+    return output, recorded.data
 
 
 def decoder(tools, target, rule, tree):
@@ -95,12 +100,12 @@ def followed(found, rule):
 @pytest.mark.parametrize(("rule", "tree"), CASES)
 def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer, prompt, rule, tree):
     lm = decoder(tools, tiny_target(), rule, tree)
-    plain, traced = (generated(lm, prompt, tokenizer, trace, rule) for trace in (False, True))
-    assert plain.trace is None and torch.equal(plain.sequences, traced.sequences)
-    assert ([*plain.stats.rows], plain.stats.max_depth) == ([*traced.stats.rows], traced.stats.max_depth) or "|" in tree
-    data = traced.trace.data
+    plain = generated(lm, prompt, rule)
+    output, data = traced(lm, prompt, tokenizer, rule)
+    assert not lm.observers and torch.equal(plain.sequences, output.sequences)
+    assert ([*plain.stats.rows], plain.stats.max_depth) == ([*output.stats.rows], output.stats.max_depth) or "|" in tree
     json.dumps(data, allow_nan=False)
-    new = traced.sequences[0, prompt.shape[1] :].tolist()
+    new = output.sequences[0, prompt.shape[1] :].tolist()
     assert [data["vocab"][each["v"]]["id"] for each in data["output"]] == new
     assert (
         data["rule"] == {"token": "token", "without_replacement": "token", "traversal": "block"}.get(rule, rule)
@@ -110,7 +115,7 @@ def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer,
         status = [node["s"] for found in data["rounds"] for node in found["nodes"][1:]]
         assert {0, 1} - ({1} if rule == "point_mass" else set()) <= set(status), "no draft stands, or all do"
     written = [data["vocab"][data["output"][0]["v"]]["id"]]
-    for number, (found, record) in enumerate(zip(data["rounds"], traced.stats.rows[0], strict=True)):
+    for number, (found, record) in enumerate(zip(data["rounds"], output.stats.rows[0], strict=True)):
         nodes = found["nodes"]
         path = followed(found, rule)
         assert path == [n for n, node in enumerate(nodes) if node["s"] == 1]
@@ -123,7 +128,7 @@ def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer,
         depths = [each["d"] for each in data["output"] if each["r"] == number]
         assert depths == [*range(1, len(path)), 0][: found["emitted"]]
         assert set(found["parts"]) == set(PARTS)
-        assert found["ms"] == pytest.approx(1000 * traced.stats.round_seconds[number], rel=1e-3)
+        assert found["ms"] == pytest.approx(1000 * output.stats.round_seconds[number], rel=1e-3)
         assert (found["residual"] is not None) == any(
             draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in found["draws"]
         )
@@ -138,8 +143,8 @@ def test_probabilities_are_those_of_target_and_draft(tools, tiny_target, tokeniz
     target = tiny_target()
     for tree in ("dynamic:9:3:3", "branch:3x2x1", "drawn:branch:3x2"):
         rule = "traversal" if "drawn" in tree else "greedy"
-        output = generated(decoder(tools, target, rule, tree), prompt, tokenizer, True, rule)
-        data, before = output.trace.data, prompt.shape[1]
+        output, data = traced(decoder(tools, target, rule, tree), prompt, tokenizer, rule)
+        before = prompt.shape[1]
         temperature = 0.7 if rule != "greedy" else 1.0
         for found in data["rounds"]:
             start = before + next(
@@ -169,9 +174,9 @@ def test_every_head_gives_its_probabilities(tools, tiny_target, tokenizer, promp
     tree = "chain:1|dynamic:5:2:2"
     lm = SpeculativeLM(target, make_drafter(target, tree=tree, head=tools.head_for(target, kind)))
     heads = [tree.head for tree in lm.drafter.trees]
-    output = generated(lm, prompt, tokenizer, True)
-    assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
-    rounds = output.trace.data["rounds"]
+    output, data = traced(lm, prompt, tokenizer)
+    assert torch.equal(output.sequences, generated(lm, prompt).sequences)
+    rounds = data["rounds"]
     assert all(node["q"] is not None for found in rounds for node in found["nodes"][1:])
     assert all(a is b.head for a, b in zip(heads, lm.drafter.trees, strict=True)), "the drafter keeps its own head"
     assert "expand" not in vars(heads[0])
@@ -183,12 +188,12 @@ def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
     prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
     for adaptive in (False, True):
         lm = SpeculativeLM(target, make_drafter(target, source, adaptive=adaptive))
-        output = generated(lm, prompt, tokenizer, True)
-        assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
+        output, data = traced(lm, prompt, tokenizer)
+        assert torch.equal(output.sequences, generated(lm, prompt).sequences)
         known = source in ("ngram:2", "random")
-        nodes = [node for found in output.trace.data["rounds"] for node in found["nodes"][1:]]
+        nodes = [node for found in data["rounds"] for node in found["nodes"][1:]]
         assert all((node["q"] is not None) == known for node in nodes)
-        plain = [found["fallback"] for found in output.trace.data["rounds"]]
+        plain = [found["fallback"] for found in data["rounds"]]
         assert plain == [record.fallback for record in output.stats.rows[0]]
 
 
@@ -196,14 +201,14 @@ def test_a_head_and_a_lookup_are_recorded_together(tools, tiny_target, tokenizer
     target = tiny_target()
     prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
     lm = SpeculativeLM(target, make_drafter(target, "prompt-lookup", "dynamic:6:2:2", tools.head_for(target, "medusa")))
-    output = generated(lm, prompt, tokenizer, True)
-    assert torch.equal(output.sequences, generated(lm, prompt, tokenizer, False).sequences)
-    assert all(followed(found, "greedy") for found in output.trace.data["rounds"])
+    output, data = traced(lm, prompt, tokenizer)
+    assert torch.equal(output.sequences, generated(lm, prompt).sequences)
+    assert all(followed(found, "greedy") for found in data["rounds"])
 
 
 def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prompt):
-    output = generated(decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer, True)
-    shown, stats = output.trace.data["stats"], output.stats
+    output, data = traced(decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer)
+    shown, stats = data["stats"], output.stats
     assert (shown["tokens"], shown["rounds"], shown["plain_rounds"]) == (stats.tokens, stats.rounds, stats.plain_rounds)
     assert shown["acceptance_length"] == pytest.approx(stats.acceptance_length, rel=1e-3)
     assert shown["interval"] == pytest.approx(stats.acceptance_length_interval, rel=1e-3)
@@ -211,28 +216,84 @@ def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prom
     assert shown["acceptance_rate_by_depth"] == pytest.approx(rates, rel=1e-3)
     assert sum(shown["parts_ms"].values()) <= 1000 * sum(stats.round_seconds) / stats.rounds
     for part in PARTS:
-        mean = sum(found["parts"][part] for found in output.trace.data["rounds"]) / stats.rounds
+        mean = sum(found["parts"][part] for found in data["rounds"]) / stats.rounds
         assert shown["parts_ms"][part] == pytest.approx(mean, rel=1e-2, abs=1e-6)
 
 
 def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
     lm = SpeculativeLM(tiny_target())
     with pytest.raises(ValueError, match="one row, not a batch of 2"):
-        generated(lm, prompt.expand(2, -1), tokenizer, True)
+        traced(lm, prompt.expand(2, -1), tokenizer)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
-        generated(lm, prompt, tokenizer, True, max_new_tokens=0)
+        traced(lm, prompt, tokenizer, max_new_tokens=0)
     with pytest.raises(ValueError, match="no tokenizer"):
-        generated(lm, prompt, None, True)
+        traced(lm, prompt, None)
 
 
 def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tokenizer, prompt):
     target = tiny_target(seed=1)
-    truth = generated(SpeculativeLM(target), prompt, tokenizer, False, max_new_tokens=40).sequences[
-        :, prompt.shape[1] :
-    ]
+    truth = generated(SpeculativeLM(target), prompt, max_new_tokens=40).sequences[:, prompt.shape[1] :]
     lm = SpeculativeLM(target, tools.Oracle(tools.TreeShape.chain(4), truth.tolist(), 258, 0.0))
-    output = generated(lm, prompt, tokenizer, True, max_new_tokens=8)
-    data = output.trace.data
+    output, data = traced(lm, prompt, tokenizer, max_new_tokens=8)
     assert [found["emitted"] for found in data["rounds"]] == [5, 2] and len(data["output"]) == 8
     assert data["stats"]["tokens"] == output.stats.tokens == 7
     assert [each["d"] for each in data["output"]] == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_a_round_that_is_repeated_without_drafts_is_recorded_so(tools, tiny_target, tokenizer, prompt):
+    """A sampled draft that the target cannot read: the embedding of a token that it never says is not finite."""
+    target = tiny_target(dtype=torch.float32)
+    bad = 77
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    head = tools.head_for(target, "medusa")
+    for lm_head in head.lm_heads:
+        lm_head.weight.data[bad] = torch.nan  # so that it is drafted first
+    lm = SpeculativeLM(target, make_drafter(target, tree="branch:2x2", head=head))
+    settings = {"suppress_tokens": [bad]}
+    expected = target.model.generate(prompt, **settings_of(prompt, **settings) | {"generator": None})
+    output, data = traced(lm, prompt, tokenizer, **settings)
+    assert torch.equal(output.sequences, expected)
+    assert {found["fallback"] for found in data["rounds"]} == {"not_finite"}
+    assert all(len(found["nodes"]) == 1 for found in data["rounds"])
+
+
+class FromBoth(LogitsProcessor):
+    """Allows even and odd tokens in turn, and keeps count: it must be called once for each token of the text."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self.calls % 2 :: 2] = scores[:, self.calls % 2 :: 2]
+        self.calls += 1
+        return allowed
+
+
+@pytest.mark.parametrize("rule", ["greedy", "point_mass"])
+def test_a_processor_that_keeps_a_state_is_called_as_without_a_trace(tiny_target, tokenizer, rule):
+    prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
+    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+    expected = generated(lm, prompt, rule, logits_processor=[FromBoth()])
+    output, data = traced(lm, prompt, tokenizer, rule, logits_processor=[FromBoth()])
+    assert torch.equal(output.sequences, expected.sequences) and len(data["rounds"]) == output.stats.rounds
+    assert all(followed(found, rule) for found in data["rounds"])
+
+
+def test_a_generation_inside_the_traced_one_is_not_recorded(tools, tiny_target, tokenizer, prompt):
+    lm = decoder(tools, tiny_target(), "greedy", "branch:2x1")
+    expected, data = traced(lm, prompt, tokenizer)
+    inner = []
+
+    class Asking(BaseStreamer):
+        def put(self, value):
+            if not inner:
+                inner.append(None)
+                inner[0] = generated(lm, prompt.flip(1), max_new_tokens=5)
+
+        def end(self):
+            pass
+
+    output, again = traced(lm, prompt, tokenizer, streamer=Asking())
+    assert torch.equal(output.sequences, expected.sequences) and inner[0].stats.rounds > 0
+    assert [found["nodes"] for found in again["rounds"]] == [found["nodes"] for found in data["rounds"]]

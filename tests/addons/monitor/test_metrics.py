@@ -18,8 +18,8 @@ from helpers import Ended
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headstart.addons.monitor import Monitor
 from headstart.inference import SpeculativeLM, Stats
-from headstart.inference.monitoring import Monitor
 from headstart.inference.stats import RoundRecord
 
 FILES = Path(__file__).parents[3] / "examples" / "monitoring"
@@ -133,7 +133,7 @@ def test_processes_are_served_together(tmp_path, monkeypatch):
     program = """if True:
         import sys
         from headstart.inference import Stats
-        from headstart.inference.monitoring import Monitor
+        from headstart.addons.monitor import Monitor
         from headstart.inference.stats import RoundRecord
         monitor = Monitor()
         monitor.add(Stats([[RoundRecord(1, 2, 3)] * int(sys.argv[1])], 3, {}, [0.1]))

@@ -1,7 +1,7 @@
 """A trace: the recorded rounds of a generation, and the self-contained page that plays them.
 
-    output = lm.generate(prompt, max_new_tokens=128, trace=True, tokenizer=tokenizer)
-    output.trace.save("trace.html")
+    output, traced = trace(lm, prompt, max_new_tokens=128)
+    traced.save("trace.html")
 
 The page is one file without any network: its data is JSON, which no text in it can leave.
 """
@@ -17,12 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...files import write_whole
-from ..detokenizer import decoded, shown_token, text_pieces
-from ..stats import Stats
-from .record import WHOLE_ROUNDS, Recorder, rounded
+from ...inference.detokenizer import decoded, shown_token, text_pieces
+from ...inference.inputs import prompts_of
+from ...inference.models.encoder_decoder import Seq2SeqTarget
+from ...inference.models.loading import load_tokenizer
+from ...inference.output import GenerateOutput
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.stats import Stats
+from .record import WHOLE_ROUNDS, Recorder, Tracer, rounded
 from .report import TraceReport, trace_report
 
 VERSION = 1
@@ -79,6 +85,53 @@ class Trace:
 def page_file(name: str) -> str:
     """A file of the page."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def trace(
+    lm: SpeculativeLM,
+    inputs: Tensor | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> tuple[GenerateOutput, Trace]:
+    """Generate as `lm.generate` does, and record every round; the tokens stay the same.
+
+    Args:
+        lm: the decoder.
+        inputs: one prompt [1, time].
+        input_ids: another name of `inputs`.
+        attention_mask: 1 for tokens, 0 for padding, [1, time].
+        tokenizer: the target's, which writes the tokens of the page; loaded if the target has a name.
+        options: further ones of `lm.generate`.
+
+    Raises:
+        ValueError: more than one row, or nothing to generate.
+    """
+    prompts = prompts_of(inputs, input_ids, attention_mask)
+    rows = len(prompts.input_ids)
+    if rows > 1:
+        raise ValueError(f"trace records one row, not a batch of {rows}")
+    if options.get("max_new_tokens") == 0:
+        raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
+    tokenizer = tokenizer or load_tokenizer(lm.target.name)
+    tracer = Tracer()
+    with lm.target.lock:  # other threads generate before or afterwards
+        lm.observers.append(tracer)
+        try:
+            output = lm.generate(
+                prompts.input_ids, attention_mask=prompts.attention_mask, tokenizer=tokenizer, **options
+            )
+        finally:
+            lm.observers.remove(tracer)
+    (recorder,) = [ended for ended in tracer.ended if ended.call.stats is output.stats]
+    prompt_T = recorder.call.sequences.prompts[0]
+    if isinstance(lm.target, Seq2SeqTarget):  # the encoder's text, not what its decoder begins with
+        prompt_T = prompts.input_ids[0]
+        if prompts.attention_mask is not None:
+            prompt_T = prompt_T[prompts.attention_mask[0].bool()]
+    return output, trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
 
 
 def trace_of(recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Trace:

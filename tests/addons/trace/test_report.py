@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headstart.inference.tracing.report import calibration, token_kind, trace_report
+from headstart.addons.trace.report import calibration, token_kind, trace_report
 
 VOCAB = [" the", "boat", " 12", "\n", ".", "<|im_end|>", "⟨E2 96⟩"]
 THE, BOAT, NUMBER, NEWLINE, STOP, END, HALF = range(len(VOCAB))

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from ...heads.base import DraftHead
 from ...heads.layers.decoder_layer import at_least_fp32
-from ..drafters.base import StepResult
-from ..drafters.model_rows import DraftModel
-from ..drafters.tree_policies import draft_models
-from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
-from ..observers import ObservedCall, RoundObserver
-from ..stats import PARTS, RoundRecord, Stats
-from ..tuning.tree_spec import TreeKind
-from ..verify import (
+from ...inference.drafters.base import StepResult
+from ...inference.drafters.model_rows import DraftModel
+from ...inference.drafters.tree_policies import draft_models
+from ...inference.logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
+from ...inference.observers import ObservedCall, RoundObserver
+from ...inference.stats import PARTS, RoundRecord, Stats
+from ...inference.tuning.tree_spec import TreeKind
+from ...inference.verify import (
     AcceptanceRule,
     greedy,
     point_mass,
@@ -81,7 +81,7 @@ class RecordingSampler(RandomSampler):
 
 
 def repeated_draws(rule: AcceptanceRule, step: StepResult) -> RecordingSampler | None:
-    """Draws of a rule in a step: it decides once more, by the same random numbers. None for one that draws nothing."""
+    """The draws of a rule in a step: it decides once more, by the same random numbers. None if it draws nothing."""
     numbers = step.numbers
     if numbers is None:
         return None
@@ -105,19 +105,45 @@ class Expansion:
     """W is 1 where they are the same for the whole frontier."""
 
 
-class Recorder(RoundObserver):
-    """The rounds of one generation, as they are recorded."""
+class Tracer(RoundObserver):
+    """Records each call of one row, also one inside another: a streamer or a processor may call `generate`."""
 
     def __init__(self) -> None:
+        self.running: list[Recorder | None] = []
+        """The calls that have begun, the innermost last; None for one of several rows."""
+        self.ended: list[Recorder] = []
+
+    def begin(self, call: ObservedCall) -> None:
+        single_row = len(call.sequences.rows) == 1
+        self.running.append(Recorder(call) if single_row else None)
+
+    def round(self, step: StepResult) -> None:
+        recorder = self.running[-1]
+        if recorder is not None:
+            recorder.record(step)
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        recorder = self.running.pop()
+        if recorder is not None:
+            recorder.close()
+            self.ended.append(recorder)
+
+
+class Recorder:
+    """The rounds of one generation, as they are recorded."""
+
+    def __init__(self, call: ObservedCall) -> None:
+        """Begin to record a call of one row."""
+        self.call = call
         self.rounds: list[dict[str, Any]] = []
         """Rounds as in `Trace.data`."""
         self.drafted: list[tuple[int, int]] = [(-1, 0)]
         """Of each new token: its round, -1 for the prefill, and the depth of its draft, 0 for the target's own."""
         self.vocab: dict[int, int] = {}
         """Index in `Trace.data` of each token that occurs."""
-        self.tokens: list[int] = []
-        """New tokens, once they are known."""
-        self.about: dict[str, Any] = {}
+        self.tokens = call.sequences.rows[0]
+        """New tokens."""
+        self.about = decoding_data(call)
         """Fields of `Trace.data` that say how the text was decoded."""
         self._seconds: dict[str, float] = {}
         self._model: DraftModel | None = None
@@ -125,30 +151,22 @@ class Recorder(RoundObserver):
         self._own_D = self._index_V = torch.empty(0)
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens in it or -1."""
         self._watching = ExitStack()
-        self._call: ObservedCall
-
-    def begin(self, call: ObservedCall) -> None:
-        """Record a call of one row."""
-        assert len(call.sequences.rows) == 1
-        self._call = call
-        self.about = decoding_data(call)
         for rows in draft_models(call.drafter):
             if self._model is None:
                 self._model = rows.model
             self._watching.enter_context(rows.watched(self._watch))
 
-    def end(self, stats: Stats, error: BaseException | None) -> None:
-        """Keep the new tokens."""
+    def close(self) -> None:
+        """Watch the draft models no longer."""
         self._watching.close()
-        self.tokens = self._call.sequences.rows[0]
 
     def _watch(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
         """Keep what a draft model was asked, and its answer."""
         self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
 
-    def round(self, step: StepResult) -> None:
+    def record(self, step: StepResult) -> None:
         """Record a round that has ended."""
-        stats, rule = self._call.stats, self._call.rule
+        stats, rule = self.call.stats, self.call.rule
         done, number = stats.rows[0][-1], len(self.rounds)
         parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
         self._seconds = dict(stats.seconds)
@@ -191,7 +209,7 @@ class Recorder(RoundObserver):
 
     def _columns(self, step: StepResult) -> dict[str, Tensor]:
         """Tensors to record of a step, on its device."""
-        tree, rule = step.tree, self._call.rule
+        tree, rule = step.tree, self.call.rule
         sampler = repeated_draws(rule, step)
         assert step.scores_BNV is not None
         scores_NV = step.scores_BNV[0]

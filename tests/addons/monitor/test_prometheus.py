@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headstart.addons.monitor import Monitor
 from headstart.inference import Stats
-from headstart.inference.monitoring import Monitor
 from headstart.inference.stats import RoundRecord
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ def test_each_generation_is_a_span_below_the_callers(tiny_target):
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from headstart.inference.monitoring.spans import Spans
+    from headstart.addons.monitor.spans import Spans
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

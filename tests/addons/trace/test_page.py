@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
+from headstart.addons.trace import Trace
 from headstart.inference import Stats
 from headstart.inference.stats import PARTS, RoundRecord
-from headstart.inference.tracing import Trace
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
@@ -736,7 +736,7 @@ def test_the_page_has_no_way_to_the_network():
     assert "default-src 'none'" in page
     shown = json.loads(page.partition('id="trace">')[2].partition("</script>")[0])
     assert shown["output"] == made_trace(2)["output"]
-    folder = Path(__file__).parents[3] / "inference" / "tracing"
+    folder = Path(__file__).parents[3] / "addons" / "trace"
     code = "".join((folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
     addresses = set(re.findall(r"https?://[^\s\"']*", code))
     assert addresses <= {"http://www.w3.org/2000/svg"}  # a namespace, which nobody opens

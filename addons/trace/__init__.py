@@ -1,5 +1,5 @@
 """Traces of a generation: recorded rounds, the page that plays them, and what they say of the drafts."""
 
-from .trace import Trace
+from .page import Trace, trace
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "trace"]
