@@ -18,10 +18,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from headstart.inference.certificate import Path
-from headstart.inference.messages import Messages
+from ...inference.messages import Messages
+from ...inference.models.loading import locate
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.target import Target
+from .certificate import Path
 
 KEY = "OPENAI_API_KEY"
 """Environment variable that holds the server's API key, if it requires one."""
@@ -73,6 +76,10 @@ class Asked:
     """Tokens of each sampled continuation."""
     seed: int
     """Of draws; a server chooses its own where it is 0."""
+    draws: int
+    """Continuations of each sampled prompt; 0 for greedy answers alone."""
+    sample_prompts: int
+    """Number of prompts, the first ones, after which continuations are drawn."""
 
 
 class Engine(Protocol):
@@ -136,6 +143,60 @@ class LocalEngine:
             if token in self.end_tokens:
                 return tuple(row[: place + 1])
         return tuple(row)
+
+
+def transformers_engine(target: Target, asked: Asked, assistant: Target | None) -> LocalEngine:
+    """The `generate` of transformers, assisted by a smaller model or not."""
+    without_defaults(target)
+    model: Any = target.model
+    more: dict[str, Any] = {}
+    most_rows = LocalEngine.most_rows
+    if assistant is not None:
+        more["assistant_model"] = assistant.model
+        most_rows = 1  # assisted decoding takes a single row
+    torch.manual_seed(asked.seed)  # it samples with the global generator
+
+    def generate(ids_BT: Tensor, **settings: Any) -> Tensor:
+        sequences_BT: Tensor = model.generate(ids_BT, **settings, **more)
+        return sequences_BT
+
+    return LocalEngine(generate, asked, target.end_tokens, target.device, most_rows)
+
+
+def headstart_engine(lm: SpeculativeLM, asked: Asked) -> LocalEngine:
+    """This package's decoder."""
+    target = lm.target
+    without_defaults(target)
+    generator = torch.Generator(target.device).manual_seed(asked.seed)
+
+    def generate(ids_BT: Tensor, **settings: Any) -> Tensor:
+        return lm.generate(ids_BT, generator=generator, **settings).sequences
+
+    return LocalEngine(generate, asked, target.end_tokens, target.device)
+
+
+def without_defaults(target: Target) -> None:
+    """Take a model's own logits processors away: some engines would apply them and others would not."""
+    ends = target.end_tokens
+    target.model.generation_config = GenerationConfig(
+        eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=0)
+    )
+
+
+def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens at which a target ends a text, before it is loaded."""
+    folder, gguf = locate(source)
+    ends: Any = None
+    if gguf is None:
+        try:
+            ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        except OSError:  # a model need not have one
+            ends = None
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(ends if isinstance(ends, list) else [ends])
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from transformers import LogitsProcessorList
 
 pytest.importorskip("openai")
 
+from headstart.addons.certify import engines
+from headstart.addons.certify.engines import Address
+from headstart.addons.certify.reference import one_token_scores
 from headstart.inference import Target, load_tokenizer
 from headstart.scripts import certify as command
 from headstart.scripts.certify import CertifyConfig, certify
-from headstart.scripts.measuring import engines
-from headstart.scripts.measuring.engines import Address
-from headstart.scripts.measuring.reference import one_token_scores
 
 NEW_TOKENS = 12
 SECRET = "s3cr3t"
