@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from headstart.addons.certify.engines import Asked, Prompt
     from headstart.addons.certify.judging import Generated, Weights
 
+SECONDS = 600.0
+"""Longest time for one answer of a server."""
+
 
 @dataclass(frozen=True)
 class CertifyConfig(SamplingOptions):
@@ -104,11 +107,11 @@ class CertifyConfig(SamplingOptions):
             raise ValueError(f"output must end in .json, not {self.output!r}; the page is written beside it as .md")
 
     def _check_server(self) -> None:
-        from headstart.addons.certify.engines import Address
+        from headstart.addons.openai_server import OpenAIServer
 
         if not self.server or not self.model:
             raise ValueError("a server needs both its URL (server) and the target's name there (model)")
-        Address.of(self.server)
+        OpenAIServer.at(self.server, SECONDS)
         if self.dtype in ("fastest", "auto"):
             raise ValueError(
                 f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it computes (float32, "
@@ -139,7 +142,7 @@ def main(arguments: list[str]) -> None:
 
 def certify(config: CertifyConfig) -> dict[str, Any]:
     """Let the engine generate, judge it, print and write the report, and return it."""
-    from headstart.addons.certify.engines import Address, Asked, Prompt
+    from headstart.addons.certify.engines import Asked, Prompt
     from headstart.addons.certify.judging import judge
     from headstart.addons.certify.page import page, summary
     from headstart.addons.certify.report import report_of
@@ -170,7 +173,7 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     judgement = judge(prompts, generated, weights, asked, tokenizer)
     shown_options = dataclasses.asdict(config)
     if config.server:
-        shown_options["server"] = Address.of(config.server).base
+        shown_options["server"] = about["url"]
     report = {
         **report_of(judgement, generated, weights, asked, about, tokenizer),
         "prompts": {"files": config.prompts, "count": len(prompts)},
@@ -242,22 +245,23 @@ def _by_server(
     config: CertifyConfig, asked: Asked, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generated, Weights, dict[str, Any]]:
     """The same of a server, which answers before the target is loaded."""
-    from headstart.addons.certify.engines import Address, ServerEngine, end_tokens_of
+    from headstart.addons.certify.engines import ServerEngine, end_tokens_of
     from headstart.addons.certify.judging import Weights, generate_all
+    from headstart.addons.openai_server import OpenAIServer
     from headstart.inference import Target
 
     assert config.server is not None and config.model is not None
     template = {} if config.thinking is None else {"enable_thinking": config.thinking}
     ends = end_tokens_of(config.target, tokenizer)
-    address = Address.of(config.server)
-    server = ServerEngine(address, config.model, config.endpoint, asked, tokenizer, ends, template)
-    generated = generate_all(server, prompts, asked)
+    server = OpenAIServer.at(config.server, SECONDS)
+    engine = ServerEngine(server, config.model, config.endpoint, asked, tokenizer, ends, template)
+    generated = generate_all(engine, prompts, asked)
     log.info(f"loading {config.target}")
     target = Target.from_pretrained(config.target, config.dtype)
     about = {
         "kind": "server",
-        "url": address.base,
-        "told": server.told,
+        "url": server.name,
+        "told": engine.told,
         "model": config.model,
         "endpoint": config.endpoint,
         "dtype": config.dtype,

@@ -109,7 +109,9 @@ class DecodingOptions(TargetOptions):
 
     def as_loaded(self, lm: SpeculativeLM) -> Self:
         """The options with the values that "auto" was resolved to."""
-        dtype: Any = str(lm.target.dtype).removeprefix("torch.")
+        from headstart.heads.base import dtype_name
+
+        dtype: Any = dtype_name(lm.target.dtype)
         return dataclasses.replace(self, dtype=dtype, compile=lm.target.compiled)
 
 

@@ -53,6 +53,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     import torch
     from transformers import TextStreamer
 
+    from headstart.heads.base import dtype_name
     from headstart.scripts.measuring.comparison import (
         answer_begin,
         answer_settings,
@@ -99,10 +100,9 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         if difference is None:
             log.info("both generated the same text")
         else:
-            dtype = str(target.dtype).removeprefix("torch.")
             log.info(
                 f"the texts differ from token {difference['token']} on, where the logits of the two tokens are "
-                f"{abs(difference['logit_gap']):.2g} apart (in {dtype})"
+                f"{abs(difference['logit_gap']):.2g} apart (in {dtype_name(target.dtype)})"
             )
     return rates
 

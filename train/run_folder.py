@@ -60,9 +60,6 @@ FREE_TO_CHANGE = (
     "features.folder",
     "features.limit",
     "features.repair",
-    "features.server",
-    "features.server_folder",
-    "features.server_seconds",
     "data.bad_rows",
     "data.bad_rows_limit",
     "data.cache",
@@ -231,7 +228,7 @@ class RunFolder:
                 "resume it with its own options, name those that shall change (--resume_with NAME=VALUE), or choose "
                 "another output folder"
             )
-            free = (*FREE_TO_CHANGE, *by_digest, *changed)
+            free = (*FREE_TO_CHANGE, *config.free_to_change, *by_digest, *changed)
             check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -7,14 +7,11 @@ these, the answer's text is tokenized here.
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import torch
 from torch import Tensor
@@ -24,16 +21,15 @@ from ...inference.messages import Messages
 from ...inference.models.loading import locate
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.target import Target
+from ..openai_server import OpenAIServer, ServerError
 from .certificate import Path
 
-KEY = "OPENAI_API_KEY"
-"""Environment variable that holds the server's API key, if it requires one."""
 RETRIES = 3
 """Repetitions of a request after a transient error, with exponential backoff."""
 TOKENS = 16384
 """Tokens of all rows that are generated at once in this process."""
-SECONDS = 600.0
-"""Longest time for one answer of a server."""
+SHOWN = 300
+"""Characters of what a server sent that an error shows."""
 IDS_BY = ("token ids", "token texts", "text")
 """How the tokens of an answer are known, best first."""
 
@@ -199,45 +195,12 @@ def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[
     return frozenset(ends if isinstance(ends, list) else [ends])
 
 
-@dataclass(frozen=True)
-class Address:
-    """A server's URL, apart from what must not be shown."""
-
-    base: str
-    """URL without user, password and query."""
-    headers: dict[str, str] = field(default_factory=dict, repr=False)
-    query: dict[str, object] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """Take a URL apart.
-
-        Raises:
-            ValueError: not a URL of HTTP; the message shows nothing of it that may be secret.
-        """
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ValueError("server must be a URL such as http://HOST:8000/v1, with a number as its port") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("server must be a URL such as http://HOST:8000/v1; what was given is none")
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        place = host if port is None else f"{host}:{port}"
-        headers = {}
-        if parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        base = urlunsplit((parts.scheme, place, parts.path.rstrip("/"), "", ""))
-        return cls(base, headers, dict(parse_qsl(parts.query)))
-
-
 class ServerEngine:
     """An OpenAI-compatible server."""
 
     def __init__(
         self,
-        address: Address,
+        server: OpenAIServer,
         model: str,
         endpoint: Literal["completions", "chat"],
         asked: Asked,
@@ -248,14 +211,9 @@ class ServerEngine:
         """Connect; `template` are variables for the chat template of a server that renders prompts itself.
 
         Raises:
-            ValueError: the package openai is not installed, or the server does not serve the model.
+            ValueError: the server cannot be reached, or does not serve the model.
         """
-        try:
-            from openai import OpenAI
-        except ImportError as error:
-            raise ValueError("a server is asked by the package openai: pip install 'headstart[server]'") from error
-
-        self.address = address
+        self.server = server
         self.model = model
         self.endpoint = endpoint
         self.asked = asked
@@ -264,22 +222,14 @@ class ServerEngine:
         self.template = template
         self.told = ""
         """What the server says it is."""
-        self.client = OpenAI(
-            base_url=address.base,
-            api_key=os.environ.get(KEY, "none"),
-            default_headers=address.headers,
-            default_query=address.query,
-            max_retries=RETRIES,
-            timeout=SECONDS,
-        )
         self._check_model()
 
     def _check_model(self) -> None:
-        reply = self._request("get", "/models")
+        reply = self._request("/models")
         served = [row.get("id") for row in _rows(reply, "data")]
         if self.model not in served:
             names = ", ".join(map(str, served)) or "none"
-            raise ValueError(f"{self.address.base} does not serve {self.model!r}; choose from {names}")
+            raise ValueError(f"{self.server.name} does not serve {self.model!r}; choose from {names}")
 
     def greedy(self, prompt: Prompt) -> Answer:
         body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
@@ -324,10 +274,10 @@ class ServerEngine:
             body["messages"] = prompt.messages
             if self.template:
                 body["chat_template_kwargs"] = self.template
-            reply = self._request("post", "/chat/completions", body)
+            reply = self._request("/chat/completions", body)
         else:
             body["prompt"] = prompt.ids
-            reply = self._request("post", "/completions", body)
+            reply = self._request("/completions", body)
         self.told = str(reply.get("system_fingerprint") or self.told)
         choices = _rows(reply, "choices")
         if not choices:
@@ -335,37 +285,31 @@ class ServerEngine:
         read = reply.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
         if isinstance(read, list) and read != prompt.ids:
             raise ValueError(
-                f"{self.address.base} read a prompt as {len(read)} other tokens than the target's chat template makes "
+                f"{self.server.name} read a prompt as {len(read)} other tokens than the target's chat template makes "
                 f"here ({len(prompt.ids)}); is it the same model, and the same chat template?"
             )
         return choices
 
-    def _request(self, method: Literal["get", "post"], path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the server answers; a ValueError in one line for anything else."""
-        from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
-
-        where = self.address.base
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that the server answers; a ValueError in one line for anything else."""
         try:
-            if method == "get":
-                reply = self.client.get(path, cast_to=object)
-            else:
-                reply = self.client.post(path, body=body, cast_to=object)
-        except APITimeoutError as error:
-            raise ValueError(f"{where} did not answer in {SECONDS:.0f} seconds, {RETRIES + 1} times") from error
-        except APIConnectionError as error:
-            raise ValueError(f"{where} cannot be reached: {error.__cause__ or error}") from error
-        except APIStatusError as error:
-            told = " ".join(str(error.message).split())[:300]
-            raise ValueError(f"{where}{path} answered with status {error.status_code}: {told}") from error
-        except (OpenAIError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where}{path} answered with no JSON: {type(error).__name__}") from error
+            text = self.server.ask(path, body, RETRIES)
+        except ServerError as error:
+            told = " ".join(error.told.split())[:SHOWN]
+            if error.status is None:
+                raise ValueError(f"{self.server.name} {told}") from None
+            raise ValueError(f"{self.server.name}{path} answered with status {error.status}: {told}") from None
+        try:
+            reply = json.loads(text)
+        except ValueError:
+            raise self._malformed(text) from None
         if not isinstance(reply, dict):
             raise self._malformed(reply)
         return reply
 
     def _malformed(self, reply: Any) -> ValueError:
         shown = " ".join(str(reply).split())[:200]
-        return ValueError(f"{self.address.base} answered with what is no completion: {shown!r}")
+        return ValueError(f"{self.server.name} answered with what is no completion: {shown!r}")
 
     def _answer(self, choice: dict[str, Any]) -> Answer:
         """An answer by the best description that the server gave of its tokens."""
@@ -388,7 +332,7 @@ class ServerEngine:
         size = len(self.tokenizer)
         if any(not 0 <= token < max(size, self.tokenizer.vocab_size) for token in ids):
             raise ValueError(
-                f"{self.address.base} answered with token {max(ids)}, outside of the target's {size}: another model?"
+                f"{self.server.name} answered with token {max(ids)}, outside of the target's {size}: another model?"
             )
         if values is None or len(values) != len(ids):
             values = None

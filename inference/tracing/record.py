@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.base import DraftHead
+from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
 from ..drafters.base import BatchDrafter, StepResult
 from ..drafters.model_rows import DraftModel
@@ -291,7 +291,7 @@ def decoding_data(decoding: Decoding, drafter: BatchDrafter) -> dict[str, Any]:
         "target": decoding.target.name,
         "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,
         "drafter": repr(drafter),
-        "dtype": str(decoding.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(decoding.target.dtype),
         "rule": rule_name(rule, drafter.kind),
         "lossy": is_rule(rule, typical),
         "temperature": decoding.process_logits.temperature if decoding.verification.samples else 0.0,
