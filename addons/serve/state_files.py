@@ -97,7 +97,7 @@ class ServerLayers:
         if tokens_T is not None and not torch.equal(found_T[:count], tokens_T):
             raise ValueError(f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}")
         if not states_TLD.isfinite().all():
-            raise ValueError(f"{path} has hidden_states that are no numbers")
+            raise ValueError(f"{path} has hidden_states that contain NaN or infinity")
         return found_T[:count], states_TLD[:, list(self.columns)]
 
     def check_last(self, states_TLD: Tensor, example: Example, modules: TargetModules, where: str) -> None:

@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
     cases = [
         ({"hidden_states": states[:, :2].clone()}, rf"hidden_states of \[{length}, 2, 32\], not \[{length}, 3, 32\]"),
         ({"hidden_states": states[:-1].clone()}, rf"hidden_states of \[{length - 1}, 3, 32\]"),
-        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that are no numbers"),
+        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that contain NaN"),
         ({"hidden_states": states, "token_ids": torch.full((length,), 24)}, "outside the vocabulary of 24"),
         (
             {"token_ids": torch.tensor([9, *examples[1].tokens[1:]]) % 24},

@@ -172,7 +172,7 @@ def spoilt(**changes):
         ({"states": False}, "answers without states: start it with --speculative-config"),
         ({"change": spoilt(hidden_states=lambda states: states[:, :1].clone())}, r"hidden_states of \[8, 1, 32\], not"),
         ({"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())}, "log-probability|nats a token"),
-        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that are no numbers"),
+        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that contain NaN"),
         (
             {"change": spoilt(token_ids=lambda tokens: (tokens + 1) % 258)},
             "the states of other tokens than it was asked",
