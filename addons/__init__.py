@@ -1,1 +1,1 @@
-"""Add-ons, a folder each: built on decoding and training, which never name them, and easy to lift out."""
+"""What is built on the core and could be lifted out: each folder is one add-on, which the core never names."""
