@@ -449,7 +449,7 @@ def as_begun_by(config, change):
 def without_tokens(state):
     """As the versions wrote it that kept only text, and lacked the newest options."""
     del state["format"], state["tokenizer"]
-    del state["options"]["template_kwargs"], state["options"]["request_seconds"]
+    del state["options"]["template_kwargs"], state["options"]["unfinished"]
 
 
 def test_a_file_of_text_by_an_earlier_version_is_left_alone_or_refused(config, monkeypatch):
