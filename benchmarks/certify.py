@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from common import HEAD, TARGET, arguments, save
 
+from headstart.addons.certify.page import verdict_words
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
 from headstart.scripts.certify import CertifyConfig, certify
-from headstart.scripts.measuring.certificate_page import verdict_words
 
 DTYPES = ("float32", "bfloat16")
 PORT = 8123

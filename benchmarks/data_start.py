@@ -104,7 +104,7 @@ def start(folder: Path, args: argparse.Namespace) -> None:
     )
     read: list[loop.Inputs] = []
     load_inputs = loop.load_inputs
-    loop.load_inputs = lambda *given: read.append(load_inputs(*given)) or read[0]
+    loop.load_inputs = lambda *given, **named: read.append(load_inputs(*given, **named)) or read[0]
 
     def end_step(*_: object) -> None:
         seconds, peak = time.time() - args.began, memory_mib("VmHWM")

@@ -175,10 +175,10 @@ def measure(job: dict[str, Any]) -> None:
     before = [0.0]
     load, judge, save = loop.load_inputs, loop.evaluate_and_save, loop.RunFolder.save
 
-    def load_inputs(*given: Any) -> Any:
+    def load_inputs(*given: Any, **named: Any) -> Any:
         reset_peak()
         before[0] = memory_mib("VmRSS")
-        inputs = load(*given)
+        inputs = load(*given, **named)
         modules: Any = inputs.target.modules
         for weight in (modules.embed.weight, modules.lm_head.weight):
             weight.sum()  # what lies in a mapped file counts once it is read, as a longer run would

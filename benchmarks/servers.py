@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from common import TARGET, arguments, save
 
-from headstart.scripts.serve_check import ASKED, compare
+from headstart.addons.serve.comparison import compare
+from headstart.scripts.serve_check import ASKED
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
         "accepted by depth: vLLM, here |",
         "|---|---|---|---|---|---|",
     ]
-    found = compare(args.heads, args.target, args.python, None, args.new_tokens)
+    found = compare(args.heads, args.target, args.python, ASKED, None, args.new_tokens)
     for head, row in zip(args.heads, found, strict=True):
         start = f"| {head}: {row.kind} | {row.length} |"
         if row.theirs is None:

@@ -15,7 +15,6 @@ EXTRAS = {
     "yaml": "cli",
     "gguf": "gguf",
     "prometheus_client": "metrics",
-    "openai": "server",
     "opentelemetry": "otel",
     "torchao": "int8",
     "wandb": "wandb",

@@ -7,10 +7,10 @@ command resumes where it stopped.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headstart.addons.serve.options import AnswersConfig, without_servers
 from headstart.console import log
 from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DataCommand(SelfMadeConfig):
-    """Conversations that the model generates, and what is seen of it."""
+class DataCommand(AnswersConfig):
+    """Conversations that the model generates, or servers of it, and what is seen of it."""
 
     metrics_port: int | None = None
     """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
@@ -39,6 +39,11 @@ def main(arguments: list[str]) -> None:
 
 def write_conversations(command: DataCommand) -> None:
     """Write the file, or resume it, and serve what is counted meanwhile."""
+    if command.server is not None:
+        from headstart.addons.serve.answers import ask_servers
+
+        ask_servers(without_servers(command, AnswersConfig))
+        return
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 
     observers: list[RoundObserver] = []
@@ -48,6 +53,4 @@ def write_conversations(command: DataCommand) -> None:
         monitor = Monitor(model=command.target, head=command.head or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(command.metrics_port)}/metrics")
         observers.append(monitor)
-    names = [field.name for field in dataclasses.fields(SelfMadeConfig)]
-    config = SelfMadeConfig(**{name: getattr(command, name) for name in names})
-    make_conversations(config, observers)
+    make_conversations(without_servers(command, SelfMadeConfig), observers)

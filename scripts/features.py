@@ -10,19 +10,33 @@ share the work.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from headstart.addons.serve.options import ServedTrainConfig, open_server
 from headstart.scripts.command_line import options, run
 from headstart.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from headstart.train.features.sources import OpenSource
 
 
 def main(arguments: list[str]) -> None:
     """Run `headstart features` with these command-line arguments."""
-    precompute(options(TrainConfig, "features", __doc__, arguments))
+    config = options(ServedTrainConfig, "features", __doc__, arguments)
+    features = config.features
+    if features.server is None and features.from_server is None:
+        precompute(config)
+    else:
+        precompute(config, partial(open_server, features))
 
 
-def precompute(config: TrainConfig) -> None:
-    """Write the states of all training sequences, and of the evaluation, that the cache lacks."""
+def precompute(config: TrainConfig, source: OpenSource | None = None) -> None:
+    """Write the states of all training sequences, and of the evaluation, that the cache lacks.
+
+    The target computes them, or `source` opens where they come from.
+    """
     # Not before the options are known to be good.
     from headstart.console import log
     from headstart.train.data.token_cache import lengths_of
@@ -35,14 +49,13 @@ def precompute(config: TrainConfig) -> None:
     config = as_begun(config)
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
-    from_a_server = config.features.server is not None or config.features.from_server is not None
-    inputs = load_inputs(config, accelerator, outer=from_a_server)
+    inputs = load_inputs(config, accelerator, outer=source is not None)
     cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
     bytes_per_token = cache_bytes(inputs.head, config.features.format, cache.layers)
     total = bytes_per_token * sum(lengths_of(inputs.training))
     layers = ", ".join(map(str, cache.layers))
     log.info(f"{bytes_per_token:,} bytes a token for the layers {layers}: {total / 2**30:.2f} GiB")
-    fill_folder(config, accelerator, inputs, cache)
+    fill_folder(config, accelerator, inputs, cache, source)
     log.info(f"{cache.folder} holds the states of {len(inputs.training):,} sequences")
     end_together(accelerator)
 

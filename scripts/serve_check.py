@@ -11,32 +11,19 @@ and torchaudio.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from headstart.console import console, log, printable
+from headstart.console import console, log
 from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
 from headstart.scripts.verify import PROMPTS, misreadings
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from headstart.addons.serve.comparison import Comparison
 
-    from headstart.heads import DraftHead
-    from headstart.inference import Target
-
-WORKER = Path(__file__).with_name("vllm_worker.py")
 ASKED = (*PROMPTS, "Translate to French: The weather is nice today.", "Write a haiku about the sea.")
-METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
-"""Heads that vLLM has a method for, by the same names."""
 ROUNDING = 0.01
 """Largest relative difference in rounds: engines round differently, which decides between equally
 likely drafts.
@@ -71,35 +58,6 @@ def main(arguments: list[str]) -> None:
     serve_check(options(ServeCheckConfig, "serve-check", __doc__, arguments, first="head"))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A head in vLLM and here, on the same prompts, with a chain of the same length."""
-
-    kind: str
-    length: int
-    """Tokens drafted in each round."""
-    ours: Side
-    theirs: Side | None
-    """None where vLLM refused the head."""
-    version: str
-    """Of vLLM."""
-    same: int = 0
-    """Answers with the same tokens in both."""
-    plain: int = 0
-    """Answers of vLLM with the head that are those of vLLM without it."""
-    answers: int = 0
-    error: str = ""
-    """Why vLLM refused the head."""
-
-
-class Side(NamedTuple):
-    """Rounds and accepted drafts of one engine."""
-
-    rounds: int
-    accepted: list[int]
-    """Accepted drafts, by depth."""
-
-
 def serve_check(config: ServeCheckConfig) -> None:
     """Print what both engines needed.
 
@@ -108,7 +66,9 @@ def serve_check(config: ServeCheckConfig) -> None:
     """
     from rich.table import Table
 
-    (found,) = compare([config.head], config.target, config.python, config.draft_length, config.max_new_tokens)
+    from headstart.addons.serve.comparison import compare
+
+    (found,) = compare([config.head], config.target, config.python, ASKED, config.draft_length, config.max_new_tokens)
     if found.theirs is None:
         raise ValueError(f"vLLM refused the head: {found.error}")
     table = Table("", "rounds", "accepted, by depth")
@@ -127,141 +87,11 @@ def serve_check(config: ServeCheckConfig) -> None:
         log.info("other tokens in as many rounds: the engines round otherwise, where two tokens are as likely")
 
 
-@dataclass(frozen=True)
-class ServedHead:
-    """A head that vLLM is asked to serve."""
-
-    name: str
-    """Its checkpoint folder or Hub id."""
-    head: DraftHead
-    method: str
-    length: int
-    """Tokens drafted in each round."""
-
-
-def compare(
-    heads: Sequence[str], target_name: str, python: str | Path, draft_length: int | None, max_new_tokens: int
-) -> list[Comparison]:
-    """Each head in vLLM, all in one process, and here.
-
-    Raises:
-        ValueError: a head that vLLM has no method for, a chain longer than a head drafts, or vLLM failed.
-    """
-    import torch
-
-    from headstart.inference import Target
-    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
-
-    served = [served_head(name, draft_length) for name in heads]
-    tokenizer = load_chat_tokenizer(target_name)
-    target = Target.from_pretrained(target_name, torch.float32, "cpu")
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        target.model.save_pretrained(folder / "target")
-        tokenizer.save_pretrained(folder / "target")
-        log.info("vLLM answers (a minute to start) ...")
-        request = {
-            "target": str(folder / "target"),
-            "max_new_tokens": max_new_tokens,
-            "runs": _runs(served, target, folder),
-            "prompts": [ids_1T[0].tolist() for ids_1T in prompts],
-        }
-        answer = in_vllm(python, folder, request)
-    plain, *others = answer["runs"]
-    if "error" in plain:
-        raise ValueError(f"vLLM refused the model, without any head: {plain['error']}")
-
-    comparisons = []
-    for each, theirs in zip(served, others, strict=True):
-        tokens, ours = here(target, each.head, each.length, prompts, max_new_tokens)
-        comparison = Comparison(each.method, each.length, ours, None, answer["version"])
-        if "error" in theirs:
-            comparison = dataclasses.replace(comparison, error=_shortened(theirs["error"]))
-        else:
-            comparison = dataclasses.replace(
-                comparison,
-                theirs=Side(theirs["drafts"], theirs["accepted"]),
-                same=_equal(tokens, theirs["tokens"]),
-                plain=_equal(plain["tokens"], theirs["tokens"]),
-                answers=len(prompts),
-            )
-        comparisons.append(comparison)
-    return comparisons
-
-
-def served_head(name: str, draft_length: int | None) -> ServedHead:
-    """Load a head as vLLM would be asked to serve it.
-
-    Raises:
-        ValueError: vLLM has no method for it, or the chain is longer than it drafts.
-    """
-    import torch
-
-    from headstart.heads.by_name import head_name
-    from headstart.heads.checkpoints.model_card import served_depth
-    from headstart.heads.checkpoints.save_load import load_head
-
-    head, _ = load_head(name, dtype=torch.float32)
-    method = head_name(head)
-    if method not in METHODS:
-        raise ValueError(f"vLLM has no method for a head of type {method}; it has {', '.join(METHODS)}")
-    length = draft_length or served_depth(vars(head.config))
-    if length > head.max_depth:
-        raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
-    if reason := head.unread_by.get("vllm"):
-        log.info(f"vLLM does not read {name}, by its card: {reason}")
-    return ServedHead(name, head, method, length)
-
-
-def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[dict[str, Any]]:
-    """The runs of a request: without a head, and with each, written as `headstart push` uploads it."""
-    from headstart.heads.checkpoints.hub import local_folder
-    from headstart.heads.checkpoints.model_card import Listing
-    from headstart.heads.checkpoints.save_load import publishable
-
-    runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
-    lm_head_VD = target.modules.lm_head.weight.detach()
-    for number, each in enumerate(served, start=1):
-        place = folder / f"head-{number}"
-        publishable(local_folder(each.name), place, Listing(), dict.fromkeys(each.head.served_names, lm_head_VD))
-        runs.append({"head": str(place), "method": each.method, "draft_length": each.length})
-    return runs
-
-
-def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    """Number of answers that have the same tokens."""
-    return sum(one == other for one, other in zip(ours, theirs, strict=True))
-
-
-def _shortened(error: str) -> str:
-    """The reason in an error of vLLM: pydantic's words, or the first line."""
-    told = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
-    return told[1] if told else error.splitlines()[0]
-
-
-def here(
-    target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
-) -> tuple[list[list[int]], Side]:
-    """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
-    from headstart.console import counted
-    from headstart.inference import SpeculativeLM, Stats
-    from headstart.scripts.measuring.comparison import answer_settings
-
-    lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
-    settings = answer_settings(max_new_tokens, temperature=0)
-    outputs = [lm.generate(ids, **settings) for ids in counted(prompts, "answers")]
-    stats = Stats.merged(output.stats for output in outputs)
-    tokens = [output.sequences[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
-    records = [record for row in stats.rows for record in row]
-    accepted = [sum(record.accepted > depth for record in records) for depth in range(length)]
-    return tokens, Side(stats.rounds, accepted)
-
-
 def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
     """The misreading with which headstart needs as many rounds as vLLM, if there is one."""
     import torch
 
+    from headstart.addons.serve.comparison import here
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import Target
     from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
@@ -275,33 +105,3 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
         if abs(side.rounds - found.theirs.rounds) <= ROUNDING / 2 * found.theirs.rounds:
             return f" (with {what} headstart needs {side.rounds})"
     return ""
-
-
-def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer of `vllm_worker.py` to a request, run by the Python of vLLM's environment.
-
-    Raises:
-        ValueError: no such Python, or vLLM failed; with its errors.
-    """
-    asked = scratch / "request.json"
-    answer = scratch / "answer.json"
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    try:
-        done = subprocess.run([python, WORKER, asked, answer], capture_output=True, text=True)
-    except OSError as error:
-        raise ValueError(f"python {str(python)!r} cannot be run: {error}") from error
-    if done.returncode or not answer.exists():
-        lines = [re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()]
-        told = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
-        raise ValueError(f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}")
-    try:
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        lists = [run["tokens"] for run in found["runs"] if "error" not in run]
-        whole = len(found["runs"]) == len(request["runs"]) and isinstance(found["version"], str)
-        whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the answer of vLLM's process cannot be read: {type(error).__name__}: {error}") from error
-    if not whole:
-        raise ValueError("the answer of vLLM's process is not whole: runs or prompts are missing")
-    found["version"] = printable(found["version"])
-    return found

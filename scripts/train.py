@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from headstart.addons.serve.options import ServedTrainConfig, training_source
 from headstart.scripts.command_line import options, run
-from headstart.train.config import TrainConfig
 
 
 def head_help() -> str:
@@ -27,7 +27,7 @@ def head_help() -> str:
 def main(arguments: list[str]) -> None:
     """Run `headstart train` with these command-line arguments."""
     heads = head_help() if {"-h", "--help"} & set(arguments) else None
-    config = options(TrainConfig, "train", __doc__, arguments, epilog=heads)
+    config = options(ServedTrainConfig, "train", __doc__, arguments, epilog=heads)
     if config.plan is not None:
         from headstart.train.memory_plan import show_plan
 
@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> None:
         return
     from headstart.train.loop import train
 
-    train(config)
+    run_config, source = training_source(config)
+    train(run_config, source=source)
 
 
 if __name__ == "__main__":

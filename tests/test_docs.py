@@ -67,7 +67,7 @@ def test_make_targets_and_extras_that_pages_name_exist():
     assert {"demo", "test", "docs"} <= made <= targets
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     named = set(re.findall(r"""pip install ['"]\.\[(\w+)\]""", text))
-    assert {"otel", "server"} <= named <= extras.keys()
+    assert {"otel"} <= named <= extras.keys()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "serving.md"])  # options of servers are there

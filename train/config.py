@@ -19,14 +19,13 @@ class SelfMadeConfig(CommandOptions):
     """Conversations that the model generates."""
 
     required = ("target", "output")
-    most_used = ("target", "output", "prompts", "server", "conversations")
+    most_used = ("target", "output", "prompts", "head", "conversations")
     minimum: ClassVar[dict[str, float]] = {
         "conversations": 1,
         "batch_size": 1,
         "answer_tokens": 1,
         "prompt_tokens": 1,
         "temperature": 0,
-        "request_seconds": 1,
     }
 
     target: str = ""
@@ -37,22 +36,14 @@ class SelfMadeConfig(CommandOptions):
     """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as one more turn if the
     row has them. Every turn of a conversation is answered anew, and its own answers are left out. Null lets the model
     generate the prompts too."""
-    server: str | list[str] | None = None
-    """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM, SGLang:
-    http://HOST:8000/v1) that answer the prompts; null for the model in this process."""
-    tokenizer: str | None = None
-    """Where the tokenizer of the servers' model is, if `target` is a name that only the servers know."""
-    request_seconds: float = 600.0
-    """Longest time that a server may take for an answer, in seconds."""
     head: str | None = None
-    """A draft head's checkpoint folder or Hub id, which makes the model in this process generate faster."""
+    """A draft head's checkpoint folder or Hub id, which makes the model generate faster."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then writes other text."""
     conversations: int = 1000
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
-    """Conversations generated at the same time, by each server if there are several; a finished one makes room for the
-    next."""
+    """Conversations generated at the same time; a finished one makes room for the next."""
     target_dtype: Dtype = "fastest"
     """Data type of the model's weights; fastest takes the fastest one here that is as exact as the checkpoint's own,
     auto the checkpoint's own."""
@@ -86,13 +77,6 @@ class SelfMadeConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.server is not None and (self.prompts is None or self.head is not None):
-            raise ValueError(
-                "a server answers given prompts in its own way: it needs prompts and takes no head, "
-                f"not {self.prompts!r} and {self.head!r}"
-            )
-        if self.tokenizer is not None and self.server is None:
-            raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
         template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
@@ -142,8 +126,8 @@ class DataConfig:
     num_proc: int | None = None
     """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few conversations."""
     workers: int | None = None
-    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator or where a server
-    gives the states, 0 on a CPU."""
+    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator or with
+    features.mode served, 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -153,30 +137,14 @@ class FeaturesConfig:
     mode: Literal["online", "cached", "auto", "stored", "served"] = "online"
     """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
     epoch computes them, if they take at most `limit` and there are more epochs or states in `folder` already. stored
-    reads all of them from `folder` or `from_server`, and served fetches them from `server` while the steps before are
-    computed: both load no more of the target than its embedding, final norm and LM head."""
+    reads all of them from `folder`, and served fetches them from another source while the steps before are computed:
+    both load no more of the target than its embedding, final norm and LM head."""
     folder: str | None = None
     """Folder of the cache, which `headstart features` fills; null for `features` in the run's folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
     """GiB on disk that auto takes at most."""
-    from_server: str | None = None
-    """Folder of states that a vLLM server made, in the files of the package speculators: hs_NUMBER.safetensors for
-    conversation NUMBER of all data.sources. Mode stored reads each file when it is needed, those of held-out
-    conversations too; mode cached copies them into the cache."""
-    server: str | None = None
-    """URL of a running vLLM of the target that gives states, such as http://HOST:8000/v1. Mode served trains on them;
-    mode stored has `headstart features` write them to `folder`."""
-    server_layers: list[int] = field(default_factory=list)
-    """What the server or its files give of a token, in their order and in speculators' count: k is the input of block
-    k, and the number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32 blocks."""
-    server_model: str | None = None
-    """The server's name of the target; null for one that ends like `target`."""
-    server_folder: str | None = None
-    """Where this machine sees the folder to which the server writes; null for the server's own path."""
-    server_seconds: float = 300.0
-    """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
     on_policy: float = 0.0
     """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them,
     by heads that read their own drafts in training (eagle3; eagle and mtp with train_steps of at least 2). The answers
@@ -187,36 +155,13 @@ class FeaturesConfig:
 
 def check_features(features: FeaturesConfig) -> None:
     """Refuse options of states that do not go together."""
-    given = {"features.from_server": features.from_server, "features.server": features.server}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise ValueError(f"{' and '.join(named)} are two sources of the same states; choose one")
-    if (not named) != (not features.server_layers):
-        raise ValueError(
-            "features.from_server or features.server, and features.server_layers, belong together, not "
-            f"{features.from_server!r}, {features.server!r} and {features.server_layers}"
-        )
-    if features.from_server is not None and features.mode not in ("cached", "stored"):
-        raise ValueError(f"features.from_server needs features.mode stored or cached, not {features.mode}")
-    if features.server is not None and features.mode not in ("served", "stored"):
-        raise ValueError(f"features.server needs features.mode served or stored, not {features.mode}")
-    if features.mode == "served" and features.server is None:
-        raise ValueError(
-            "features.mode served needs features.server, the URL of a vLLM that gives states, and "
-            "features.server_layers"
-        )
-    if features.server is not None and not features.server.startswith(("http://", "https://")):
-        raise ValueError(f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}")
     if not 0 <= features.on_policy <= 1:
         raise ValueError(f"features.on_policy is a share from 0 to 1, not {features.on_policy}")
-    recorded = features.mode in ("stored", "cached") and features.folder is not None and not named
+    recorded = features.mode in ("stored", "cached") and features.folder is not None
     if features.on_policy > 0 and not recorded:
         raise ValueError(
-            "features.on_policy needs recorded answers: features.mode stored or cached, and features.folder, without "
-            "states of a server"
+            "features.on_policy needs recorded answers: features.mode stored or cached, and features.folder"
         )
-    if features.server_seconds <= 0:
-        raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
 
 @dataclass(frozen=True)
@@ -422,6 +367,8 @@ class TrainConfig(CommandOptions):
         "eval.nodes": 2,
         "tracking.samples": 0,
     }
+    free_to_change: ClassVar[tuple[str, ...]] = ()
+    """Options of a subclass that may differ when a run resumes."""
 
     target: str = ""
     """The frozen model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""

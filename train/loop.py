@@ -79,11 +79,17 @@ from .engines import (
     state_dtype,
 )
 from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
-from .features.by_mode import check_source, feature_source, needs_no_target, open_source
+from .features.by_mode import (
+    check_outside_source,
+    check_source,
+    feature_source,
+    needs_no_target,
+    open_source,
+)
 from .features.on_policy import RecordedRounds, check_on_policy
 from .features.online import OnlineFeatures, online_features
 from .features.placement import load_target
-from .features.sources import StateSource
+from .features.sources import OpenSource, StateSource
 from .features.stored import StoredFeatures, StoredReplay
 from .head import head_of, objective_of
 from .lost_processes import lost_processes_explained
@@ -149,12 +155,14 @@ class Callbacks:
                     stop.wanted = True
 
 
-def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
+def train(config: TrainConfig, callbacks: Sequence[Callback] = (), source: OpenSource | None = None) -> Path:
     """Run or resume a training run; return its folder.
 
     Args:
         config: options of the run.
         callbacks: called between steps, on the main process.
+        source: opens where the target's states come from, for `features.mode` served, stored and
+            cached; None for the target itself, or the folder of `features`.
 
     Raises:
         ValueError: invalid options or data, a tracker that cannot run, or a run that cannot be resumed.
@@ -165,10 +173,16 @@ def train(config: TrainConfig, callbacks: Sequence[Callback] = ()) -> Path:
     accelerator, share = start(config)
     run = RunFolder(Path(config.output), accelerator, config.loop.timeout)
     with lost_processes_explained(accelerator, run.newest):
-        return train_in(run, share, config, callbacks)
+        return train_in(run, share, config, callbacks, source)
 
 
-def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Sequence[Callback]) -> Path:
+def train_in(
+    run: RunFolder,
+    share: Share,
+    config: TrainConfig,
+    callbacks: Sequence[Callback],
+    source: OpenSource | None,
+) -> Path:
     """`train`, with the processes that have been joined."""
     accelerator = run.accelerator
     config = resolved(config, accelerator)
@@ -188,7 +202,7 @@ def train_in(run: RunFolder, share: Share, config: TrainConfig, callbacks: Seque
     called = Callbacks(callbacks, accelerator.is_main_process)
     failed = True
     try:
-        unfinished = run_steps(run, share, config, tracker, called)
+        unfinished = run_steps(run, share, config, tracker, called, source)
         failed = False
     finally:
         run.close()
@@ -207,6 +221,7 @@ def run_steps(
     config: TrainConfig,
     tracker: Tracker,
     callbacks: Callbacks,
+    source: OpenSource | None,
 ) -> str | None:
     """Make a run's remaining steps, with evaluations and checkpoints between them.
 
@@ -216,7 +231,7 @@ def run_steps(
         How far the run is if it was stopped, once a checkpoint has been written; else None.
     """
     accelerator = run.accelerator
-    inputs = load_inputs(config, accelerator, run.folder)
+    inputs = load_inputs(config, accelerator, run.folder, outside=source)
     run.settle(config, inputs.digests)
     target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
@@ -236,7 +251,9 @@ def run_steps(
         f"step {progress.step} of {steps}"
     )
     epochs = steps / inputs.order.steps_in(0)
-    features = feature_source(accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source)
+    features = feature_source(
+        accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source, source
+    )
     cached, adapted = config.features.mode in ("cached", "stored", "served"), config.adapter.rank > 0
     # Of a target that is here, without its cache, which counting must not fill.
     features_of = partial(online_features, target, head) if inputs.source is None else features
@@ -355,13 +372,20 @@ class Inputs:
 
 
 def load_inputs(
-    config: TrainConfig, accelerator: Accelerator, folder: Path | None = None, outer: bool | None = None
+    config: TrainConfig,
+    accelerator: Accelerator,
+    folder: Path | None = None,
+    outer: bool | None = None,
+    outside: OpenSource | None = None,
 ) -> Inputs:
     """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
 
     Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no more of the target
-    than its outer modules, and opens no source of states; None does as `features.mode` says, with its source.
+    than its outer modules, and opens no source of states; None does as `features.mode` says, with the source from
+    `outside` if it is given.
     """
+    if outer is None:
+        check_outside_source(config, outside)
     objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
     sources = open_sources(config.data.sources, config.data.max_conversations)
     tokenizer = load_tokenizer(config.target, config.target_revision)
@@ -393,7 +417,7 @@ def load_inputs(
         # drafts a token that rounding decides would give one process a round more, in which it waits for ever.
         replay = None if config.adapter.rank > 0 else ReplayTarget(target)
     elif outer is None:
-        source = open_source(config, accelerator, target, head, provenance)
+        source = open_source(config, accelerator, target, head, provenance, outside)
         held_out = judged(held_out, config.eval)
         check_source(source, accelerator, target, training, held_out)
         replay = StoredReplay(target, source, held_out)

@@ -59,9 +59,6 @@ FREE_TO_CHANGE = (
     "features.folder",
     "features.limit",
     "features.repair",
-    "features.server",
-    "features.server_folder",
-    "features.server_seconds",
     "data.bad_rows",
     "data.bad_rows_limit",
     "data.cache",
@@ -223,7 +220,7 @@ class RunFolder:
         if before := earlier_options(self.folder):
             by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
             advice = "resume it with its own options, or choose another output folder"
-            free = (*FREE_TO_CHANGE, *by_digest)
+            free = (*FREE_TO_CHANGE, *config.free_to_change, *by_digest)
             check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.base import DraftHead
+from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.base import StepResult
 from ...inference.drafters.model_rows import DraftModel
@@ -291,7 +291,7 @@ def decoding_data(call: ObservedCall) -> dict[str, Any]:
         "target": call.target.name,
         "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,
         "drafter": repr(call.drafter),
-        "dtype": str(call.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(call.target.dtype),
         "rule": rule_name(call.rule, call.drafter.kind),
         "lossy": is_rule(call.rule, typical),
         "temperature": 0.0 if call.rule is greedy else call.process_logits.temperature,

@@ -11,10 +11,10 @@ import torch
 import yaml
 from transformers import LlamaConfig
 
+from headstart.addons.serve.options import ServedTrainConfig
 from headstart.heads import TargetInfo, build_head
 from headstart.scripts.command_line import options
 from headstart.train import engines
-from headstart.train.config import TrainConfig
 from headstart.train.memory_plan import plan_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -111,7 +111,7 @@ def test_the_head_has_as_many_parameters_as_its_file_says(path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_option_of_the_file_exists(path):
     given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    known = TrainConfig.__dataclass_fields__
+    known = ServedTrainConfig.__dataclass_fields__
     assert set(given) <= set(known)
     for name in ("data", "optim", "loop", "eval"):
         part = known[name].default_factory()
@@ -135,7 +135,7 @@ def planned(path, folder, **changes):
     LlamaConfig(**shape, tie_word_embeddings=name.startswith("package:"), dtype="bfloat16").save_pretrained(folder)
     arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
     arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
-    config = options(TrainConfig, "train", "", arguments)
+    config = options(ServedTrainConfig, "train", "", arguments)
     return gigabytes * 1e9, sum(plan_run(dataclasses.replace(config, **changes)).memory.values())
 
 

@@ -13,13 +13,13 @@ import helpers
 import pytest
 import yaml
 
+from headstart.addons.serve.comparison import METHODS
+from headstart.addons.serve.options import ServedTrainConfig
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE_FILE, generate_source
 from headstart.inference.prompt_files import read_prompts
 from headstart.scripts.command_line import options
-from headstart.scripts.serve_check import METHODS
-from headstart.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
@@ -60,7 +60,7 @@ def test_the_recipe_of_every_card_gives_a_run(card: Path, tmp_path: Path) -> Non
     (recipe,) = re.findall(r"```yaml\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe, encoding="utf-8")
-    config = options(TrainConfig, "train", "", ["--config", str(path)])
+    config = options(ServedTrainConfig, "train", "", ["--config", str(path)])
     written = yaml.safe_load(recipe)
     assert config.head == written["head"] and config.optim.lr == written["optim"]["lr"]
 
@@ -77,7 +77,7 @@ def test_there_are_configs() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
-    config = options(TrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"])
+    config = options(ServedTrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"])
     assert config.data.sources == ["x.jsonl"]
     assert config.target and config.output.startswith("runs/")
     given = {name: value for name, value in config.head.items() if name != "type"}
@@ -90,9 +90,9 @@ def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_takes_overrides_and_no_unknown_option(path: Path) -> None:
     arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
-    assert options(TrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
+    assert options(ServedTrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
     with pytest.raises(ValueError, match=r"unknown option --optim\.learning_rate"):
-        options(TrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
+        options(ServedTrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
 
 
 SERVING = ROOT / "examples" / "serving"

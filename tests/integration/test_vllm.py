@@ -14,6 +14,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.addons.serve.comparison import compare, in_vllm
+from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, open_server, training_source
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.chat_template import prompt_ids
 from headstart.scripts.features import precompute
-from headstart.scripts.serve_check import ASKED, ROUNDING, compare, in_vllm
+from headstart.scripts.serve_check import ASKED, ROUNDING
 from headstart.scripts.verify import VerifyConfig, verify_head
-from headstart.train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, TrainConfig
+from headstart.train.config import DataConfig, EvalConfig, LoopConfig
 from headstart.train.loop import train
 
 VLLM = Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
@@ -44,7 +47,7 @@ pytestmark = [
 
 def test_heads_are_accepted_in_vllm_as_here_or_refused_as_the_card_says() -> None:
     heads = [str(HEAD), *(str(path.parent) for path in TRAINED)]
-    for name, found in zip(heads, compare(heads, TARGET, VLLM, None, 48), strict=True):
+    for name, found in zip(heads, compare(heads, TARGET, VLLM, ASKED, None, 48), strict=True):
         unread = json.loads((Path(name) / "config.json").read_text())["headstart"]["unread_by"].get("vllm")
         if found.theirs is None:
             assert unread or "does not support: dspark" in found.error, f"{name}: {found.error}"
@@ -134,8 +137,8 @@ def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pa
     command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "target")]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--port", str(port)]
     command += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
-    scripts = Path(__file__).parents[2] / "scripts"
-    environment = {**os.environ, "PYTHONPATH": str(scripts), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    in_vllm_folder = Path(__file__).parents[2] / "addons" / "serve" / "in_vllm"
+    environment = {**os.environ, "PYTHONPATH": str(in_vllm_folder), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     url = f"http://127.0.0.1:{port}/v1"
@@ -167,7 +170,7 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: 
         asked = {"role": "user", "content": f"Tell me about topic {number}."}
         rows.append(json.dumps({"messages": [asked, {"role": "assistant", "content": text}]}))
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    online = TrainConfig(
+    online = ServedTrainConfig(
         target=str(target),
         output=str(tmp_path / "online"),
         head={"type": "eagle3", "depth": 3, "train_steps": 2, "start": "last"},
@@ -176,14 +179,15 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: 
         loop=LoopConfig(max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0),
         eval=EvalConfig(prompts=4, new_tokens=12, conversations=4, nodes=8),
     )
-    features = FeaturesConfig(mode="served", server=url, server_layers=list(LAYERS))
+    features = ServedFeaturesConfig(mode="served", server=url, server_layers=list(LAYERS))
     served = dataclasses.replace(online, output=str(tmp_path / "served"), features=features)
     folder = dataclasses.replace(features, mode="stored", folder=str(tmp_path / "features"), format="float32")
     stored = dataclasses.replace(online, output=str(tmp_path / "stored"), features=folder)
     wanted, judged = losses_of(train(online))
-    precompute(stored)
+    precompute(stored, partial(open_server, stored.features))
     for config in (served, stored):
-        found, rows_of_run = losses_of(train(config))
+        run_config, source = training_source(config)
+        found, rows_of_run = losses_of(train(run_config, source=source))
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
         assert rows_of_run[-1]["held_out_loss"] == pytest.approx(judged[-1]["held_out_loss"], rel=2e-3)
         waited = sum(row["step_seconds"]["data"] for row in rows_of_run if "loss" in row)

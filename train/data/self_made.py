@@ -49,7 +49,7 @@ EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
 """Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have none for it."""
-FREE_TO_CHANGE = ("output", "server", "tokenizer", "request_seconds", "bad_rows", "bad_rows_limit")
+FREE_TO_CHANGE = ("output", "bad_rows", "bad_rows_limit")
 """Options that may differ when the command resumes."""
 
 
@@ -93,7 +93,7 @@ class _Output:
         state = json.loads(self.state_path.read_text(encoding="utf-8"))
         if "progress" not in state:
             raise ValueError(
-                f"{self.path} was begun with a server's answers, not the model's in this process; {RESUME_ADVICE}"
+                f"{self.path} was begun with answers from elsewhere, not the model's in this process; {RESUME_ADVICE}"
             )
         self.progress = FileProgress(**state["progress"])
         self.seen = set(state["seen"])
@@ -181,10 +181,6 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
         ValueError: invalid prompts or options, or a file that cannot be resumed.
         Stopped: Ctrl-C or SIGTERM; the batch in progress is thrown away.
     """
-    if config.server is not None:
-        from .server_answers import ask_servers  # needs the package openai, which nothing else does
-
-        return ask_servers(config)
     prompts: list[dict[str, Any]] | None = None
     rejected: list[UnusedRow] = []
     if config.prompts:

@@ -31,13 +31,11 @@ from .online import (
     lacking_in,
     open_cache,
 )
-from .server_states import FileStates, ServerLayers
-from .sources import StateSource
-from .state_server import StateServer
+from .sources import OpenSource, StateSource
 from .stored import FILL, FolderStates, StoredFeatures
 
 IMPORTED = 16
-"""Sequences that a process takes from a server at once."""
+"""Sequences that a process takes from a source at once."""
 
 
 def needs_no_target(config: TrainConfig) -> bool:
@@ -45,30 +43,41 @@ def needs_no_target(config: TrainConfig) -> bool:
     return config.features.mode in ("stored", "served")
 
 
+def check_outside_source(config: TrainConfig, outside: OpenSource | None) -> None:
+    """Refuse a mode that does not go with the source of states that `train` was given, or with none."""
+    mode = config.features.mode
+    if outside is None and mode == "served":
+        raise ValueError(
+            "features.mode served takes states from a source that is given, train(config, source=...), and none was"
+        )
+    if outside is not None and mode not in ("served", "stored", "cached"):
+        raise ValueError(
+            f"a source of states was given, and features.mode {mode} does not read it; choose from "
+            "served, stored, cached"
+        )
+
+
 def open_source(
-    config: TrainConfig, accelerator: Accelerator, target: OuterTarget, head: DraftHead, provenance: dict[str, Any]
+    config: TrainConfig,
+    accelerator: Accelerator,
+    target: OuterTarget,
+    head: DraftHead,
+    provenance: dict[str, Any],
+    outside: OpenSource | None,
 ) -> StateSource:
-    """Open the source of states that the config names; a ValueError if it cannot be the target's."""
-    options = config.features
-    layers = kept_layers(head.feature_layers)
-    if options.mode == "stored" and options.from_server is None:
-        folder = Path(options.folder or Path(config.output) / "features")
-        if not (folder / MANIFEST).exists():
-            raise ValueError(f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}")
-        cache = open_cache(accelerator, head, provenance, options, Path(config.output))
-        return FolderStates(cache, min(config.data.max_length, target.max_positions))
-    return server_source(config, target, layers)
+    """Open the source of all states: the one from outside if it is given, else the folder.
 
-
-def server_source(config: TrainConfig, target: Target, layers: tuple[int, ...]) -> FileStates | StateServer:
-    """The states of a server: those in files, or those of a running one."""
+    Raises:
+        ValueError: it cannot be that of the target's states.
+    """
+    if outside is not None:
+        return outside(target.info, kept_layers(head.feature_layers))
     options = config.features
-    given = ServerLayers.of(options.server_layers, layers, target.info)
-    if options.from_server is not None:
-        return FileStates(Path(options.from_server), given)
-    assert options.server is not None
-    folder = None if options.server_folder is None else Path(options.server_folder)
-    return StateServer(options.server, given, options.server_model, options.server_seconds, folder)
+    folder = Path(options.folder or Path(config.output) / "features")
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}")
+    cache = open_cache(accelerator, head, provenance, options, Path(config.output))
+    return FolderStates(cache, min(config.data.max_length, target.max_positions))
 
 
 def check_source(
@@ -81,15 +90,9 @@ def check_source(
     """Find out before the first step whether a source has all states of a run, and the right ones."""
 
     def check() -> None:
-        if isinstance(source, FolderStates):
-            source.check(accelerator, training, "to train on")
-            source.check(accelerator, held_out, "that are held out")
-        elif isinstance(source, FileStates):
-            source.check(training, "to train on")
-            source.check(held_out, "that are held out")
-            source.check_first(held_out[0], target.modules)
-        elif isinstance(source, StateServer):
-            source.connect(target.name, target.modules, held_out[0])
+        source.require(accelerator, training, "to train on")
+        source.require(accelerator, held_out, "that are held out")
+        source.try_first(target, held_out[0])
 
     all_agree(accelerator, check)
 
@@ -103,10 +106,12 @@ def feature_source(
     config: TrainConfig,
     epochs: float,
     source: StateSource | None = None,
+    outside: OpenSource | None = None,
 ) -> OnlineFeatures:
     """Build the features that `features.mode` names; `source` is that of a run without the target.
 
-    `auto` caches states that fit in its limit and on the disk, and are read again or are there already.
+    `cached` copies the states of the source from `outside`, if one is given. `auto` caches states that fit in its limit
+    and on the disk, and are read again or are there already.
     """
     if source is not None:
         assert isinstance(target, OuterTarget)
@@ -129,8 +134,8 @@ def feature_source(
     cached = CachedFeatures(target, head, cache, accelerator)
     gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
     log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
-    if options.from_server is not None:
-        import_states(accelerator, cache, server_source(config, target, cache.layers), target, head, examples)
+    if outside is not None:
+        import_states(accelerator, cache, outside(target.info, cache.layers), target, head, examples)
     if options.mode == "cached":
         cached.write(accelerator, examples)
     return cached
@@ -139,12 +144,12 @@ def feature_source(
 def import_states(
     accelerator: Accelerator,
     cache: FeatureCache,
-    source: FileStates | StateServer,
+    source: StateSource,
     target: Target,
     head: DraftHead,
     examples: Sequence[Example],
 ) -> int:
-    """Add a server's states of all sequences to the cache, each process its part; return how many were added.
+    """Add a source's states of all sequences to the cache, each process its part; return how many were added.
 
     Raises:
         ValueError: sequences without states, or states that are not theirs.
@@ -153,8 +158,7 @@ def import_states(
     lacking = lacking_in(accelerator, cache, examples)
     lengths = lengths_of(examples)
     check_room(accelerator, cache, head, sum(lengths[place] for place in lacking))
-    if isinstance(source, FileStates):
-        source.check([examples[place] for place in lacking], "to train on")
+    source.require(accelerator, [examples[place] for place in lacking], "to train on")
     process, processes = accelerator.process_index, accelerator.num_processes
     step = IMPORTED * processes
     with stop_on_signals() as stop, ProgressBar("tokens", sum(lengths[place] for place in lacking)) as bar:

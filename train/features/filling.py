@@ -8,32 +8,39 @@ from accelerate import Accelerator
 
 from ...console import log
 from ...inference.feature_cache import FeatureCache, key_of
-from ...inference.models.outer_modules import OuterTarget
 from ...inference.models.replay import BEYOND
 from ...inference.probe import probe_text
 from ..config import TrainConfig
 from ..data.chat_template import Example
 from ..engines import all_agree, from_main
 from ..evaluate import eval_prompts, judged
-from .by_mode import import_states, normed, server_source
+from .by_mode import import_states, normed
 from .online import CachedFeatures
-from .state_server import StateServer
+from .sources import OpenSource
 from .stored import PROBE_TOKENS, answer_path, write_answer
 
 if TYPE_CHECKING:  # loop.py imports this package
     from ..loop import Inputs
 
 
-def fill_folder(config: TrainConfig, accelerator: Accelerator, inputs: Inputs, cache: FeatureCache) -> None:
+def fill_folder(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    inputs: Inputs,
+    cache: FeatureCache,
+    outside: OpenSource | None = None,
+) -> None:
     """Write what a folder lacks for `features.mode stored`; processes share the work.
 
+    The target computes the states, or the source from `outside` has them.
+
     Raises:
-        ValueError: a server without these states, or a full disk.
+        ValueError: a source without these states, or a full disk.
         Stopped: Ctrl-C or SIGTERM; the same command resumes.
     """
     held_out = judged(inputs.held_out, config.eval)
-    if isinstance(inputs.target, OuterTarget):
-        _from_server(config, accelerator, inputs, inputs.target, cache, held_out)
+    if outside is not None:
+        _from_source(config, accelerator, inputs, cache, held_out, outside)
         return
     cached = CachedFeatures(inputs.target, inputs.head, cache, accelerator)
     cached.write(accelerator, inputs.training)
@@ -55,28 +62,26 @@ def fill_folder(config: TrainConfig, accelerator: Accelerator, inputs: Inputs, c
     accelerator.wait_for_everyone()
 
 
-def _from_server(
+def _from_source(
     config: TrainConfig,
     accelerator: Accelerator,
     inputs: Inputs,
-    target: OuterTarget,
     cache: FeatureCache,
     held_out: list[Example],
+    outside: OpenSource,
 ) -> None:
-    """Copy a server's states, and ask a running one for answers to the prompts of evaluations."""
-    source = server_source(config, target, cache.layers)
+    """Copy a source's states, and if it answers, those of answers to the prompts of evaluations."""
+    target = inputs.target
+    source = outside(target.info, cache.layers)
 
     def check() -> None:
-        if isinstance(source, StateServer):
-            source.connect(target.name, target.modules, held_out[0])
-        else:
-            source.check(held_out, "that are held out")
-            source.check_first(held_out[0], target.modules)
+        source.require(accelerator, held_out, "that are held out")
+        source.try_first(target, held_out[0])
 
     all_agree(accelerator, check)
     import_states(accelerator, cache, source, target, inputs.head, inputs.training)
     import_states(accelerator, cache, source, target, inputs.head, held_out)
-    if not isinstance(source, StateServer):
+    if not source.greedy:
         return
 
     def ask() -> None:
@@ -94,9 +99,10 @@ def _from_server(
             cache.flush()
             write_answer(cache.folder, prompt, text_T.tolist())
         probe_T = probe_text(target.info.vocab_size, PROBE_TOKENS)
-        if key_of(probe_T) not in cache:
-            known = source.probe(probe_T)
-            assert known is not None
+        if key_of(probe_T) in cache:
+            return
+        known = source.probe(probe_T)
+        if known is not None:
             cache.add(key_of(probe_T), normed(source, target, known[0]))
             cache.flush()
 

@@ -1,13 +1,19 @@
-"""Where the states of a head's training come from if no target computes them here: the interface of all sources."""
+"""Where the states of a head's training come from if no target computes them here: the interface of all sources.
+
+A source of another kind is opened by a function that `train` is given, `train(config, source=open)`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
+from ...heads.base import TargetInfo
+from ...inference.target import Target
 from ..data.chat_template import Example
 
 States = tuple[Tensor, Tensor | None]
@@ -24,6 +30,24 @@ class StateSource(ABC):
 
     greedy: bool = False
     """Whether it has answers of the target, and not only those of the conversations."""
+
+    def require(  # noqa: B027, many sources cannot tell
+        self, accelerator: Accelerator, examples: Sequence[Example], what: str
+    ) -> None:
+        """Refuse sequences whose states it lacks, if it can tell before it is asked for them.
+
+        `what` ends the error's subject, such as "to train on". Processes may share the work.
+
+        Raises:
+            ValueError: naming the first of the sequences.
+        """
+
+    def try_first(self, target: Target, example: Example) -> None:  # noqa: B027, nothing to try
+        """Try one sequence before the first step, on every process.
+
+        Raises:
+            ValueError: what is wrong with its states, and so probably with all.
+        """
 
     @abstractmethod
     def states(self, tokens_T: Tensor, conversation: int) -> States:
@@ -49,6 +73,10 @@ class StateSource(ABC):
     def probe(self, tokens_T: Tensor) -> States | None:
         """The states of the text by which a head is recognised; None if they are not known."""
         return None
+
+
+OpenSource = Callable[[TargetInfo, tuple[int, ...]], StateSource]
+"""Opens a source of a target's states at some feature layers."""
 
 
 def own_answer(example: Example) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training and evaluation without the target's blocks: every state comes from files, or from a server.
+"""Training and evaluation without the target's blocks: every state comes from files, or from another source.
 
 `StoredFeatures` trains on them. `StoredReplay` measures acceptance: it replays texts whose states are known, as
 `ReplayTarget` does, and runs no forward either.
@@ -90,8 +90,7 @@ class FolderStates(StateSource):
         key = key_of(tokens_T)
         return self.cache.stored(key) if key in self.cache else None
 
-    def check(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
-        """Refuse sequences whose states the folder lacks; processes share the work."""
+    def require(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
         process, processes = accelerator.process_index, accelerator.num_processes
         own = range(process, len(examples), processes)
         lacking = [place for place in own if self._key_of(tokens_of(examples, place)) is None]
@@ -217,7 +216,7 @@ class StoredReplay(ReplayTarget):
         new_tokens: int,
         observers: Sequence[RoundObserver] = (),
     ) -> None:
-        """Look up, or ask the server for, the answers to prompts of which none is known yet."""
+        """Ask the source for the answers to prompts of which none is known yet."""
         for prompt_T in self.unknown(prompts, new_tokens):
             prompt = tuple(prompt_T.tolist())
             room = self.max_positions - len(prompt)

@@ -446,7 +446,7 @@ def as_begun_by(config, change):
 def without_tokens(state):
     """As the versions wrote it that kept only text, and lacked the newest options."""
     del state["format"], state["tokenizer"]
-    del state["options"]["template_kwargs"], state["options"]["request_seconds"]
+    del state["options"]["template_kwargs"], state["options"]["unfinished"]
 
 
 def test_a_file_of_text_by_an_earlier_version_is_left_alone_or_refused(config, monkeypatch):
@@ -479,5 +479,5 @@ def test_tokens_of_another_tokenizer_are_not_added_to(config, monkeypatch):
 def test_a_file_of_servers_answers_is_not_continued_here(config, monkeypatch):
     killed_at(monkeypatch, config, 2, after=True)
     as_begun_by(config, lambda state: state.pop("progress"))
-    with pytest.raises(ValueError, match="begun with a server's answers"):
+    with pytest.raises(ValueError, match="begun with answers from elsewhere"):
         made(config)

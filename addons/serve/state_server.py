@@ -7,10 +7,7 @@ which is read once its lock is free, and removed. Server and trainer share the f
 from __future__ import annotations
 
 import json
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...heads.base import TargetModules
-from ...heads.checkpoints.public import public_url
-from ..data.chat_template import Example
-from .server_states import ServerLayers, wait_until_written
-from .sources import States, StateSource
+from ...inference.target import Target
+from ...train.data.chat_template import Example
+from ...train.features.sources import States, StateSource
+from ..openai_server import OpenAIServer, ServerError
+from .state_files import ServerLayers, wait_until_written
 
-KEY = "OPENAI_API_KEY"
-"""Environment variable of the server's key, if it asks for one."""
 TOGETHER = 32
 """Most requests of a process at once."""
 PAUSE = 1.0
@@ -62,28 +57,29 @@ class StateServer(StateSource):
 
     def __post_init__(self) -> None:
         self.layers = self.given.layers
-        self.url = self.url.rstrip("/")
+        self.server = OpenAIServer.at(self.url, self.seconds, "features.server")
 
-    def connect(self, target: str, modules: TargetModules, example: Example) -> None:
+    def try_first(self, target: Target, example: Example) -> None:
         """Find the server's model and try one sequence.
 
         Raises:
             ValueError: no server, one without states, or one of another model, tokenizer or list of layers.
         """
-        served = self._repeated(lambda: self._get("/models"))["data"]
+        served = self._repeated(lambda: self._ask("/models"))["data"]
         names = {model["id"]: Path(str(model.get("root") or model["id"])).name for model in served}
         if self.model is None:
-            own = [name for name, root in names.items() if Path(target).name in (root, Path(name).name)]
+            own = [name for name, root in names.items() if Path(target.name).name in (root, Path(name).name)]
             if not own:
                 raise ValueError(
-                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is {target!r}; start it with "
-                    "this target, or name the same weights by features.server_model"
+                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is {target.name!r}; "
+                    "start it with this target, or name the same weights by features.server_model"
                 )
             self.model = own[0]
         elif self.model not in names:
             raise ValueError(
                 f"{self.where} serves {', '.join(map(repr, names))}, not features.server_model {self.model!r}"
             )
+        modules = target.modules
         tokens_T = torch.tensor(example.tokens)
         reply, states_TLD = self._answer(tokens_T, 1, logprobs=1)
         self.given.check_last(states_TLD, example, modules, self.where)
@@ -94,15 +90,15 @@ class StateServer(StateSource):
         ours = float(modules.logits(last_D).float().log_softmax(-1)[token])
         if abs(ours - theirs) > LOGPROB_NOISE.get(states_TLD.dtype, 0.25):
             raise ValueError(
-                f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM head of {target!r} "
-                f"gives it {ours:.2f} on the server's states: it serves other weights, or features.server_layers "
-                f"{list(self.given.given)} are not in its order"
+                f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM head of "
+                f"{target.name!r} gives it {ours:.2f} on the server's states: it serves other "
+                f"weights, or features.server_layers {list(self.given.given)} are not in its order"
             )
 
     @property
     def where(self) -> str:
         """The server, for messages."""
-        return f"features.server {public_url(self.url)}"
+        return f"features.server {self.server.name}"
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
         try:
@@ -141,7 +137,7 @@ class StateServer(StateSource):
         return self._repeated(lambda: self._once(request, tokens_T))
 
     def _once(self, request: dict[str, Any], tokens_T: Tensor) -> tuple[dict[str, Any], Tensor]:
-        reply = self._get("/completions", request)
+        reply = self._ask("/completions", request)
         named = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
         if not named:
             raise Refused(
@@ -168,13 +164,13 @@ class StateServer(StateSource):
         while True:
             try:
                 return work()
-            except urllib.error.HTTPError as error:
-                told = error.read().decode("utf-8", "replace")[:SHOWN]
-                if error.code < 500 and error.code != 429:
-                    raise Refused(f"{self.where} refuses a request ({error.code}): {told!r}") from None
-                failure = f"{error.code} {told!r}"
-            except (OSError, TimeoutError) as error:
-                failure = str(getattr(error, "reason", error)) or type(error).__name__
+            except ServerError as error:
+                told = error.told[:SHOWN]
+                if not error.may_pass:
+                    raise Refused(f"{self.where} refuses a request ({error.status}): {told!r}") from None
+                failure = told if error.status is None else f"{error.status} {told!r}"
+            except OSError as error:  # of its files
+                failure = str(error) or type(error).__name__
             if time.monotonic() + PAUSE > deadline:
                 raise ValueError(
                     f"{self.where} gave nothing for {self.seconds:g} s (features.server_seconds): {failure}. Start it "
@@ -182,14 +178,9 @@ class StateServer(StateSource):
                 ) from None
             time.sleep(PAUSE)
 
-    def _get(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
-        with urllib.request.urlopen(request, timeout=self.seconds) as response:
-            try:
-                return json.load(response)
-            except ValueError as error:
-                raise Refused(f"{self.where} answers {path} with something else than JSON: {error}") from None
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        text = self.server.ask(path, body)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise Refused(f"{self.where} answers {path} with something else than JSON: {error}") from None

@@ -11,14 +11,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-pytest.importorskip("openai")
-
+from headstart.addons.certify import engines
+from headstart.addons.certify.reference import one_token_scores
 from headstart.inference import Target, load_tokenizer
 from headstart.scripts import certify as command
 from headstart.scripts.certify import CertifyConfig, certify
-from headstart.scripts.measuring import engines
-from headstart.scripts.measuring.engines import Address
-from headstart.scripts.measuring.reference import one_token_scores
 
 NEW_TOKENS = 12
 SECRET = "s3cr3t"
@@ -292,20 +289,6 @@ def test_secrets_of_a_url_are_sent_and_shown_nowhere(config, server, tmp_path, c
     with pytest.raises(ValueError, match="status 401") as caught:
         certify(replace(config, server=url))
     assert SECRET not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["", "localhost", "ftp://h/v1", f"http://u:{SECRET}@", f"http://u:{SECRET}@h:port/v1"])
-def test_what_is_no_url_is_refused_without_being_shown(url):
-    with pytest.raises(ValueError, match="server must be a URL") as caught:
-        Address.of(url)
-    assert SECRET not in str(caught.value)
-
-
-def test_a_url_keeps_its_port_and_path():
-    address = Address.of("https://u:p%40w@host:81/some/v1/?a=b")
-    assert (address.base, address.query) == ("https://host:81/some/v1", {"a": "b"})
-    assert "p@w" not in repr(address)
-    assert Address.of("http://[::1]:8000/v1").base == "http://[::1]:8000/v1"
 
 
 def test_the_exit_status_is_the_verdict(monkeypatch):

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.addons.serve import state_server
+from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, training_source
+from headstart.addons.serve.state_files import ServerLayers
+from headstart.addons.serve.state_server import StateServer
 from headstart.heads import build_head
 from headstart.inference import Target
 from headstart.inference.models.outer_modules import OuterTarget
-from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
-from headstart.train.features import state_server
 from headstart.train.features.online import online_features
-from headstart.train.features.server_states import ServerLayers
-from headstart.train.features.state_server import StateServer
 from headstart.train.features.stored import StoredFeatures
 from headstart.train.loop import train
 
@@ -134,14 +134,14 @@ def source_of(served, outer, layers=(0, -1), given=GIVEN, **options):
 
 
 def connect(served, outer, examples, **options):
-    source_of(served, outer, **options).connect(outer.name, outer.modules, examples[0])
+    source_of(served, outer, **options).try_first(outer, examples[0])
 
 
 def test_its_states_are_the_targets_own_and_its_files_are_removed(served, outer, examples):
     head = build_head("eagle3", {"feature_layers": [0, -1]}, outer.info)
     batch = collate(examples)
     source = StoredFeatures(outer, head, source_of(served, outer))
-    source.source.connect(outer.name, outer.modules, examples[0])
+    source.source.try_first(outer, examples[0])
     for found in (source(batch), source(source.read_ahead(batch, 0))):
         wanted = online_features(served.target, head, batch)
         for row, place in batch.places():
@@ -172,7 +172,7 @@ def spoilt(**changes):
         ({"states": False}, "answers without states: start it with --speculative-config"),
         ({"change": spoilt(hidden_states=lambda states: states[:, :1].clone())}, r"hidden_states of \[8, 1, 32\], not"),
         ({"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())}, "log-probability|nats a token"),
-        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that are no numbers"),
+        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that contain NaN"),
         (
             {"change": spoilt(token_ids=lambda tokens: (tokens + 1) % 258)},
             "the states of other tokens than it was asked",
@@ -220,7 +220,8 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, exam
     ):
         source.states(torch.zeros(600, dtype=torch.int64), 7)
     assert served.requests == 5, "a refusal is final"
-    served.fail, source.seconds = 10**6, 0.3
+    served.fail = 10**6
+    source = dataclasses.replace(source, seconds=0.3)
     with pytest.raises(ValueError, match=r"gave nothing for 0.3 s \(features.server_seconds\): 503.*resumes"):
         source.states(torch.tensor(examples[0].tokens), 0)
     served.fail, served.seconds = 0, 2.0
@@ -234,16 +235,22 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, exam
 def run_on(config, served, **features):
     given = {"mode": "served", "server": served.url, "server_layers": GIVEN, **features}
     head = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
-    return dataclasses.replace(config, head=head, features=FeaturesConfig(**given))
+    options = {**vars(config), "head": head, "features": ServedFeaturesConfig(**given)}
+    return ServedTrainConfig(**options)
+
+
+def train_served(config):
+    run_config, source = training_source(config)
+    return train(run_config, source=source)
 
 
 def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(short, served, changed, monkeypatch):
     config = run_on(short, served)
-    online = dataclasses.replace(config, output=short.output + "-online", features=FeaturesConfig())
+    online = dataclasses.replace(config, output=short.output + "-online", features=ServedFeaturesConfig())
     wanted = load_file(train(online) / "last" / "model.safetensors")
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
-        folder = train(config)
+        folder = train_served(config)
     found = load_file(folder / "last" / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -266,4 +273,4 @@ def test_a_server_that_dies_is_told_in_the_process_of_the_user(short, served, ch
 
     monkeypatch.setattr(served, "answer", dies)
     with pytest.raises(ValueError, match=r"^conversation \d+: features.server .* gave nothing for 0.5 s .* resumes"):
-        train(config)
+        train_served(config)

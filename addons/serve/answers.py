@@ -1,7 +1,7 @@
 """Answers from OpenAI-compatible servers (vLLM, SGLang, llama.cpp): concurrent requests, retried, resumable.
 
-Each server has `batch_size` workers, which take one prompt after the other; what a server that fails was asked goes to
-the others. A conversation is written as soon as it is answered, with the number of its prompt. Started again, the
+Each server has `batch_size` workers, threads that take one prompt after the other. The prompts of a server that fails
+go to the others. A conversation is written as soon as it is answered, with the number of its prompt. Started again, the
 command requests the answers that the file lacks.
 
 vLLM (from 0.10.2) and SGLang return the token ids of prompt and answer, `return_token_ids`, and these are trained on.
@@ -11,33 +11,36 @@ cannot render as it was written is refused.
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.parse import parse_qsl, unquote, urlsplit
 
-from openai import APIError, AsyncOpenAI, BadRequestError
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
 from ...files import write_whole
-from ...heads.checkpoints.public import public_url
 from ...inference.chat_template import REASONING_KEYS, prompt_ids
 from ...inference.messages import check_conversation
 from ...inference.models.loading import load_tokenizer, tokenizer_provenance
 from ...options import check_options, template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
-from ..config import SelfMadeConfig
-from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
-from .answers import (
+from ...train.data.answer_file import (
+    FORMAT,
+    check_fingerprint,
+    check_format,
+    lines_of,
+    state_path,
+    with_defaults,
+)
+from ...train.data.answers import (
     Answer,
     Conversation,
     calls_tool,
@@ -46,9 +49,11 @@ from .answers import (
     readable,
     text_of,
 )
-from .bad_rows import settle_rejected_prompts
-from .chat_template import REASONING_TAGS, encode
-from .conversations import RESUME_ADVICE
+from ...train.data.bad_rows import settle_rejected_prompts
+from ...train.data.chat_template import REASONING_TAGS, encode
+from ...train.data.conversations import RESUME_ADVICE
+from ..openai_server import OpenAIServer, ServerError
+from .options import AnswersConfig
 
 RETRIES = 6
 """Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
@@ -57,8 +62,6 @@ FREE_TO_CHANGE = (
     *("bad_rows", "bad_rows_limit"),
 )
 """Options that may differ when the command resumes."""
-KEY = "OPENAI_API_KEY"
-"""Environment variable that holds the servers' API key, if they require one."""
 ENDED = ("stop", "tool_calls", "function_call")
 """Reasons to finish of an answer that the model ended by itself."""
 SHOWN = 200
@@ -97,8 +100,7 @@ class _ServerFailed(ValueError):
 class _Server:
     """One of the servers."""
 
-    url: str
-    client: AsyncOpenAI
+    server: OpenAIServer
     failed: bool = False
     returns_tokens: bool = True
     """Whether to ask it for token ids; False once it has refused the option."""
@@ -108,13 +110,13 @@ class _Server:
     @property
     def name(self) -> str:
         """Its address, without user and password."""
-        return public_url(self.url)
+        return self.server.name
 
 
-def ask_servers(config: SelfMadeConfig) -> Path:
+def ask_servers(config: AnswersConfig) -> Path:
     """Write the file, or resume it; return its path."""
     path = Path(config.output)
-    urls_of(config)  # a mistake in them is reported before any work
+    servers = servers_of(config)  # a mistake in them is reported before any work
     prompts, rejected = read_prompts_to_answer(str(config.prompts), config.conversations)
     settle_rejected_prompts(rejected, len(prompts), config)
     tokenizer = _tokenizer_of(config)
@@ -145,16 +147,16 @@ def ask_servers(config: SelfMadeConfig) -> Path:
     rest = ((number, prompt) for number, prompt in given if number not in answered)
     bar = ProgressBar("conversations", len(given), len(answered))
     with path.open("a", encoding="utf-8") as file, stop_on_signals() as stop, bar:
-        work = _Work(config, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
+        work = _Work(config, servers, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
         work.written = len(answered)
-        asyncio.run(work.run())
+        work.run()
     log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped{work.why_dropped()}")
     if stop.wanted and work.done < len(given):
         raise Stopped(f"stopped after {work.done} of {len(given)} prompts; the same command resumes from there")
     return path
 
 
-def _tokenizer_of(config: SelfMadeConfig) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(config: AnswersConfig) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of the servers' model; None if there is none at `target`, which the servers may call so."""
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
@@ -193,9 +195,10 @@ def _read_answered(path: Path) -> tuple[set[int], str | None]:
 
 @dataclass
 class _Work:
-    """State shared by the workers of all servers."""
+    """State shared by the workers of all servers, which hold `changed` while they read or change it."""
 
-    config: SelfMadeConfig
+    config: AnswersConfig
+    servers: list[_Server]
     prompts: Iterator[tuple[int, dict[str, Any]]]
     file: TextIO
     stop: StopFlag
@@ -208,12 +211,11 @@ class _Work:
     """Prompts that were answered or dropped."""
     written: int = 0
     tokens: int = 0
-    failure: ValueError | None = None
+    failure: Exception | None = None
     began: float = field(default_factory=time.monotonic)
     returned: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque)
     """Prompts that a failed server did not answer."""
-    servers: list[_Server] = field(default_factory=list)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    changed: threading.Condition = field(default_factory=threading.Condition)
     """Announces that a prompt was answered or came back."""
     under_way: int = 0
     """Prompts that are being answered, and may come back."""
@@ -222,48 +224,40 @@ class _Work:
     unreasoned: int = 0
     """Answers that were dropped because reasoning was asked for and is not known."""
 
-    async def run(self) -> None:
+    def run(self) -> None:
         """Answer all prompts, or until none of the servers is left."""
-        self.servers = [_Server(url, self._client(url)) for url in urls_of(self.config)]
-        try:
-            workers = [self._work(server) for server in self.servers for _ in range(self.config.batch_size)]
-            await asyncio.gather(*workers)
-        finally:
+        workers = len(self.servers) * self.config.batch_size
+        with ThreadPoolExecutor(workers, thread_name_prefix="answers") as threads:
             for server in self.servers:
-                await server.client.close()
+                for _ in range(self.config.batch_size):
+                    threads.submit(self._work, server)
         if self.failure is not None:
             raise self.failure
-
-    def _client(self, url: str) -> AsyncOpenAI:
-        key = os.environ.get(KEY, "none")
-        return AsyncOpenAI(base_url=url, api_key=key, max_retries=RETRIES, timeout=self.config.request_seconds)
 
     def why_dropped(self) -> str:
         """Say how many prompts were dropped for want of reasoning."""
         return f", {self.unreasoned} of them because their reasoning is not known" if self.unreasoned else ""
 
-    async def _work(self, server: _Server) -> None:
-        while (taken := await self._take(server)) is not None:
+    def _work(self, server: _Server) -> None:
+        while (taken := self._take(server)) is not None:
             number, prompt = taken
             try:
-                conversation = await self._converse(server, number, prompt)
+                self._write(self._converse(server, number, prompt))
             except _ServerFailed as error:
-                await self._give_back(server, taken, error)
+                self._give_back(server, taken, error)
                 return
-            except ValueError as error:
+            except Exception as error:  # raised by `run`, once all threads have ended
                 self.failure = self.failure or error
-            else:
-                self._write(conversation)
-            async with self.changed:
+            with self.changed:
                 self.under_way -= 1
                 self.changed.notify_all()
 
-    async def _take(self, server: _Server) -> tuple[int, dict[str, Any]] | None:
+    def _take(self, server: _Server) -> tuple[int, dict[str, Any]] | None:
         """The next prompt, for which a worker waits while any may come back from a failed server; None at the end.
 
         Requests that are pending when a stop is wanted are still written.
         """
-        async with self.changed:
+        with self.changed:
             while True:
                 if self.stop.wanted or self.failure is not None or server.failed:
                     return None
@@ -273,11 +267,11 @@ class _Work:
                     return taken
                 if self.under_way == 0:
                     return None
-                await self.changed.wait()
+                self.changed.wait()
 
-    async def _give_back(self, server: _Server, taken: tuple[int, dict[str, Any]], error: _ServerFailed) -> None:
+    def _give_back(self, server: _Server, taken: tuple[int, dict[str, Any]], error: _ServerFailed) -> None:
         """Leave a failed server's prompt to the others, if there are any."""
-        async with self.changed:
+        with self.changed:
             if not server.failed:
                 server.failed = True
                 others = sum(not other.failed for other in self.servers)
@@ -291,20 +285,22 @@ class _Work:
 
     def _write(self, conversation: Conversation) -> None:
         """Write a conversation, if it has an answer, and show the progress."""
-        self.done += 1
-        if conversation.answers:
-            if self.with_tokens:
-                assert self.fingerprint is not None
-                rows = conversation.token_rows(self.fingerprint)
-            else:
-                rows = [conversation.text_row()]
-            self.file.write(lines_of(rows))
-            self.file.flush()
-            self.written += 1
-            self.tokens += sum(row["tokens"] for row in rows)
-        self.bar.update(self.done, f"{self.tokens / (time.monotonic() - self.began):.0f} answer tokens/s")
+        with self.changed:
+            self.done += 1
+            if conversation.answers:
+                if self.with_tokens:
+                    assert self.fingerprint is not None
+                    rows = conversation.token_rows(self.fingerprint)
+                else:
+                    rows = [conversation.text_row()]
+                self.file.write(lines_of(rows))
+                self.file.flush()
+                self.written += 1
+                self.tokens += sum(row["tokens"] for row in rows)
+            rate = self.tokens / (time.monotonic() - self.began)
+            self.bar.update(self.done, f"{rate:.0f} answer tokens/s")
 
-    async def _converse(self, server: _Server, number: int, prompt: dict[str, Any]) -> Conversation:
+    def _converse(self, server: _Server, number: int, prompt: dict[str, Any]) -> Conversation:
         """Answer all turns of a prompt, as far as the answers are usable."""
         columns: dict[str, Any] = {"source": Path(str(self.config.prompts)).name, "number": number}
         if "kind" in prompt:
@@ -312,19 +308,24 @@ class _Work:
         columns["temperature"] = prompt.get("temperature", self.config.temperature)
         conversation = Conversation(columns, prompt["turns"], prompt["tools"])
         while conversation.goes_on:
-            answer = await self._answer(server, conversation)
+            answer = self._answer(server, conversation)
             if answer is None:
                 conversation.ended = True
             else:
                 conversation.answers.append(answer)
         return conversation
 
-    async def _answer(self, server: _Server, conversation: Conversation) -> Answer | None:
+    def _answer(self, server: _Server, conversation: Conversation) -> Answer | None:
         """Answer the next turn; None if the answer is not usable or the server refuses the prompt."""
-        number = conversation.columns["number"]
-        sent = await self._ask(server, conversation)
+        sent = self._ask(server, conversation)
         if sent is None:
             return None
+        with self.changed:  # tokenizers are not for several threads at once, either
+            return self._usable_answer(server, conversation, sent)
+
+    def _usable_answer(self, server: _Server, conversation: Conversation, sent: str) -> Answer | None:
+        """Read what a server sent for the next turn; None if it is not usable."""
+        number = conversation.columns["number"]
         try:
             reply = parsed_reply(sent)
         except ValueError as error:
@@ -348,41 +349,36 @@ class _Work:
             return None
         return answer if self.with_tokens else self._checked_text(server, conversation, answer)
 
-    async def _ask(self, server: _Server, conversation: Conversation) -> str | None:
+    def _ask(self, server: _Server, conversation: Conversation) -> str | None:
         """The server's reply to the next turn, as it was sent; None if the server refuses the prompt."""
         config = self.config
         number = conversation.columns["number"]
-        extra: dict[str, Any] = {}
+        body: dict[str, Any] = {
+            "model": config.target,
+            "messages": conversation.history,
+            "temperature": conversation.columns["temperature"],
+            "max_tokens": config.answer_tokens,
+            "seed": config.seed + number,
+        }
         if variables := template_variables(config.thinking, config.template_kwargs):
-            extra["chat_template_kwargs"] = variables
+            body["chat_template_kwargs"] = variables
         if self.tokenizer is not None and self.with_tokens is not False and server.returns_tokens:
-            extra["return_token_ids"] = True
+            body["return_token_ids"] = True
         if conversation.tools:
-            extra["tools"] = conversation.tools
-        messages: Any = conversation.history
+            body["tools"] = conversation.tools
         try:
-            response = await server.client.chat.completions.with_raw_response.create(
-                model=config.target,
-                messages=messages,
-                temperature=conversation.columns["temperature"],
-                max_tokens=config.answer_tokens,
-                seed=config.seed + number,
-                extra_body=extra or None,
-            )
-        except BadRequestError as error:
-            if "return_token_ids" in extra and "return_token_ids" in error.message:
+            return server.server.ask("/chat/completions", body, RETRIES)
+        except ServerError as error:
+            if error.status != 400:
+                raise _ServerFailed(
+                    f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(error)}; "
+                    f"what was answered is in {config.output}, and the same command resumes from there"
+                ) from None
+            if "return_token_ids" in body and "return_token_ids" in error.told:
                 server.returns_tokens = False  # it refuses options that it does not know
-                return await self._ask(server, conversation)
-            told = _without_keys(error.message, server.url)
-            log.info(f"prompt {number} is left out, the server refuses it: {_shown(told)}")
+                return self._ask(server, conversation)
+            log.info(f"prompt {number} is left out, the server refuses it: {_shown(error.told)}")
             return None
-        except APIError as error:
-            told = _without_keys(str(error), server.url)
-            raise _ServerFailed(
-                f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(told)}; what was "
-                f"answered is in {config.output}, and the same command resumes from there"
-            ) from None  # the error itself holds the request's headers
-        return _without_keys(response.text, server.url)
 
     def _with_tokens(self, server: _Server, conversation: Conversation, reply: Reply) -> Answer:
         """An answer whose token ids are known."""
@@ -465,7 +461,7 @@ class _Work:
         return answer
 
 
-def check_rendering(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: SelfMadeConfig) -> None:
+def check_rendering(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: AnswersConfig) -> None:
     """Refuse a conversation whose last answer loses a part where training renders it by the chat template."""
     ends = frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
     advice = "take a server that returns token ids (vLLM, SGLang), on which training renders nothing"
@@ -546,13 +542,13 @@ def _token_ids(value: Any, name: str) -> list[int]:
     return value
 
 
-def urls_of(config: SelfMadeConfig) -> list[str]:
-    """Addresses of the servers, each once."""
-    given = config.server if isinstance(config.server, list) else str(config.server).split(",")
-    urls = list(dict.fromkeys(url.strip() for url in given if url.strip()))
+def servers_of(config: AnswersConfig) -> list[_Server]:
+    """The servers, each once."""
+    urls = config.server if isinstance(config.server, list) else str(config.server).split(",")
+    urls = list(dict.fromkeys(url.strip() for url in urls if url.strip()))
     if not urls:
         raise ValueError(f"server must name at least one URL, not {config.server!r}")
-    return urls
+    return [_Server(OpenAIServer.at(url, config.request_seconds)) for url in urls]
 
 
 def _squeezed(text: str) -> str:
@@ -563,25 +559,3 @@ def _squeezed(text: str) -> str:
 def _shown(value: Any) -> str:
     """Quote what a server sent: one line, without control characters."""
     return repr(str(value)[:SHOWN])
-
-
-def _without_keys(text: str, server: str) -> str:
-    """A text of a server without the key and the password of its address, which it may repeat."""
-    secrets = [os.environ.get(KEY), *_secrets_of(server)]
-    for secret in sorted(filter(None, secrets), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
-
-
-def _secrets_of(address: str) -> list[str | None]:
-    """Secrets of an address, as they are written and as they are meant: a password, keys in its query."""
-    try:
-        parts = urlsplit(address)
-    except ValueError:
-        return []
-    user, password = unquote(parts.username or ""), unquote(parts.password or "")
-    secrets = [parts.password or parts.username, password or user]
-    secrets += [value for _, value in parse_qsl(parts.query) if len(value) > 3]
-    if user:  # as the client sends it
-        secrets.append(base64.b64encode(f"{user}:{password}".encode()).decode())
-    return secrets

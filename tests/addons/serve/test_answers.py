@@ -15,20 +15,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("openai")
-
 from helpers import build_tokenizer
 
+from headstart.addons import openai_server
+from headstart.addons.serve import answers as served
+from headstart.addons.serve.answers import ask_servers
+from headstart.addons.serve.options import AnswersConfig
 from headstart.inference import tokenizer_provenance
 from headstart.inference.chat_template import prompt_ids
 from headstart.scripts.command_line import options
 from headstart.stopping import Stopped
-from headstart.train.config import SelfMadeConfig
-from headstart.train.data import server_answers as served
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import check_row, open_source, read_conversations
-from headstart.train.data.self_made import make_conversations
 
 
 def completion(text, reason="stop"):
@@ -96,7 +94,7 @@ def server():
 def config(server, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(20)), encoding="utf-8")
-    return SelfMadeConfig(
+    return AnswersConfig(
         target="served-model",
         output=str(tmp_path / "out" / "made.jsonl"),
         prompts=str(prompts),
@@ -113,11 +111,11 @@ def rows_of(config):
 
 
 def changed(config, **changes):
-    return SelfMadeConfig(**{**vars(config), **changes})
+    return AnswersConfig(**{**vars(config), **changes})
 
 
 def test_every_prompt_is_asked_once_with_the_settings(config, server, tokenizer):
-    path = make_conversations(config)
+    path = ask_servers(config)
     rows = rows_of(config)
     assert sorted(row["number"] for row in rows) == list(range(20))
     for row in rows:
@@ -138,14 +136,14 @@ def test_every_prompt_is_asked_once_with_the_settings(config, server, tokenizer)
         }
     assert encode(read_conversations(str(path))[0], tokenizer, frozenset({tokenizer.eos_token_id}), 100)
     asked = len(server.asked)
-    make_conversations(config)  # finished: nothing is asked again
+    ask_servers(config)  # finished: nothing is asked again
     assert len(server.asked) == asked
 
 
 def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
     rows = [{"prompt": "one", "temperature": 0.0, "kind": "short"}, {"prompt": "two", "follow_up": "and then?"}]
     Path(config.prompts).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    make_conversations(config)
+    ask_servers(config)
     one, two = sorted(rows_of(config), key=lambda row: row["number"])
     assert (one["kind"], one["temperature"], len(one["messages"])) == ("short", 0.0, 2)
     assert (two["temperature"], two["tokens"]) == (0.5, 5)  # "echo two" and "echo and then?"
@@ -155,7 +153,7 @@ def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
 
 @pytest.mark.parametrize(("thinking", "sent"), [(None, None), (False, {"enable_thinking": False})])
 def test_thinking_is_for_the_servers_template(config, server, thinking, sent):
-    make_conversations(changed(config, thinking=thinking, conversations=2))
+    ask_servers(changed(config, thinking=thinking, conversations=2))
     assert [body.get("chat_template_kwargs") for body in server.asked] == [sent, sent]
 
 
@@ -167,13 +165,12 @@ def test_as_many_are_asked_at_once_as_the_batch_is_large(config, server):
         return completion("a b c")
 
     server.reply = together
-    make_conversations(config)
+    ask_servers(config)
     assert server.most == 4
 
 
 def test_an_overloaded_server_is_asked_again(config, server, monkeypatch):
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
-    monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.02)
+    monkeypatch.setattr(openai_server, "FIRST_PAUSE", 0.01)
     tried, lock = Counter(), threading.Lock()
 
     def overloaded(server, body):
@@ -185,7 +182,7 @@ def test_an_overloaded_server_is_asked_again(config, server, monkeypatch):
         return completion("here you are")
 
     server.reply = overloaded
-    make_conversations(config)
+    ask_servers(config)
     assert len(rows_of(config)) == 20 and set(tried.values()) == {3}
 
 
@@ -196,7 +193,7 @@ def test_a_prompt_that_the_server_refuses_is_left_out_and_named(config, server, 
         return completion("fine, then")
 
     server.reply = choosy
-    make_conversations(config)
+    ask_servers(config)
     assert {row["number"] for row in rows_of(config)} == set(range(20)) - {13}
     assert "prompt 13 is left out, the server refuses it" in capsys.readouterr().out
 
@@ -225,11 +222,11 @@ def test_a_server_that_fails_or_talks_nonsense_is_named_and_what_it_answered_sta
 
     server.reply = breaks
     with pytest.raises(ValueError, match=words):
-        make_conversations(config)
+        ask_servers(config)
     kept = {row["number"] for row in rows_of(config)}
     assert len(kept) == 6
     server.reply, server.asked = lambda server, body: completion("one two three"), []
-    make_conversations(config)
+    ask_servers(config)
     assert {row["number"] for row in rows_of(config)} == set(range(20))
     assert not {f"question {number}" for number in kept} & set(server.contents)
 
@@ -260,16 +257,16 @@ def test_a_malformed_answer_is_one_line_that_says_what_is_wrong(config, server, 
     _, row = completion("fine")
     server.reply = lambda server, body: (200, {**row, **change} if isinstance(change, dict) else change)
     with pytest.raises(ValueError, match=r"answered prompt \d+ with .*, which is no chat completion: ") as error:
-        make_conversations(config)
+        ask_servers(config)
     assert re.search(words, str(error.value)) and "\n" not in str(error.value)
 
 
 def test_what_a_server_sends_is_shown_without_control_characters_and_key(config, server, monkeypatch):
-    monkeypatch.setenv(served.KEY, "sk-secret")
+    monkeypatch.setenv(openai_server.KEY, "sk-secret")
     server.reply = lambda server, body: (401, {"error": {"message": "\x1b]0;owned\x07 bad key sk-secret\n"}})
     address = server.url.replace("http://", "http://user:password@")
     with pytest.raises(ValueError, match="failed at prompt") as error:
-        make_conversations(changed(config, server=address))
+        ask_servers(changed(config, server=address))
     told = str(error.value)
     assert "bad key ***" in told and server.url in told
     assert "\x1b" not in told and "\n" not in told and "password" not in told
@@ -279,17 +276,17 @@ def test_what_a_server_sends_is_shown_without_control_characters_and_key(config,
 def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, capsys, status):
     """Not even where the server repeats what it was sent."""
     monkeypatch.setattr(served, "RETRIES", 0)
-    monkeypatch.setenv(served.KEY, "sk-CANARY")
+    monkeypatch.setenv(openai_server.KEY, "sk-CANARY")
     basic = base64.b64encode(b"me:PASS/CANARY").decode()
     said = f"Bearer sk-CANARY Basic {basic} at PASS%2FCANARY PASS/CANARY \x1b[2J"
     server.reply = lambda *_: (status, {"error": {"message": said}} if status != 200 else said)
     config = changed(config, server=server.url.replace("://", "://me:PASS%2FCANARY@"))
     told = ""
     if status == 400:  # each prompt is refused
-        make_conversations(config)
+        ask_servers(config)
     else:
         with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:\d+/v1 (failed at|answered) prompt") as caught:
-            make_conversations(config)
+            ask_servers(config)
         told = str(caught.value)
         assert caught.value.__cause__ is None
     told += capsys.readouterr().out
@@ -301,8 +298,8 @@ def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, c
 
 def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
     monkeypatch.setattr(served, "RETRIES", 0)
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 failed at prompt \d.*Connection error"):
-        make_conversations(changed(config, server="http://127.0.0.1:9/v1"))
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 failed at prompt \d.*cannot be reached"):
+        ask_servers(changed(config, server="http://127.0.0.1:9/v1"))
 
 
 def test_stopped_it_goes_on_with_what_is_missing(config, server, monkeypatch):
@@ -317,12 +314,12 @@ def test_stopped_it_goes_on_with_what_is_missing(config, server, monkeypatch):
 
     server.reply = slow
     with pytest.raises(Stopped, match=r"stopped after \d+ of 20 prompts"):
-        make_conversations(config)
+        ask_servers(config)
     before = {row["number"] for row in rows_of(config)}
     with Path(config.output).open("a", encoding="utf-8") as file:
         file.write('{"number": 3, "half')  # a kill in the middle of a line
     server.reply, server.asked = lambda server, body: completion("slow but sure"), []
-    make_conversations(config)
+    ask_servers(config)
     assert sorted(row["number"] for row in rows_of(config)) == list(range(20))
     assert len(server.asked) == 20 - len(before)
 
@@ -337,17 +334,17 @@ def test_answers_that_say_nothing_are_dropped(config, server):
         return status, row
 
     server.reply = empty
-    make_conversations(config)
+    ask_servers(config)
     assert {row["number"] for row in rows_of(config)} == set(range(20)) - {1, 2, 3}
     assert not any(row["finished"] for row in rows_of(config))  # cut off: the end token is the template's
 
 
 @pytest.mark.parametrize(("change", "words"), [({"temperature": 0.6}, "temperature = 0.5, not 0.6")])
 def test_a_file_of_other_options_is_refused(config, change, words):
-    make_conversations(config)
+    ask_servers(config)
     with pytest.raises(ValueError, match=words):
-        make_conversations(changed(config, **change))
-    make_conversations(changed(config, batch_size=9))
+        ask_servers(changed(config, **change))
+    ask_servers(changed(config, batch_size=9))
 
 
 def test_a_server_needs_prompts_and_takes_no_head(config):
@@ -397,7 +394,7 @@ def test_token_ids_of_a_server_are_what_is_trained_on(with_tokenizer, server, se
         return status, row
 
     server.reply = reply
-    path = make_conversations(with_tokenizer)
+    path = ask_servers(with_tokenizer)
     assert len(rows_of(with_tokenizer)) == 20
     for where, row in open_source(str(path)).read():
         (example,) = encode(check_row(row, where), served_tokenizer, eos, 1000)
@@ -417,7 +414,7 @@ def test_a_server_that_refuses_to_return_token_ids_is_asked_without(with_tokeniz
         return completion("fine, then")
 
     server.reply = strict
-    make_conversations(with_tokenizer)
+    ask_servers(with_tokenizer)
     assert len(rows_of(with_tokenizer)) == 20
     assert not any("input_ids" in row for row in rows_of(with_tokenizer))
 
@@ -432,7 +429,7 @@ def test_token_ids_of_another_tokenizer_are_refused(with_tokenizer, server, serv
     with pytest.raises(
         ValueError, match=r"are those of another tokenizer than .*answered 'one two', and they decode to"
     ):
-        make_conversations(with_tokenizer)
+        ask_servers(with_tokenizer)
 
 
 def test_a_server_that_renders_prompts_otherwise_is_told_once(with_tokenizer, server, served_tokenizer, capsys):
@@ -443,7 +440,7 @@ def test_a_server_that_renders_prompts_otherwise_is_told_once(with_tokenizer, se
         return status, row
 
     server.reply = reply
-    make_conversations(with_tokenizer)
+    ask_servers(with_tokenizer)
     assert capsys.readouterr().out.count("renders prompts otherwise than the chat template of") == 1
     assert len(rows_of(with_tokenizer)) == 20
 
@@ -456,25 +453,25 @@ def test_resumed_rows_keep_to_their_kind_and_their_tokenizer(with_tokenizer, ser
         return status, row
 
     gives, server.reply = True, reply
-    make_conversations(changed(with_tokenizer, conversations=5))
+    ask_servers(changed(with_tokenizer, conversations=5))
     build_tokenizer().save_pretrained(tmp_path / "other")
     settings = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     a, b = settings["model"]["vocab"]["a"], settings["model"]["vocab"]["b"]
     settings["model"]["vocab"] |= {"a": b, "b": a}
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="holds token ids of a tokenizer with the fingerprint"):
-        make_conversations(changed(with_tokenizer, tokenizer=str(tmp_path / "other")))
+        ask_servers(changed(with_tokenizer, tokenizer=str(tmp_path / "other")))
     gives = False
     with pytest.raises(ValueError, match=r"answered prompt \d+ without token ids, which the other rows"):
-        make_conversations(with_tokenizer)
+        ask_servers(with_tokenizer)
     gives = True
-    make_conversations(with_tokenizer)
+    ask_servers(with_tokenizer)
     assert sorted(row["number"] for row in rows_of(with_tokenizer)) == list(range(20))
     assert all("input_ids" in row for row in rows_of(with_tokenizer))
 
 
 def test_a_conversation_of_several_sequences_cut_in_between_is_answered_again(config, server):
-    make_conversations(changed(config, conversations=2))
+    ask_servers(changed(config, conversations=2))
     lines = Path(config.output).read_text(encoding="utf-8").splitlines()
     first = {**json.loads(lines[0]), "sequence": 1, "sequences": 2}
     second = {**json.loads(lines[1]), "sequence": 1, "sequences": 2}
@@ -482,7 +479,7 @@ def test_a_conversation_of_several_sequences_cut_in_between_is_answered_again(co
     text = "".join(json.dumps(row) + "\n" for row in [*whole, second])
     Path(config.output).write_text(text, encoding="utf-8")
     server.asked = []
-    make_conversations(changed(config, conversations=2))
+    ask_servers(changed(config, conversations=2))
     assert server.contents == [f"question {second['number']}"]
     assert [row["number"] for row in rows_of(config)] == [first["number"]] * 2 + [second["number"]]
 
@@ -502,7 +499,7 @@ def test_every_turn_is_answered_anew_on_the_new_history(with_tokenizer, server, 
         return status, row
 
     server.reply = reply
-    make_conversations(with_tokenizer)
+    ask_servers(with_tokenizer)
     answers = [{"role": "assistant", "content": f"echo {text}"} for text in ("one", "two")]
     assert [body["messages"] for body in server.asked] == [turns[:1], [turns[0], answers[0], turns[1]]]
     (row,) = rows_of(with_tokenizer)
@@ -524,13 +521,13 @@ def test_tools_are_sent_and_a_call_ends_the_conversation(config, server):
         return status, row
 
     server.reply = reply
-    make_conversations(config)
+    ask_servers(config)
     (row,) = rows_of(config)
     assert server.asked[0]["tools"] == rows[0]["tools"] and len(server.asked) == 1
     assert row["messages"][1]["tool_calls"] == calls and row["finished"]
     calls[0]["function"]["arguments"] = "{"  # no JSON
     Path(config.output).unlink()
-    make_conversations(config)
+    ask_servers(config)
     assert rows_of(config) == []
 
 
@@ -559,7 +556,7 @@ def test_reasoning_that_a_server_tells_apart_is_trained_on(with_tokenizer, serve
     server.reply = lambda server, body: replies.get(
         body["messages"][0]["content"], reasoned("yes", "hm, so", name=name)
     )
-    make_conversations(changed(with_tokenizer, thinking=True, batch_size=1))
+    ask_servers(changed(with_tokenizer, thinking=True, batch_size=1))
     rows = rows_of(with_tokenizer)
     assert {row["number"] for row in rows} == set(range(20)) - {1, 2}  # what was written there is not known
     for row in rows:
@@ -571,7 +568,7 @@ def test_reasoning_that_a_server_tells_apart_is_trained_on(with_tokenizer, serve
 @pytest.mark.parametrize("options", [{"thinking": True}, {"template_kwargs": {"thinking": True}}])
 def test_thinking_without_reasoning_is_refused_at_the_first_answer(with_tokenizer, server, options):
     with pytest.raises(ValueError, match=r"answered prompt \d without the reasoning that was asked for"):
-        make_conversations(changed(with_tokenizer, **options))
+        ask_servers(changed(with_tokenizer, **options))
     assert rows_of(with_tokenizer) == []
 
 
@@ -580,7 +577,7 @@ def test_reasoning_that_the_template_loses_is_refused(with_tokenizer, server, se
     served_tokenizer.save_pretrained(with_tokenizer.tokenizer)
     server.reply = lambda server, body: reasoned("yes", "hm, so")
     with pytest.raises(ValueError, match="leaves out their reasoning_content, such as 'hm, so'; take a server that"):
-        make_conversations(with_tokenizer)
+        ask_servers(with_tokenizer)
 
 
 def test_what_a_server_that_dies_was_asked_goes_to_the_others(config, server, monkeypatch, capsys):
@@ -598,7 +595,7 @@ def test_what_a_server_that_dies_was_asked_goes_to_the_others(config, server, mo
             return completion("from the second")
 
         server.reply, other.reply = dies, slow
-        make_conversations(changed(config, server=f"{server.url},{other.url}"))
+        ask_servers(changed(config, server=f"{server.url},{other.url}"))
         other.shutdown()
     rows = rows_of(config)
     assert sorted(row["number"] for row in rows) == list(range(20))
@@ -619,7 +616,7 @@ def test_each_server_answers_a_batch_at_once(config, server):
             return completion("a b c")
 
         server.reply = other.reply = together
-        make_conversations(changed(config, server=[server.url, other.url]))
+        ask_servers(changed(config, server=[server.url, other.url]))
         assert (server.most, other.most) == (4, 4)
         other.shutdown()
 
@@ -634,11 +631,11 @@ def test_all_servers_dead_the_last_one_is_named_and_what_was_answered_stays(conf
 
     server.reply = dies
     with pytest.raises(ValueError, match=r"failed at prompt \d+"):
-        make_conversations(changed(config, server=f"{server.url}, http://127.0.0.1:9/v1"))
+        ask_servers(changed(config, server=f"{server.url}, http://127.0.0.1:9/v1"))
     kept = {row["number"] for row in rows_of(config)}
     assert 1 <= len(kept) < 20
     server.dead, server.reply = False, lambda server, body: completion("a b c")
-    make_conversations(config)
+    ask_servers(config)
     assert {row["number"] for row in rows_of(config)} == set(range(20))
 
 
@@ -651,36 +648,40 @@ def test_an_answer_that_takes_too_long_is_given_up(config, server, monkeypatch):
 
     server.reply = slow
     with pytest.raises(ValueError, match=r"failed at prompt \d+.*timed out"):
-        make_conversations(changed(config, request_seconds=1.0))
+        ask_servers(changed(config, request_seconds=1.0))
 
 
 def test_a_file_of_the_model_in_this_process_is_not_continued_by_servers(config):
-    make_conversations(changed(config, conversations=2))
+    ask_servers(changed(config, conversations=2))
     state = Path(config.output + ".state.json")
     state.write_text(json.dumps({**json.loads(state.read_text()), "progress": {}}), encoding="utf-8")
     with pytest.raises(ValueError, match="begun with the model in this process"):
-        make_conversations(config)
+        ask_servers(config)
 
 
 def test_a_file_of_text_by_an_earlier_version_is_refused_unless_it_is_finished(config):
-    make_conversations(changed(config, conversations=5))
+    ask_servers(changed(config, conversations=5))
     state = Path(config.output + ".state.json")
     state.write_text(json.dumps({"options": json.loads(state.read_text())["options"]}), encoding="utf-8")
-    make_conversations(changed(config, conversations=5))
+    ask_servers(changed(config, conversations=5))
     with pytest.raises(ValueError, match="begun by an earlier version of headstart"):
-        make_conversations(config)
+        ask_servers(config)
+
+
+def names_of(config):
+    return [server.name for server in served.servers_of(config)]
 
 
 def test_servers_are_named_by_a_text_or_a_list_each_once(config, server, tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("server: [http://a/v1, 'http://b/v1']\n", encoding="utf-8")
     given = ["--target", "t", "--output", "o", "--prompts", "p"]
-    listed = options(SelfMadeConfig, "data", None, [*given, "--config", str(file)])
-    assert served.urls_of(listed) == ["http://a/v1", "http://b/v1"]
-    written = options(SelfMadeConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"])
-    assert served.urls_of(written) == ["http://a/v1", "http://b/v1"]
+    listed = options(AnswersConfig, "data", None, [*given, "--config", str(file)])
+    assert names_of(listed) == ["http://a/v1", "http://b/v1"]
+    written = options(AnswersConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"])
+    assert names_of(written) == ["http://a/v1", "http://b/v1"]
     for nothing in (" ,", []):
         with pytest.raises(ValueError, match="server must name at least one URL, not"):
-            make_conversations(changed(config, server=nothing))
+            ask_servers(changed(config, server=nothing))
     with pytest.raises(ValueError, match="tokenizer 'x' is that of a server's model"):
         changed(config, server=None, tokenizer="x")

@@ -21,14 +21,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...heads.base import TargetInfo, TargetModules
-from ..data.chat_template import Example
-from ..data.token_cache import conversations_of
-from .sources import States, StateSource
+from ...inference.target import Target
+from ...train.data.chat_template import Example
+from ...train.data.token_cache import conversations_of
+from ...train.features.sources import States, StateSource
 
 NAME = re.compile(r"hs_(\d+)\.safetensors")
 WORSE = 2.0
@@ -95,7 +97,7 @@ class ServerLayers:
         if tokens_T is not None and not torch.equal(found_T[:count], tokens_T):
             raise ValueError(f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}")
         if not states_TLD.isfinite().all():
-            raise ValueError(f"{path} has hidden_states that are no numbers")
+            raise ValueError(f"{path} has hidden_states that contain NaN or infinity")
         return found_T[:count], states_TLD[:, list(self.columns)]
 
     def check_last(self, states_TLD: Tensor, example: Example, modules: TargetModules, where: str) -> None:
@@ -159,7 +161,7 @@ class FileStates(StateSource):
             raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
         self.numbers_N: NDArray[np.int64] = np.array(sorted(numbers), np.int64)
 
-    def check(self, examples: Sequence[Example], what: str) -> None:
+    def require(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
         """Refuse, by name, sequences that have no file, or share one."""
         wanted_N = conversations_of(examples)
         lacking_N = wanted_N[~np.isin(wanted_N, self.numbers_N)]
@@ -183,8 +185,8 @@ class FileStates(StateSource):
         _, states_TLD = self.given.read(path, tokens_T, f" from conversation {conversation}")
         return states_TLD, None
 
-    def check_first(self, example: Example, modules: TargetModules) -> None:
-        """Read one file; a ValueError for what is wrong with it, and so probably with all."""
+    def try_first(self, target: Target, example: Example) -> None:
         tokens_T = torch.tensor(example.tokens)
         states_TLD, _ = self.states(tokens_T, example.conversation)
-        self.given.check_last(states_TLD, example, modules, f"hs_{example.conversation}.safetensors")
+        name = f"hs_{example.conversation}.safetensors"
+        self.given.check_last(states_TLD, example, target.modules, name)

@@ -9,14 +9,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
+from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig
+from headstart.addons.serve.state_files import FileStates, ServerLayers
 from headstart.heads import build_head
 from headstart.inference.feature_cache import FeatureCache
-from headstart.train.config import FeaturesConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.by_mode import import_states
 from headstart.train.features.online import CachedFeatures, online_features
-from headstart.train.features.server_states import FileStates, ServerLayers
 
 LAYERS = [3, 1, 2]
 """What the files hold: what leaves the last of three blocks, and the inputs of blocks 1 and 2, our 0 and 1."""
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
     cases = [
         ({"hidden_states": states[:, :2].clone()}, rf"hidden_states of \[{length}, 2, 32\], not \[{length}, 3, 32\]"),
         ({"hidden_states": states[:-1].clone()}, rf"hidden_states of \[{length - 1}, 3, 32\]"),
-        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that are no numbers"),
+        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that contain NaN"),
         ({"hidden_states": states, "token_ids": torch.full((length,), 24)}, "outside the vocabulary of 24"),
         (
             {"token_ids": torch.tensor([9, *examples[1].tokens[1:]]) % 24},
@@ -155,4 +155,4 @@ def test_a_longer_file_serves_a_sequence_that_is_cut_here(target, head, source, 
 def test_options_that_do_not_go_together_are_refused(run_options, tmp_path, given, message):
     config = run_options(tmp_path, 1)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(config, features=FeaturesConfig(**given))
+        ServedTrainConfig(**{**vars(config), "features": ServedFeaturesConfig(**given)})

@@ -209,7 +209,7 @@ def test_the_page_and_the_file_say_the_same(config, tmp_path, capsys):
 WRONG = {
     "an option 'prompts'": {"prompts": []},
     "server needs both": {"engine": "server", "drafter": None},
-    "what was given is none": {"server": "localhost:8000", "model": "m", "drafter": None},
+    "server must be a URL": {"server": "localhost:8000", "model": "m", "drafter": None},
     "say in which one it computes": {"server": "http://h/v1", "model": "m", "drafter": None, "dtype": "auto"},
     "leave them out": {"model": "m"},
     "only headstart takes one": {"engine": "transformers"},

@@ -7,30 +7,29 @@ these, the answer's text is tokenized here.
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from headstart.inference.certificate import Path
-from headstart.inference.messages import Messages
+from ...inference.messages import Messages
+from ...inference.models.loading import locate
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.target import Target
+from ..openai_server import OpenAIServer, ServerError
+from .certificate import Path
 
-KEY = "OPENAI_API_KEY"
-"""Environment variable that holds the server's API key, if it requires one."""
 RETRIES = 3
 """Repetitions of a request after a transient error, with exponential backoff."""
 TOKENS = 16384
 """Tokens of all rows that are generated at once in this process."""
-SECONDS = 600.0
-"""Longest time for one answer of a server."""
+SHOWN = 300
+"""Characters of what a server sent that an error shows."""
 IDS_BY = ("token ids", "token texts", "text")
 """How the tokens of an answer are known, best first."""
 
@@ -73,6 +72,10 @@ class Asked:
     """Tokens of each sampled continuation."""
     seed: int
     """Of draws; a server chooses its own where it is 0."""
+    draws: int
+    """Continuations of each sampled prompt; 0 for greedy answers alone."""
+    sample_prompts: int
+    """Number of prompts, the first ones, after which continuations are drawn."""
 
 
 class Engine(Protocol):
@@ -138,37 +141,58 @@ class LocalEngine:
         return tuple(row)
 
 
-@dataclass(frozen=True)
-class Address:
-    """A server's URL, apart from what must not be shown."""
+def transformers_engine(target: Target, asked: Asked, assistant: Target | None) -> LocalEngine:
+    """The `generate` of transformers, assisted by a smaller model or not."""
+    without_defaults(target)
+    model: Any = target.model
+    more: dict[str, Any] = {}
+    most_rows = LocalEngine.most_rows
+    if assistant is not None:
+        more["assistant_model"] = assistant.model
+        most_rows = 1  # assisted decoding takes a single row
+    torch.manual_seed(asked.seed)  # it samples with the global generator
 
-    base: str
-    """URL without user, password and query."""
-    headers: dict[str, str] = field(default_factory=dict, repr=False)
-    query: dict[str, object] = field(default_factory=dict, repr=False)
+    def generate(ids_BT: Tensor, **settings: Any) -> Tensor:
+        sequences_BT: Tensor = model.generate(ids_BT, **settings, **more)
+        return sequences_BT
 
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """Take a URL apart.
+    return LocalEngine(generate, asked, target.end_tokens, target.device, most_rows)
 
-        Raises:
-            ValueError: not a URL of HTTP; the message shows nothing of it that may be secret.
-        """
+
+def headstart_engine(lm: SpeculativeLM, asked: Asked) -> LocalEngine:
+    """This package's decoder."""
+    target = lm.target
+    without_defaults(target)
+    generator = torch.Generator(target.device).manual_seed(asked.seed)
+
+    def generate(ids_BT: Tensor, **settings: Any) -> Tensor:
+        return lm.generate(ids_BT, generator=generator, **settings).sequences
+
+    return LocalEngine(generate, asked, target.end_tokens, target.device)
+
+
+def without_defaults(target: Target) -> None:
+    """Take a model's own logits processors away: some engines would apply them and others would not."""
+    ends = target.end_tokens
+    target.model.generation_config = GenerationConfig(
+        eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=0)
+    )
+
+
+def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens at which a target ends a text, before it is loaded."""
+    folder, gguf = locate(source)
+    ends: Any = None
+    if gguf is None:
         try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError as error:
-            raise ValueError("server must be a URL such as http://HOST:8000/v1, with a number as its port") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("server must be a URL such as http://HOST:8000/v1; what was given is none")
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        place = host if port is None else f"{host}:{port}"
-        headers = {}
-        if parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        base = urlunsplit((parts.scheme, place, parts.path.rstrip("/"), "", ""))
-        return cls(base, headers, dict(parse_qsl(parts.query)))
+            ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        except OSError:  # a model need not have one
+            ends = None
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(ends if isinstance(ends, list) else [ends])
 
 
 class ServerEngine:
@@ -176,7 +200,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        address: Address,
+        server: OpenAIServer,
         model: str,
         endpoint: Literal["completions", "chat"],
         asked: Asked,
@@ -187,14 +211,9 @@ class ServerEngine:
         """Connect; `template` are variables for the chat template of a server that renders prompts itself.
 
         Raises:
-            ValueError: the package openai is not installed, or the server does not serve the model.
+            ValueError: the server cannot be reached, or does not serve the model.
         """
-        try:
-            from openai import OpenAI
-        except ImportError as error:
-            raise ValueError("a server is asked by the package openai: pip install 'headstart[server]'") from error
-
-        self.address = address
+        self.server = server
         self.model = model
         self.endpoint = endpoint
         self.asked = asked
@@ -203,22 +222,14 @@ class ServerEngine:
         self.template = template
         self.told = ""
         """What the server says it is."""
-        self.client = OpenAI(
-            base_url=address.base,
-            api_key=os.environ.get(KEY, "none"),
-            default_headers=address.headers,
-            default_query=address.query,
-            max_retries=RETRIES,
-            timeout=SECONDS,
-        )
         self._check_model()
 
     def _check_model(self) -> None:
-        reply = self._request("get", "/models")
+        reply = self._request("/models")
         served = [row.get("id") for row in _rows(reply, "data")]
         if self.model not in served:
             names = ", ".join(map(str, served)) or "none"
-            raise ValueError(f"{self.address.base} does not serve {self.model!r}; choose from {names}")
+            raise ValueError(f"{self.server.name} does not serve {self.model!r}; choose from {names}")
 
     def greedy(self, prompt: Prompt) -> Answer:
         body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
@@ -263,10 +274,10 @@ class ServerEngine:
             body["messages"] = prompt.messages
             if self.template:
                 body["chat_template_kwargs"] = self.template
-            reply = self._request("post", "/chat/completions", body)
+            reply = self._request("/chat/completions", body)
         else:
             body["prompt"] = prompt.ids
-            reply = self._request("post", "/completions", body)
+            reply = self._request("/completions", body)
         self.told = str(reply.get("system_fingerprint") or self.told)
         choices = _rows(reply, "choices")
         if not choices:
@@ -274,37 +285,31 @@ class ServerEngine:
         read = reply.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
         if isinstance(read, list) and read != prompt.ids:
             raise ValueError(
-                f"{self.address.base} read a prompt as {len(read)} other tokens than the target's chat template makes "
+                f"{self.server.name} read a prompt as {len(read)} other tokens than the target's chat template makes "
                 f"here ({len(prompt.ids)}); is it the same model, and the same chat template?"
             )
         return choices
 
-    def _request(self, method: Literal["get", "post"], path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the server answers; a ValueError in one line for anything else."""
-        from openai import APIConnectionError, APIStatusError, APITimeoutError, OpenAIError
-
-        where = self.address.base
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that the server answers; a ValueError in one line for anything else."""
         try:
-            if method == "get":
-                reply = self.client.get(path, cast_to=object)
-            else:
-                reply = self.client.post(path, body=body, cast_to=object)
-        except APITimeoutError as error:
-            raise ValueError(f"{where} did not answer in {SECONDS:.0f} seconds, {RETRIES + 1} times") from error
-        except APIConnectionError as error:
-            raise ValueError(f"{where} cannot be reached: {error.__cause__ or error}") from error
-        except APIStatusError as error:
-            told = " ".join(str(error.message).split())[:300]
-            raise ValueError(f"{where}{path} answered with status {error.status_code}: {told}") from error
-        except (OpenAIError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where}{path} answered with no JSON: {type(error).__name__}") from error
+            text = self.server.ask(path, body, RETRIES)
+        except ServerError as error:
+            told = " ".join(error.told.split())[:SHOWN]
+            if error.status is None:
+                raise ValueError(f"{self.server.name} {told}") from None
+            raise ValueError(f"{self.server.name}{path} answered with status {error.status}: {told}") from None
+        try:
+            reply = json.loads(text)
+        except ValueError:
+            raise self._malformed(text) from None
         if not isinstance(reply, dict):
             raise self._malformed(reply)
         return reply
 
     def _malformed(self, reply: Any) -> ValueError:
         shown = " ".join(str(reply).split())[:200]
-        return ValueError(f"{self.address.base} answered with what is no completion: {shown!r}")
+        return ValueError(f"{self.server.name} answered with what is no completion: {shown!r}")
 
     def _answer(self, choice: dict[str, Any]) -> Answer:
         """An answer by the best description that the server gave of its tokens."""
@@ -327,7 +332,7 @@ class ServerEngine:
         size = len(self.tokenizer)
         if any(not 0 <= token < max(size, self.tokenizer.vocab_size) for token in ids):
             raise ValueError(
-                f"{self.address.base} answered with token {max(ids)}, outside of the target's {size}: another model?"
+                f"{self.server.name} answered with token {max(ids)}, outside of the target's {size}: another model?"
             )
         if values is None or len(values) != len(ids):
             values = None

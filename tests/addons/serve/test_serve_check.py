@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from headstart.addons.serve.comparison import in_vllm
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
@@ -151,4 +152,4 @@ def test_an_answer_that_is_none_is_one_line(answer, tmp_path):
     python.write_text(f'#!/bin/sh\ncp {tmp_path / "answer"} "$3"\n')
     python.chmod(0o700)
     with pytest.raises(ValueError, match=r"the answer of vLLM's process (cannot be read|is not whole)"):
-        serve_check.in_vllm(python, tmp_path, {"runs": [{}], "prompts": [[1]]})
+        in_vllm(python, tmp_path, {"runs": [{}], "prompts": [[1]]})

@@ -1,6 +1,6 @@
 """vLLM's connector of hidden states, for a vLLM that runs on a CPU; on a GPU vLLM's own does the same.
 
-    PYTHONPATH=scripts python -m vllm.entrypoints.openai.api_server --model TARGET --speculative-config '{
+    PYTHONPATH=addons/serve/in_vllm python -m vllm.entrypoints.openai.api_server --model TARGET --speculative-config '{
         "method": "extract_hidden_states", "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27, 30]}}}'
         --kv-transfer-config '{"kv_connector": "CPUHiddenStatesConnector", "kv_role": "kv_producer",

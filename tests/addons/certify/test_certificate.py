@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from headstart.inference.certificate import (
+from headstart.addons.certify.certificate import (
     ALPHA,
     POWER,
     BestScores,

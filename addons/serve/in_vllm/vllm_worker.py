@@ -1,4 +1,4 @@
-"""Runs of vLLM, in an environment of its own: `python vllm_worker.py REQUEST.json ANSWER.json`; see serve_check.py.
+"""Runs of vLLM, in an environment of its own: `python vllm_worker.py REQUEST.json ANSWER.json`; see ../comparison.py.
 
 The request holds `target` (a folder), `max_new_tokens`, `prompts` as token ids, and `runs`: for
 each `head` (a folder, null for none), `method` and `draft_length`. The answer holds vLLM's

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
-from headstart.inference.certificate import BestScores, NextToken, Path, counts_by_path
-from headstart.inference.logits import PREFIX_FREE
+from ...inference.logits import PREFIX_FREE
+from .certificate import BestScores, NextToken, Path, counts_by_path
 
 ROWS = 32
 """Paths that one forward reads."""

@@ -1,0 +1,149 @@
+"""The judgement: what an engine generated, read again by the target, in its dtype for rounding and in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ...console import counted
+from ...heads.base import dtype_name
+from ...inference.target import Target
+from .certificate import (
+    BestScores,
+    GreedyResult,
+    NextToken,
+    Path,
+    SamplingResult,
+    judge_answer,
+    judge_greedy,
+    judge_sampling,
+)
+from .engines import IDS_BY, Answer, Asked, Engine, Prompt, UnknownTokens
+from .reference import (
+    greedy_processors,
+    next_tokens,
+    one_token_scores,
+    processed,
+    sampling_processors,
+    whole_logits,
+)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """All that an engine generated."""
+
+    answers: list[Answer]
+    rows: list[list[Path]]
+    """Continuations of the sampled prompts."""
+    untested: list[str]
+    """What could not be asked of the engine."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The target as it judges: its model in the engine's dtype, without what an engine adds to it."""
+
+    model: Any
+    end_tokens: frozenset[int]
+    provenance: dict[str, Any]
+
+    @classmethod
+    def of(cls, target: Target) -> Weights:
+        """Those of a target."""
+        return cls(target.model, target.end_tokens, target.provenance)
+
+    @property
+    def dtype(self) -> str:
+        """The engine's dtype."""
+        return str(self.provenance["dtype"])
+
+
+def generate_all(engine: Engine, prompts: list[Prompt], asked: Asked) -> Generated:
+    """The engine's greedy answers to all prompts, and its continuations of the first ones."""
+    answers = [engine.greedy(prompt) for prompt in counted(prompts, "greedy answers")]
+    if not asked.draws:
+        return Generated(answers, [], ["sampling: no draws were asked for"])
+    rows: list[list[Path]] = []
+    try:
+        for prompt in counted(prompts[: asked.sample_prompts], "sampled prompts"):
+            rows.append(engine.draws(prompt, asked.draws))
+    except UnknownTokens as error:
+        return Generated(answers, [], [f"sampling: {error}, and the tokens of a text are not known for certain"])
+    return Generated(answers, rows, [])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Both parts of it, and what servers tell of themselves."""
+
+    greedy: GreedyResult
+    sampling: SamplingResult | None
+    answers: list[Answer]
+    log_prob_differences: list[float]
+    """Between the engine's own log-probabilities of its tokens and the reference's, where the
+    engine gives them."""
+
+
+def judge(
+    prompts: list[Prompt],
+    generated: Generated,
+    weights: Weights,
+    asked: Asked,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Judgement:
+    """Read all that was generated twice: in the engine's dtype, for its rounding, and in float32.
+
+    The same weights are converted in between, so that the model is held once.
+    """
+    gc.collect()  # the engine is gone
+    model = weights.model
+    greedily = greedy_processors(asked.repetition_penalty)
+    warped = sampling_processors(asked.temperature or 1.0, asked.top_k, asked.top_p, asked.repetition_penalty)
+    sampled = list(zip(prompts, generated.rows, strict=False))
+    answered = list(zip(prompts, generated.answers, strict=True))
+
+    answers: list[Answer] = []
+    rounded: list[BestScores] = []
+    for prompt, answer in counted(answered, f"answers read token by token in {weights.dtype}"):
+        by_text = tokenizer if answer.ids_by == IDS_BY[-1] else None
+        tokens, scores = one_token_scores(model, prompt.ids, answer.tokens, greedily, by_text)
+        answers.append(dataclasses.replace(answer, tokens=tokens))
+        rounded.append(scores)
+    rounded_next: list[dict[Path, NextToken]] = []
+    for prompt, rows in counted(sampled, f"continuations read in {weights.dtype}"):
+        rounded_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))
+
+    exact = torch.promote_types(getattr(torch, weights.dtype), torch.float32)
+    model.to(exact)
+    judged = []
+    differences: list[float] = []
+    for index, prompt in enumerate(counted(prompts, f"answers judged in {dtype_name(exact)}")):
+        answer = answers[index]
+        logits_TV = whole_logits(model, prompt.ids, answer.tokens).to(exact)
+        text_T = torch.tensor([*prompt.ids, *answer.tokens[:-1]], device=logits_TV.device)
+        scores_TV = processed(greedily, text_T, logits_TV)
+        if answer.end_added:
+            end = max(weights.end_tokens, key=lambda token: float(scores_TV[-1, token]))
+            answer = dataclasses.replace(answer, tokens=[*answer.tokens[:-1], end])
+            answers[index] = answer
+        judged.append(
+            judge_answer(answer.tokens, scores_TV, logits_TV, rounded[index], weights.end_tokens, asked.new_tokens)
+        )
+        if answer.log_probs is not None and len(answer.log_probs) == len(answer.tokens):
+            chosen_T1 = torch.tensor(answer.tokens, device=logits_TV.device)[:, None]
+            own_T = logits_TV.log_softmax(-1).gather(1, chosen_T1)[:, 0].tolist()
+            differences += [abs(one - other) for one, other in zip(own_T, answer.log_probs, strict=True)]
+    greedy = judge_greedy(judged)
+    if not sampled:
+        return Judgement(greedy, None, answers, differences)
+    exact_next: list[dict[Path, NextToken]] = []
+    for prompt, rows in counted(sampled, f"continuations judged in {dtype_name(exact)}"):
+        exact_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))
+    sampling = judge_sampling(generated.rows, exact_next, rounded_next, asked.sample_tokens)
+    return Judgement(greedy, sampling, answers, differences)

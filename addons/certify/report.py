@@ -1,0 +1,150 @@
+"""The figures of a certificate, as a JSON value."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...heads.checkpoints.files import json_ready
+from .certificate import ALPHA, POWER, Divergence, SamplingResult
+from .engines import Asked
+from .judging import Generated, Judgement, Weights
+
+
+def report_of(
+    judgement: Judgement,
+    generated: Generated,
+    weights: Weights,
+    asked: Asked,
+    engine: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, Any]:
+    """All figures of a judgement, with its verdict and reasons; `engine` says what was judged."""
+    greedy = judgement.greedy
+    sampling = judgement.sampling
+    reasons = [*greedy.reasons, *(sampling.reasons if sampling is not None else [])]
+    if engine["lossy"]:
+        reasons.insert(0, f"the engine calls itself lossy: {engine['lossy']}")
+    figures: dict[str, Any] = json_ready(
+        {
+            "verdict": "not lossless" if reasons else greedy.verdict,
+            "reasons": reasons,
+            "engine": engine,
+            "target": weights.provenance,
+            "reference": _reference_words(weights.dtype),
+            "greedy": _greedy_figures(judgement, tokenizer),
+            "sampling": None if sampling is None else _sampling_figures(sampling, asked, tokenizer),
+            "untested": generated.untested,
+        }
+    )
+    return figures
+
+
+def _reference_words(dtype: str) -> str:
+    if dtype in ("float32", "float64"):
+        return f"the target in {dtype}"
+    return f"the target's weights rounded to {dtype}, as the engine has them, in float32 arithmetic"
+
+
+def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Figures of the greedy answers for the report; prompts and tokens are counted from 1."""
+    greedy = judgement.greedy
+
+    def told(divergence: Divergence) -> dict[str, Any]:
+        return {
+            "prompt": divergence.answer + 1,
+            "token": divergence.position + 1,
+            "chosen": str(tokenizer.decode([divergence.token])),
+            "best": str(tokenizer.decode([divergence.best])),
+            "margin": divergence.margin,
+        }
+
+    margins = sorted(each.margin for each in greedy.divergences)
+    own = [margin for answer in judgement.answers for margin in answer.own_margins or []]
+    differences = sorted(judgement.log_prob_differences)
+    engine: dict[str, Any] = {"tokens_with_log_probs": len(differences)}
+    if differences:
+        engine["log_prob_difference"] = {
+            "median": statistics.median(differences),
+            "largest": differences[-1],
+        }
+    if own:
+        engine["tokens_that_it_calls_best"] = sum(margin <= 1e-6 for margin in own)
+        engine["tokens_with_a_best_one"] = len(own)
+    return {
+        "verdict": greedy.verdict,
+        "answers": greedy.answers,
+        "exact_answers": greedy.exact_answers,
+        "tokens": greedy.tokens,
+        "not_best": len(greedy.divergences),
+        "margins": margins,
+        "tie": greedy.tie,
+        "beyond_ties": len(greedy.unexplained),
+        "first_divergences": [told(each) for each in greedy.first_divergences],
+        "unexplained": [told(each) for each in greedy.unexplained[:20]],
+        "rounding": {
+            "change_of_a_gap": greedy.changes,
+            "one_token_forwards_not_best": greedy.rounded_divergences,
+            "one_token_forwards_largest_margin": greedy.rounded_largest,
+            "engine_alone": greedy.engine_only,
+            "one_token_forwards_alone": greedy.rounded_only,
+            "p_more_than_rounding": greedy.p_more_than_rounding,
+        },
+        "engine_tells": engine,
+        "reasons": greedy.reasons,
+    }
+
+
+def _sampling_figures(sampling: SamplingResult, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Figures of the draws for the report; prompts and tokens are counted from 1."""
+    positions = []
+    for position, surprise in enumerate(sampling.surprise):
+        tests = [test for test in sampling.tests if test.position == position]
+        together = [test for test in sampling.of_tokens(position) if test.prompt is None]
+        likely = [test for test in tests if test.kind == "surprise"]
+        positions.append(
+            {
+                "token": position + 1,
+                "draws": surprise.draws,
+                "chi_square": together[0].statistic if together else None,
+                "freedom": together[0].freedom if together else 0,
+                "allowance": together[0].allowance if together else None,
+                "p": together[0].p_value if together else None,
+                "smallest_p_of_a_prompt": min(
+                    (test.p_value for test in tests if test.prompt is not None), default=None
+                ),
+                "rejected": sum(test.rejected for test in tests),
+                "nats_less_likely": surprise.mean,
+                "p_of_the_surprise": likely[0].p_value if likely else None,
+                "standard_error": surprise.standard_error,
+                "detectable_everywhere": sampling.detectable_everywhere(position),
+                "detectable_at_one_prompt": sampling.detectable_at_one_prompt(position),
+            }
+        )
+    impossible = []
+    for each in sampling.impossible[:20]:
+        impossible.append(
+            {
+                "prompt": each.prompt + 1,
+                "after": str(tokenizer.decode(list(each.path))),
+                "token": str(tokenizer.decode([each.token])),
+                "draws": each.draws,
+            }
+        )
+    return {
+        "lossless": sampling.lossless,
+        "prompts": min(asked.sample_prompts, sampling.draws // max(asked.draws, 1)),
+        "draws_of_each": asked.draws,
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "false_alarms": ALPHA,
+        "power": POWER,
+        "tests": len(sampling.tests),
+        "positions": positions,
+        "impossible": impossible,
+        "impossible_draws": sum(each.draws for each in sampling.impossible),
+        "reasons": sampling.reasons,
+    }

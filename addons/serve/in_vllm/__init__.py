@@ -1,0 +1,1 @@
+"""Files that run in vLLM's environment and import nothing of headstart."""
