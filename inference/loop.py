@@ -66,8 +66,6 @@ class Decoding:
     in each step."""
     prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
-    kind: str = ""
-    """The caller's label of the prompts' kind; empty for none."""
     after_round: Callable[[StepResult, Stats], None] | None = None
     """Called after each round, outside of the time that is measured for it."""
 
@@ -509,7 +507,6 @@ def prefill(
         draft_probs,
         gumbel,
         rows,
-        decoding.kind,
         prompt_tokens=max(lengths),
         new_tokens=sequences.new_tokens,
     )

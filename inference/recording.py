@@ -245,7 +245,7 @@ class Recording:
         samples = decoding.verification.samples
         assert self.folder is not None
         marks = AnswerMarks(
-            kind=decoding.kind,
+            kind=self.kind,
             temperature=decoding.process_logits.temperature if samples else 0.0,
             lossy=samples and lossy,
             ended="complete",

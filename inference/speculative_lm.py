@@ -36,7 +36,6 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
 from .drafters.draft_model import within
-from .drafters.priors import RecordedAcceptance
 from .drafters.tree_policies import draft_models
 from .drafters.validated import validated
 from .head_loading import load_fitting_head, merge_adapter_of
@@ -88,8 +87,6 @@ class Call:
     past: Conversation | None = None
     recorder: Recorder | None = None
     """Records the rounds of a single row."""
-    kind: str | None = None
-    """Kind of the prompts, for a recording."""
     as_transformers: bool = False
     """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
     `return_dict_in_generate` asks for it."""
@@ -208,7 +205,6 @@ class SpeculativeLM:
         fallback: bool = True,
         allow_adapter: bool = False,
         read_last: int | None = None,
-        priors: str | Path | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
         """Load a target and a drafter for it.
@@ -244,9 +240,6 @@ class SpeculativeLM:
             read_last: tokens of each prompt, the last ones, that the head reads before it drafts; None for all of them,
                 or for as many as a head with a sliding window sees. Fewer take less time, and the drafts may be worse
                 (benchmarks/read_last.md); the target reads the whole prompt in any case.
-            priors: a folder of recorded answers (see `record`), from whose acceptance adaptive drafting starts, by the
-                kind and length of the prompts; None to start from what heads usually accept. The newest answers are
-                read once, now.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
@@ -278,15 +271,7 @@ class SpeculativeLM:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
 
-        recorded = None
-        if priors is not None:
-            if not fallback or (head is None and drafter is None):
-                raise ValueError(
-                    f"priors={str(priors)!r} was given, and there is nothing to choose from; priors need a head or a "
-                    "drafter, and fallback=True"
-                )
-            recorded = RecordedAcceptance.read(priors, target.info.hidden_size)
-        make = partial(make_drafter, target, drafter, adaptive=fallback, read_last=read_last, priors=recorded)
+        make = partial(make_drafter, target, drafter, adaptive=fallback, read_last=read_last)
         drafter_with: Callable[[TreeSpec], BatchDrafter] = make
         loaded = None
         if loaded_head is not None:
@@ -566,7 +551,6 @@ class SpeculativeLM:
         acceptance: str | None = None,
         past_key_values: Conversation | None = None,
         trace: bool = False,
-        kind: str | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
@@ -598,8 +582,6 @@ class SpeculativeLM:
                 in place. One row only, and the same `tree` in every call.
             trace: record every round for `GenerateOutput.trace`, a page that plays them; the tokens stay the same. One
                 row only.
-            kind: kind of the prompts, by which adaptive drafting knows what drafts are worth and a recording labels
-                answers; None for that of the recording that runs, if one does.
             settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
                 target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
                 ... as for `model.generate`.
@@ -641,7 +623,7 @@ class SpeculativeLM:
 
         target = self.target
         warn_of_autocast(target.model)
-        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder, kind=kind)
+        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder)
         with target.lock, as_loaded(target.model):
             lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
@@ -711,7 +693,7 @@ class SpeculativeLM:
         Args:
             folder: where to write a file for each answer; several processes may write to one. Readable by its owner
                 alone, if it is made here: it holds all texts, as tokens.
-            kind: kind of the prompts, unless `generate` names it.
+            kind: label of the prompts' kind, for these answers to be judged by themselves.
             max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most give way.
             format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
             max_length: tokens that are kept of a prompt and its answer, the first ones.
@@ -749,7 +731,7 @@ class SpeculativeLM:
         return None
 
     def custom_generate(
-        self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None, kind: str | None = None
+        self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None
     ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
 
@@ -761,12 +743,11 @@ class SpeculativeLM:
         Args:
             generator: source of randomness; None for torch's global one.
             streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
-            kind: kind of the prompts, as a running recording labels them; None for the recording's own.
 
         Returns:
             a function that returns the sequences, or with `return_dict_in_generate` a `GenerateDictOutput`.
         """
-        call = Call(RandomSampler(generator), streamer, kind=kind, as_transformers=True)
+        call = Call(RandomSampler(generator), streamer, as_transformers=True)
         return self.decoding_method(call)
 
     def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
@@ -845,16 +826,13 @@ class SpeculativeLM:
                 callbacks=self.round_callbacks,
             )
             rule = self._rule(bool(config.do_sample), process_logits)
-            kind = call.kind
-            if kind is None:
-                kind = self.recordings[0].kind if self.recordings else ""
-            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs, kind=kind)
+            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs)
             with self._recorded(call, decoding, drafter, sequences) as drafter:
                 stats = self._speculate(call, decoding, drafter, sequences)
             if self._loaded is not None and not self._warming_up:
                 temperature = process_logits.temperature if rule.samples else 0.0
                 rule_name = self.acceptance if rule.samples else "greedy"
-                self._loaded.answers.extend(rounds_of(stats, call.kind or "", temperature, rule_name))
+                self._loaded.answers.extend(rounds_of(stats, "", temperature, rule_name))
             for callback in self.callbacks:
                 callback(stats)
         if call.streamer is not None:

@@ -97,7 +97,6 @@ class DecodingOptions(TargetOptions):
             "drafter",
             "fallback",
             "lossy",
-            "priors",
             "read_last",
             "tree",
         )
@@ -135,9 +134,6 @@ class SpeculativeOptions(DecodingOptions):
     fallback: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""
-    priors: str | None = None
-    """A folder of recorded answers (--record) from whose acceptance drafting starts, by the length of
-    the prompt; null to start from what heads usually accept."""
     read_last: int | None = None
     """Tokens of each prompt, the last ones, that the head reads; null for all that it sees."""
     seed: int = 0
