@@ -354,7 +354,7 @@ def test_rollouts_by_plain_generate_are_recorded_and_follow_a_swap(sampling, tok
     assert recorded_texts(tmp_path, lm.target) == found.tolist()
     medusa = build_head("medusa", {"num_heads": 2}, lm.target.info)
     medusa.initialize(lm.target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    lm.swap_head(medusa.eval())
+    lm.use_head(medusa.eval())
     again = lm.generate(ROW, generator=generators[2], **settings)
     generators[1].manual_seed(4)
     assert torch.equal(model.generate(ROW, **settings), again.sequences) and counted[-2].rows == counted[-1].rows
