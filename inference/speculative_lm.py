@@ -544,7 +544,6 @@ class SpeculativeLM:
         max_bytes: int = MAX_BYTES,
         format: str = "bfloat16",
         max_length: int = MAX_LENGTH,
-        drafts: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Recording:
         """Record all answers from now on, for a head to be trained on them: with `features.mode: stored`.
@@ -566,8 +565,6 @@ class SpeculativeLM:
             max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most give way.
             format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
             max_length: tokens that are kept of a prompt and its answer, the first ones.
-            drafts: keep the drafts of a head that the target rejects, too, with its states there, for training on them
-                in place of the text after them: `features.on_policy`.
             tokenizer: the target's, whose fingerprint is kept; loaded if the target has a name.
 
         Returns:
@@ -581,7 +578,7 @@ class SpeculativeLM:
         layers = self.drafter.feature_layers
         with self.target.lock, as_loaded(self.target.model):
             recording = start_recording(
-                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings, drafts
+                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
             )
         costs = self._measured_costs()
         head = self._drafting_head()

@@ -156,18 +156,13 @@ class SamplingOptions(SpeculativeOptions):
 
 
 @contextmanager
-def recorded(
-    folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase, drafts: bool
-) -> Iterator[None]:
-    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded.
-
-    `drafts` keeps rejected drafts, too.
-    """
+def recorded(folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded."""
     recordings = []
     with ExitStack() as running:
         if folder is not None:
             for lm in decoders:
-                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer, drafts=drafts)))
+                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer)))
         yield
     for recording in recordings:
         if recording.written or recording.dropped or recording.skipped or recording.failure:

@@ -246,10 +246,6 @@ class FeaturesConfig:
     """Where this machine sees the folder to which the server writes; null for the server's own path."""
     server_seconds: float = 300.0
     """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
-    on_policy: float = 0.0
-    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them,
-    by heads that read their own drafts in training (eagle3; eagle and mtp with train_steps of at least 2). The answers
-    in `folder` must have been recorded with their drafts; modes stored and cached."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
 
@@ -276,14 +272,6 @@ def check_features(features: FeaturesConfig) -> None:
         )
     if features.server is not None and not features.server.startswith(("http://", "https://")):
         raise ValueError(f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}")
-    if not 0 <= features.on_policy <= 1:
-        raise ValueError(f"features.on_policy is a share from 0 to 1, not {features.on_policy}")
-    recorded = features.mode in ("stored", "cached") and features.folder is not None and not named
-    if features.on_policy > 0 and not recorded:
-        raise ValueError(
-            "features.on_policy needs recorded answers: features.mode stored or cached, and features.folder, without "
-            "states of a server"
-        )
     if features.server_seconds <= 0:
         raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
@@ -625,9 +613,6 @@ class AdaptConfig(CommandOptions):
     """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
     head: str = ""
     """The head that drafts now, whose place the new one takes if it is better: a checkpoint folder or Hub id."""
-    start: str | None = None
-    """Weights to train from: `training/best` in the output of the adaptation before, which goes on so, whether its head
-    was taken or not; null for `head`."""
     recorded: str = ""
     """Folder of recorded answers (`headstart chat --record`, `lm.record`)."""
     output: str = ""
@@ -645,9 +630,6 @@ class AdaptConfig(CommandOptions):
     """Share of these weights in the new head, from 0 to 1: the rest are those that were trained. So it forgets less,
     and what one adaptation after another loses of other texts does not add up. Lower it where the target has changed
     since, as a policy does."""
-    replay_states: str | None = None
-    """Folder that keeps the states of replayed conversations for the next adaptation, which finds them there; null
-    for none."""
     held_out: float = 0.2
     """Share of the answers that both heads are judged on, the newest ones of each kind."""
     steps: int = 100
@@ -658,9 +640,6 @@ class AdaptConfig(CommandOptions):
     """Peak learning rate of AdamW."""
     new_tokens: int = 64
     """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
-    on_policy: float = 0.0
-    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them;
-    answers recorded with their drafts, and heads that read their own drafts in training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -670,7 +649,5 @@ class AdaptConfig(CommandOptions):
                 raise ValueError(f"{name} is a share between 0 and 1, not {share}")
         if not 0 <= self.first_share < 1:
             raise ValueError(f"first_share is a share from 0 to below 1, not {self.first_share}")
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"on_policy is a share from 0 to 1, not {self.on_policy}")
         if self.lr <= 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")
