@@ -1,1 +1,1 @@
-"""What is built on decoding and training and could be lifted out: each folder is one add-on, which the core never names."""
+"""Add-ons: built on the core, they could be lifted out, a folder each; the core never names them."""

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from headstart.inference import Target
 from headstart.inference.engines.cpu_kernels import GROUP, Packed, library, linear, pack
 from headstart.inference.provenance import hardware
-from headstart.inference.tuning.costs import checker
+from headstart.inference.tuning.costs import checker, seconds_of
 from headstart.inference.tuning.machine import seconds_in_turns
 from headstart.scripts.measuring.bandwidth import memory_bandwidth
 
@@ -117,7 +117,7 @@ def table(target: Target, what: str, texts: dict[int, Tensor]) -> list[str]:
     """A row for each text or batch of texts, a column for each number of nodes."""
     checks = {size: checker(target, text_BT, ()) for size, text_BT in texts.items()}
     sides = {(size, nodes): partial(check, nodes) for size, check in checks.items() for nodes in NODES}
-    taken = seconds_in_turns(sides, REPEATS)
+    taken = seconds_of(target, sides, REPEATS)
     lines = ["", f"| {what} | " + " | ".join(f"{nodes} nodes" for nodes in NODES) + " |", "|---" * 5 + "|"]
     for size in texts:
         found = (f"{1000 * statistics.median(taken[size, nodes]):.1f}" for nodes in NODES)

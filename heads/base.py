@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from .layers.constants import counting
 from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
+from .layers.tree_slots import TreeSlots
 from .objective import Objective
 
 LONGEST_DRAFT = 1024
@@ -280,12 +281,15 @@ class DraftTreeState(DraftState):
         own_WN = counting(cache.nodes, device) == counting(width, device, self.nodes, column=True)
         paths_BWN = self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
         positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
+        state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
+        if cache.by_slots:
+            sees = TreeSlots(paths_BWN, self.lengths_B, text_slot=cache.nodes, node_slot=0)
+            return positions_BW, KVEntries(cache, None, None, self.nodes, sees=sees), state
         if cache.window is None:
             text_B1S = (counting(cache.attended_slots - cache.nodes, device) < self.lengths_B[:, None])[:, None]
         else:  # all nodes of a frontier have the same position
             text_B1S = cache.window_mask(self.lengths_B, positions_BW[:, :1], self.first_B)
         mask_BWS = torch.cat([paths_BWN, text_B1S.expand(-1, width, -1)], dim=-1)
-        state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
 
@@ -319,6 +323,9 @@ class DraftHead(nn.Module, ABC):
     """Newest positions that its layers see, a token's own included; None for all of the text."""
     whole_layers: bool = True
     """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
+    attends_by_slots: ClassVar[bool] = False
+    """Whether its layers see what `DraftCache.commit` and `DraftTreeState.below` say and nothing else, so that these
+    may say it by slots instead of by a mask."""
     computes: ClassVar[tuple[str, ...]] = ()
     """Options with which the same weights compute something else: a head that starts from another needs its own."""
     estimates_acceptance: bool = False

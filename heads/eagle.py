@@ -114,6 +114,7 @@ class EagleHead(DraftHead):
 
     config_class = EagleConfig
     config: EagleConfig
+    attends_by_slots = True
 
     def __init__(self, config: EagleConfig, target: TargetInfo) -> None:
         super().__init__(config, target)

@@ -120,6 +120,7 @@ class Eagle3Head(OffsetVocabularyHead):
     config_class = Eagle3Config
     config: Eagle3Config
     computes = ("norm_before_residual", "norm_output")
+    attends_by_slots = True
 
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)

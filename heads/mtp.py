@@ -367,7 +367,7 @@ class MtpHead(DraftHead):
         if not isinstance(state, MtpDepthsState):
             out_BAD = self._run(0, next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
             return state.committed(out_BAD, lengths_B)
-        assert kv.slots_BT is not None
+        assert kv.slots_BT is not None and kv.mask_BTS is not None
         # Slot of the newest token so far. Without one, what layers read there is seen by no draft: see `_seen_by`.
         before_B1 = (state.cache.nodes + state.lengths_B - 1)[:, None]
         hidden_BAD = features_BAF
@@ -405,7 +405,7 @@ class MtpHead(DraftHead):
         """Run layer k on all nodes down to the frontier at depth k: it has no keys and values of those above yet."""
         before = state
         positions_BW, kv, below = state.below(parents_BW)
-        assert isinstance(below, MtpDepthsState)
+        assert isinstance(below, MtpDepthsState) and kv.mask_BTS is not None
         if k == 1:
             above_BW = (before.cache.nodes + before.lengths_B - 1)[:, None].expand_as(parents_BW)
         else:

@@ -59,6 +59,7 @@ class TruncatedHead(DraftHead):
 
     config_class = TruncatedConfig
     config: TruncatedConfig
+    attends_by_slots = True
     reads_from_start = True
 
     def __init__(self, config: TruncatedConfig, target: TargetInfo) -> None:

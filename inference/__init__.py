@@ -6,6 +6,7 @@ from .detokenizer import TextStream
 from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
 from .drafters.specs import Lookahead, Ngram, PromptLookup, RandomTokens, Retrieval, SmallerModel
 from .models.loading import load_tokenizer, tokenizer_provenance
+from .observers import ObservedCall, RoundObserver
 from .output import GenerateDictOutput, GenerateOutput
 from .sequences import Conversation
 from .speculative_lm import SpeculativeLM
@@ -29,10 +30,12 @@ __all__ = [
     "GenerateOutput",
     "Lookahead",
     "Ngram",
+    "ObservedCall",
     "PrefillChunk",
     "PromptLookup",
     "RandomTokens",
     "Retrieval",
+    "RoundObserver",
     "SampledShape",
     "SmallerModel",
     "SpeculativeLM",

@@ -37,6 +37,16 @@ POOLED = 2
 """Largest number of caches of finished generations that are kept for the next ones."""
 
 
+def slots_for(tokens: int, growth: Growth) -> int:
+    """Slots of each row of a cache whose longest row has so many tokens, those of its next forward included."""
+    whole_steps = -(-tokens // STEP) * STEP
+    # Never equal to the length: equal sizes would specialise a compiled function.
+    slots = (whole_steps // BUCKET + 1) * BUCKET
+    if growth == "buckets":
+        return slots
+    return max(LEAST_DOUBLING, 1 << (slots - 1).bit_length())
+
+
 def free_memory(device: torch.device) -> float:
     """Free bytes, torch's unused reserve included; infinite for a device that does not report them."""
     if device.type == "cuda":
@@ -103,6 +113,7 @@ class TreeCache(Cache):
         tokens: int = 0,
         rows: int = 0,
         pool: Pool | None = None,
+        growth: Growth = "buckets",
     ) -> None:
         """An empty cache for tokens on a device; `shapes` are those of each layer's keys, then of the values.
 
@@ -117,10 +128,11 @@ class TreeCache(Cache):
         """The keys and values, by their number in `shapes`, that lie in the block of a shape."""
         for number, shape in enumerate(shapes):
             self._block_of.setdefault(shape, []).append(number)
-        self._rows, self._room = max(rows, batch_size), (tokens // BUCKET + 1) * BUCKET if tokens else 0
+        self._rows = max(rows, batch_size)
+        self._room = slots_for(tokens, growth) if tokens else 0
         self.capacity = 0
         """Slots that forwards attend to."""
-        self.growth: Growth = "buckets"
+        self.growth: Growth = growth
         """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or
         to all the room there is, where attention reads no more than what is in use."""
         self.bucketed_length = 0
@@ -147,7 +159,7 @@ class TreeCache(Cache):
 
     def ensure_capacity(self, tokens: int) -> None:
         """Allocate slots for rows of this length."""
-        self._resize(self._rows, (tokens // BUCKET + 1) * BUCKET)
+        self._resize(self._rows, slots_for(tokens, self.growth))
 
     def release(self) -> None:
         """Leave the blocks to the next generation; this cache must not be used again."""
@@ -162,10 +174,8 @@ class TreeCache(Cache):
         stay.
         """
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
-        capacity = (self.bucketed_length // BUCKET + 1) * BUCKET  # never equal to the length: equal sizes would
-        if not self.blocks or capacity > self.capacity:  # specialise a compiled function
-            if self.growth != "buckets":
-                capacity = max(LEAST_DOUBLING, 1 << (capacity - 1).bit_length())
+        capacity = slots_for(self.bucketed_length, self.growth)
+        if not self.blocks or capacity > self.capacity:
             if self.growth == "room":
                 capacity = max(capacity, self._room)
             self._grow(capacity)

@@ -75,10 +75,26 @@ class RandomSampler:
     """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
 
     generator: torch.Generator | None = None
+    live: tuple[bool, ...] | None = field(default=None, init=False)
+    """For each place of the batch, whether its row is being decoded; None if all are. An idle row gets the numbers of
+    the first that is: those of the others are as without it."""
+
+    def draw_for(self, live: tuple[bool, ...] | None) -> None:
+        """Draw for these places of the batch from now on."""
+        self.live = live
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Uniform numbers in [0, 1), float64 where the device has it."""
-        return torch.rand(shape, dtype=finest(device), device=device, generator=self.generator)
+        drawn = torch.rand(self._drawn(shape), dtype=finest(device), device=device, generator=self.generator)
+        return self._in_places(drawn)
+
+    def _drawn(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of numbers for the rows that are being decoded, of a shape for the whole batch."""
+        return shape if self.live is None else (sum(self.live), *shape[1:])
+
+    def _in_places(self, drawn: Tensor) -> Tensor:
+        """The numbers of each row in its place of the batch."""
+        return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
 
     def on_host(self) -> RandomSampler:
         """A sampler for tensors on the host, seeded from this one."""
@@ -111,8 +127,15 @@ class RandomSampler:
         """
         if count == 1:
             return self.categorical(probs)[..., None]
-        times = torch.empty_like(probs).exponential_(generator=self.generator)
+        times = self._in_places(probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator))
         return (probs / times).topk(count, dim=-1).indices
+
+
+@constants
+def _rank_among_live(live: tuple[bool, ...], device: torch.device) -> Tensor:
+    """For each place of a batch, how many rows before it are being decoded; 0 for an idle one."""
+    ranks = [sum(live[:place]) if live[place] else 0 for place in range(len(live))]
+    return upload(ranks, device)
 
 
 Sampler = RandomSampler
@@ -263,10 +286,11 @@ class TreeLogitsProcessor:
         with the number of padding tokens that it counts."""
 
     def __call__(
-        self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int]
+        self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int | None]
     ) -> Tensor:
         """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root.
 
+        Where None stands in the place of a row, processors that read text are not called.
         With processors that run `one_by_one`, only the roots are scored: see `loop.score_accepted`.
         """
         if not self._reads_text:
@@ -274,12 +298,15 @@ class TreeLogitsProcessor:
         scores_BNV = at_least_fp32(logits_BNV).clone()
         if self.one_by_one:
             for slot, row in enumerate(rows):
-                scores_BNV[slot, 0] = self.score_next(row, text_of(row), scores_BNV[slot, 0])
+                if row is not None:
+                    scores_BNV[slot, 0] = self.score_next(row, text_of(row), scores_BNV[slot, 0])
             return scores_BNV
         # sync: processors that read text run depth by depth, and may read it on the host
         tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
         by_row = self._for(logits_BNV.device)[1]
         for slot, row in enumerate(rows):
+            if row is None:
+                continue
             nodes, text_T = slice(sizes[slot]), text_of(row).to(logits_BNV.device)
             self._score_row(scores_BNV[slot], tokens_BN[slot][nodes], parents_BN[slot][nodes], text_T, by_row[row])
         return scores_BNV

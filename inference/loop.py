@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -36,6 +36,7 @@ from .logits import (
     Sampler,
     TreeLogitsProcessor,
 )
+from .observers import ObservedCall, RoundObserver, observing
 from .sequences import Conversation, Sequences, shared_length
 from .stats import Stats
 from .target import Target
@@ -66,8 +67,11 @@ class Decoding:
     in each step."""
     prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
-    after_round: Callable[[StepResult, Stats], None] | None = None
-    """Called after each round, outside of the time that is measured for it."""
+    observers: Sequence[RoundObserver] = ()
+    """What watches the call."""
+    feature_layers: tuple[int, ...] = ()
+    """Where observers read features: the layers that the target computes features of, the drafter's first. Empty for
+    those of the drafter alone."""
 
 
 @torch.inference_mode()
@@ -76,6 +80,37 @@ def speculate(
 ) -> Stats:
     """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
     stats = Stats(rows=[[] for _ in sequences.rows])
+    if not decoding.observers:
+        decode(decoding, drafter, sequences, past, stats)
+        return stats
+    layers = drafter.feature_layers
+    for observer in decoding.observers:
+        decoding.target.check_layers(observer.feature_layers)
+        layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
+    if len(layers) > len(drafter.feature_layers):
+        decoding = replace(decoding, feature_layers=layers)
+    call = ObservedCall(
+        decoding.target,
+        drafter,
+        decoding.verification.rule,
+        decoding.process_logits,
+        sequences,
+        stats,
+        past,
+        decoding.prompt_inputs,
+        layers,
+    )
+    with ExitStack() as observing_all:
+        for observer in decoding.observers:
+            observing_all.enter_context(observing(observer, call))
+        decode(decoding, drafter, sequences, past, stats)
+    return stats
+
+
+def decode(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None, stats: Stats
+) -> None:
+    """Read the prompts, then one round after the other until every sequence has ended."""
     sampler, target = decoding.sampler, decoding.target
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
         positions, vocab_size = drafter.max_nodes + 1, target.info.vocab_size
@@ -107,9 +142,10 @@ def speculate(
             continue
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, step.tree.max_depth)
-        if decoding.after_round is not None:
-            decoding.after_round(step, stats)
+        for observer in decoding.observers:
+            observer.round(step)
         roots_B = step.next_tokens_B
+        del step  # so that its logits and scores make room for the next round's
         if sequences.leaving:
             with timed(stats, "prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
@@ -123,7 +159,6 @@ def speculate(
             past.segment = 1
         past.cache = cache
         past.draft_state = None if ran_out else drafter.saved_state()
-    return stats
 
 
 def smaller(node_limit: int, drafter: BatchDrafter) -> int:
@@ -134,7 +169,7 @@ def smaller(node_limit: int, drafter: BatchDrafter) -> int:
     kept = node_limit // 2 if drafter.kind == "top_k" else 1
     warnings.warn(
         f"memory ran out with trees of {node_limit} nodes; this generation goes on with {kept}",
-        stacklevel=3,
+        stacklevel=4,
     )
     return kept
 
@@ -169,28 +204,32 @@ def speculation_step(
         tree = first_nodes(drafter.propose(roots_B), node_limit)
         tree = verifiable(decoding.target, tree, text_lengths(sequences))
     before_B = cache.lengths_B
-    verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
-    if verified is None or not all(verified[0].tokens):
+    step = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
+    if step is None or not all_emitted(sequences, step):
         # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the same: to
         # drop them because of what was sampled would change the distribution.
         cache.lengths_B = before_B
         cache.erase_uncommitted(min(text_lengths(sequences)) - 1)
         tree = NoDraft().propose(roots_B) if tree.draft_probs_BNV is None else tree
         tree = replace(tree, fallback="not_finite")
-        verified = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
-        assert verified is not None
-    step, scores_BNV = verified
+        step = forward_and_verify(decoding, drafter, sequences, cache, tree, stats)
+        assert step is not None
     with timed(stats, "host"):
-        sequences.add(sequences.active, step, scores_BNV, stats)
+        sequences.add(sequences.decoded, step, stats)
     with timed(stats, "draft"):
-        drafter.observe(step)
+        drafter.observe(shown_to_drafter(decoding, drafter, step))
     return step
+
+
+def all_emitted(sequences: Sequences, step: StepResult) -> bool:
+    """Whether every row that is being decoded has got a token."""
+    return all(tokens for row, tokens in zip(sequences.decoded, step.tokens, strict=True) if row is not None)
 
 
 def forward_and_verify(
     decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, tree: DraftTree, stats: Stats
-) -> tuple[StepResult, Tensor] | None:
-    """Verify a tree by one forward of the target, and commit what was accepted; also returns the scores [B, N, V].
+) -> StepResult | None:
+    """Verify a tree by one forward of the target, and commit what was accepted.
 
     A row emits no token where the target's scores after its root are invalid, see `StepResult.finite_BA`. Attention
     multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
@@ -202,9 +241,10 @@ def forward_and_verify(
     repeated = tree.fallback == "not_finite"
     with timed(stats, "target"):
         lengths, target = text_lengths(sequences), decoding.target
-        given = (tree, max(lengths) - 1, cache, drafter.feature_layers)
+        layers = decoding.feature_layers or drafter.feature_layers
+        given = (tree, max(lengths) - 1, cache, layers)
         if at_border(target, lengths):
-            output = reread(target, sequences.text(sequences.active[0]), cache, drafter.feature_layers)
+            output = reread(target, sequences.text(sequences.active[0]), cache, layers)
         elif repeated and tree.max_depth > 0:
             output = forward_without_spoiled(target, min(lengths) - 1, *given)
         else:
@@ -212,31 +252,66 @@ def forward_and_verify(
     if decoding.process_logits.reads_text and not repeated:
         # Of a sampled tree all nodes must be in order: a processor that keeps a state may see a text only once.
         nodes_BNV = output.logits_BNV[:, :1] if tree.draft_probs_BNV is None else output.logits_BNV
-        if bool(nodes_BNV.isnan().all(-1).any()):  # sync: these processors wait for the tokens anyway
+        invalid_BN = nodes_BNV.isnan().all(-1)
+        if sequences.live_B is not None:
+            invalid_BN = invalid_BN & (sequences.live_B > 0)[:, None]
+        if bool(invalid_BN.any()):  # sync: these processors wait for the tokens anyway
             return None
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(tree)
     with timed(stats, "processors"):
         scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
         if decoding.process_logits.processors:
-            scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.active)
+            scores_BNV = decoding.process_logits(scores_BNV, tree, sequences.text, sequences.decoded)
         if decoding.process_logits.one_by_one and tree.max_depth > 0:
             sampler = decoding.verification.drawn(tree, scores_BNV, sampler)
             score_accepted(decoding, tree, scores_BNV, sequences, sampler)
     before_B = cache.lengths_B
     runner = decoding.target.engine.runner
-    verified = decoding.verification.verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, runner)
+    verified = decoding.verification.verify_and_commit(
+        tree, output, scores_BNV, sampler, cache, stats, runner, sequences.live_B
+    )
     with timed(stats, "host"):
         step = sequences.read(verified, drafter.host_values(verified))
         if step.lengths_B is not verified.lengths_B:  # a path was cut before a node whose scores are invalid
             if tree.draft_probs_BNV is not None and not repeated:
                 return None
             cache.lengths_B = before_B + step.lengths_B
-    return step, scores_BNV
+    return step
+
+
+def drafters_part(decoding: Decoding, drafter: BatchDrafter, features: Tensor) -> Tensor:
+    """The columns of features [..., F] that the drafter asked for: the first ones, see `Decoding.feature_layers`."""
+    layers = decoding.feature_layers
+    if not layers:
+        return features
+    width = features.shape[-1] // len(layers)
+    return features[..., : width * len(drafter.feature_layers)].contiguous()
+
+
+def shown_to_drafter(decoding: Decoding, drafter: BatchDrafter, step: StepResult) -> StepResult:
+    """A step without the features that only observers asked for."""
+    if not decoding.feature_layers:
+        return step
+    features_BNF = drafters_part(decoding, drafter, step.output.features_BNF)
+    features_BAF = drafters_part(decoding, drafter, step.features_BAF)
+    return replace(step, output=replace(step.output, features_BNF=features_BNF), features_BAF=features_BAF)
+
+
+def show_prompts(
+    decoding: Decoding, drafter: BatchDrafter, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk
+) -> None:
+    """Let the drafter and the observers read a chunk of the prompts; see `RoundObserver.prefill`."""
+    for observer in decoding.observers:
+        observer.prefill(rows, starts, chunk)
+    if decoding.feature_layers:
+        chunk = replace(chunk, features_BTF=drafters_part(decoding, drafter, chunk.features_BTF))
+    drafter.prefill(chunk)
 
 
 def text_lengths(sequences: Sequences) -> list[int]:
-    """Tokens of each active row, the prompt's and new ones, its root included."""
-    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in sequences.active]
+    """Tokens of each row that is being decoded, the prompt's and new ones, its root included."""
+    rows = [row for row in sequences.decoded if row is not None]
+    return [len(sequences.prompts[row]) + len(sequences.rows[row]) for row in rows]
 
 
 def score_accepted(
@@ -249,19 +324,19 @@ def score_accepted(
     The rule, which must be top-down, is asked after every node which child follows: what it says of nodes below those
     that are scored is not used.
     """
-    rows, tokens_BN = sequences.active, tree.tokens_BN.tolist()  # sync: these processors run on the host
+    rows, tokens_BN = sequences.decoded, tree.tokens_BN.tolist()  # sync: these processors run on the host
     scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
 
     def score(slot: int, i: int) -> Tensor:
         return scores_BNV[slot, scored[slot][i]]
 
-    growing = list(range(len(rows)))
+    growing = [slot for slot, row in enumerate(rows) if row is not None]
     while growing:
         result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
         paths, lengths = result.path_BA.tolist(), result.lengths_B.tolist()
         grown = []
         for slot in growing:
-            row, path = rows[slot], paths[slot]
+            row, path = sequences.active[slot], paths[slot]
             known = len(scored[slot])
             if lengths[slot] == known:
                 continue
@@ -298,8 +373,9 @@ class Verification:
         cache: TreeCache,
         stats: Stats,
         runner: Runner = AS_IT_IS,
+        live_B: Tensor | None = None,
     ) -> StepResult:
-        """The accepted path of each row, and the token after it."""
+        """The accepted path of each row, and the token after it; none of rows where `live_B` is 0, which are idle."""
         with timed(stats, "verify"):
             numbers = self._random_numbers(tree, scores_BNV, sampler) if self.samples else None
             recorded = runner.replays and numbers is not sampler  # a test's sampler draws for itself
@@ -308,7 +384,9 @@ class Verification:
                 verified = runner(self.verify_and_compact, (cache,), *given)
             else:
                 verified = self.verify(tree, output.features_BNF, scores_BNV, numbers)
-            step = StepResult(tree, output, *verified)
+            step = StepResult(tree, output, *verified, scores_BNV=scores_BNV, numbers=numbers)
+            if live_B is not None:
+                step = replace(step, lengths_B=step.lengths_B * live_B)
         with timed(stats, "cache"):
             if recorded:
                 cache.advance(step.lengths_B)
@@ -384,6 +462,9 @@ def replace_ended(
 ) -> Tensor:
     """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
 
+    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in between, rows that
+    have ended stay as idle ones.
+
     Returns the roots of all rows that are active now.
     """
     while sequences.leaving and sequences.waiting:
@@ -398,14 +479,33 @@ def replace_ended(
                 sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
-    kept = [slot for slot, row in enumerate(sequences.active) if row not in sequences.leaving]
-    sequences.active, sequences.leaving = [sequences.active[slot] for slot in kept], set()
+    ended = sequences.leaving | sequences.idle
+    sequences.leaving = set()
+    kept = [slot for slot, row in enumerate(sequences.active) if row not in ended]
     if not kept:
+        sequences.active = []
         return roots_B
-    kept_R = upload(kept, roots_B.device)
-    cache.select(kept_R)
-    drafter.select(kept_R)
-    return roots_B[kept_R]
+    # 1 As many of the ended rows stay as fill the batch up to a size that is recorded.
+    size = min(decoding.target.engine.runner.rounded_rows(len(kept)), len(sequences.active))
+    others = [slot for slot, row in enumerate(sequences.active) if row in ended]
+    stay = sorted(kept + others[: size - len(kept)])
+    if size < len(sequences.active):
+        sequences.active = [sequences.active[slot] for slot in stay]
+        stay_R = upload(stay, roots_B.device)
+        cache.select(stay_R)
+        drafter.select(stay_R)
+        roots_B = roots_B[stay_R]
+    # 2 They are idle: they emit and draw nothing, and attend to one token.
+    sequences.idle = ended & set(sequences.active)
+    if sequences.idle:
+        live = tuple(row is not None for row in sequences.decoded)
+        sequences.live_B = upload(live, roots_B.device, torch.int64)
+        decoding.sampler.draw_for(live)
+        cache.lengths_B = torch.where(sequences.live_B > 0, cache.lengths_B, 1)
+    elif sequences.live_B is not None:
+        sequences.live_B = None
+        decoding.sampler.draw_for(None)
+    return roots_B
 
 
 def prefill_all(
@@ -525,7 +625,7 @@ def prefill(
     for number, stage in enumerate(stages):
         if number:
             cache.select(torch.zeros(len(stage.rows), dtype=torch.int64, device=target.device))
-        last |= _read_stage(stage, tokens_BT, lengths, target, cache, drafter, decoding.prompt_inputs)
+        last |= _read_stage(decoding, drafter, stage, rows, tokens_BT, lengths, cache)
     if len(stage.rows) < len(prompts):
         cache.select(torch.tensor(stage.of_row, device=target.device))
     lengths_B = torch.tensor(lengths, device=target.device)
@@ -540,10 +640,11 @@ def prefill(
     if noise is not None:
         noise.move_to(rows)
         sampler = noise.sampler(tree)
-    step = StepResult(tree, output, *decoding.verification.verify(tree, output.features_BNF, scores_B1V, sampler))
-    step = sequences.read(step)
-    sequences.add(rows, step, scores_B1V)
-    drafter.prefill(PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B))
+    verified = decoding.verification.verify(tree, output.features_BNF, scores_B1V, sampler)
+    step = sequences.read(StepResult(tree, output, *verified, scores_BNV=scores_B1V))
+    sequences.add(rows, step)
+    last_chunk = PrefillChunk(last_tokens_B1, step.next_tokens_B[:, None], output.features_BNF, step.lengths_B)
+    show_prompts(decoding, drafter, rows, [length - 1 for length in lengths], last_chunk)
     return cache, step.next_tokens_B
 
 
@@ -590,16 +691,17 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
 
 
 def _read_stage(
+    decoding: Decoding,
+    drafter: BatchDrafter,
     stage: Stage,
+    rows: list[int],
     tokens_BT: Tensor,
     lengths: list[int],
-    target: Target,
     cache: TreeCache,
-    drafter: BatchDrafter,
-    inputs: dict[str, Any] | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
-    layers = drafter.feature_layers
+    target, inputs = decoding.target, decoding.prompt_inputs
+    layers = decoding.feature_layers or drafter.feature_layers
     lengths_B = torch.tensor(lengths, device=target.device)
     together = stage.rows == stage.of_row
     of_row_B = torch.tensor(stage.of_row, device=target.device)
@@ -637,7 +739,8 @@ def _read_stage(
         if known:  # the token after a prompt's last one is not known yet
             features_BTF = features_BTF[:, :known] if together else features_BTF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
-            drafter.prefill(PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B))
+            chunk = PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B)
+            show_prompts(decoding, drafter, rows, [start] * len(rows), chunk)
     return last
 
 

@@ -33,14 +33,13 @@ class Sequences:
         keep_scores: bool = False,
         keep_logits: bool = False,
         max_batch_size: int | None = None,
-        callbacks: Sequence[Callable[[Sequences], None]] = (),
     ) -> None:
         """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Stopping criteria are called after each token with one row's unpadded tokens [1, T], `callbacks` whenever
-        prompts have been read and after every round. Rows beyond `max_batch_size` wait.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T]. Rows beyond
+        `max_batch_size` wait.
         """
-        self.prompts, self.callbacks, self.criteria, self.streamer = prompts, callbacks, criteria, streamer
+        self.prompts, self.criteria, self.streamer = prompts, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
         self.rows: list[list[int]] = [[] for _ in prompts]
         """New tokens of each row."""
@@ -52,6 +51,11 @@ class Sequences:
         """Rows of the call that have ended."""
         self.leaving: set[int] = set()
         """Rows that have ended and are still in the batch."""
+        self.idle: set[int] = set()
+        """Rows that have ended and keep their places in the batch, so that its size stays. What is computed for them
+        is dropped."""
+        self.live_B: Tensor | None = None
+        """1 in the places of rows that are being decoded, 0 in those of idle rows; None if no row is idle."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
@@ -64,6 +68,11 @@ class Sequences:
     def tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
+
+    @property
+    def decoded(self) -> list[int | None]:
+        """The row in each place of the batch; None in the places of idle rows."""
+        return [None if row in self.idle else row for row in self.active]
 
     def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """A row's prompt and new tokens, and `more` after them, [T]."""
@@ -111,17 +120,23 @@ class Sequences:
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
         return replace(step, lengths_B=lengths_B, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
 
-    def add(self, rows: Sequence[int], step: StepResult, scores_BNV: Tensor, stats: Stats | None = None) -> None:
+    def add(self, rows: Sequence[int | None], step: StepResult, stats: Stats | None = None) -> None:
         """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
+
+        None stands in the place of an idle row.
 
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
         """
+        scores_BNV = step.scores_BNV
+        assert scores_BNV is not None
 
         def score(slot: int, i: int) -> Tensor:
             return scores_BNV[slot, step.path_BA[slot, i]]
 
         for slot, (row, tokens) in enumerate(zip(rows, step.tokens, strict=True)):
+            if row is None:
+                continue
             if not tokens:
                 root = step.path_BA[slot, 0]
                 self._refuse(row, step.output.logits_BNV[slot, root], scores_BNV[slot, root])
@@ -135,8 +150,6 @@ class Sequences:
                 stats.rows[row].append(
                     RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback, nodes)
                 )
-        for callback in self.callbacks:
-            callback(self)
 
     def _append(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> int:
         """Append tokens, of which the i-th has scores_of(i), up to where the row ends; return how many."""

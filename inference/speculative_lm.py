@@ -57,6 +57,7 @@ from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
 from .models.prompt_inputs import is_prompt_input
+from .observers import RoundObserver
 from .output import GenerateDictOutput, GenerateOutput, collected
 from .recorded_folder import keep_costs
 from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
@@ -81,8 +82,6 @@ class Call:
     streamer: BaseStreamer | None = None
     max_batch_size: int | None = None
     past: Conversation | None = None
-    recorder: Recorder | None = None
-    """Records the rounds of a single row."""
     as_transformers: bool = False
     """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
     `return_dict_in_generate` asks for it."""
@@ -132,11 +131,8 @@ class SpeculativeLM:
         self.lossy = lossy
         self.provenance: dict[str, Any] = {}
         """The target that the head was trained against, from the head's checkpoint."""
-        self.callbacks: list[Callable[[Stats], None]] = []
-        """Called with the statistics of every generation."""
-        self.round_callbacks: list[Callable[[Sequences], None]] = []
-        """Called with the sequences so far when prompts have been read, and after every round; an exception ends the
-        generation."""
+        self.observers: list[RoundObserver] = []
+        """What watches every generation, see `RoundObserver`."""
         self.recordings: list[Recording] = []
         """The recording that runs, or none; see `record`."""
         self.greedy_rule = Verification(greedy)
@@ -379,9 +375,9 @@ class SpeculativeLM:
     def warmup(self) -> SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
         self.costs  # noqa: B018 - measured now
-        callbacks = self.callbacks[:]
+        observers = self.observers[:]
         recordings = self.recordings[:]
-        self.callbacks.clear()
+        self.observers.clear()
         self.recordings.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         settings: dict[str, Any] = {
@@ -396,7 +392,7 @@ class SpeculativeLM:
             for sampling in (False, True):
                 self.generate(prompt_1T, do_sample=sampling, **settings)
         finally:
-            self.callbacks[:] = callbacks
+            self.observers[:] = observers
             self.recordings[:] = recordings
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
@@ -492,21 +488,27 @@ class SpeculativeLM:
 
         target = self.target
         warn_of_autocast(target.model)
-        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, recorder)
+        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values)
         with target.lock, as_loaded(target.model):
             lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
-            with lm._shown_to_encoders(prompts) as encoded:
-                output = target.model.generate(
-                    prompts.input_ids,
-                    attention_mask=prompts.attention_mask,
-                    generation_config=generation_config,
-                    streamer=streamer,
-                    custom_generate=lm.decoding_method(call),
-                    **settings,
-                    **encoded,
-                    **extra,
-                )
+            if recorder is not None:
+                self.observers.append(recorder)
+            try:
+                with lm._shown_to_encoders(prompts) as encoded:
+                    output = target.model.generate(
+                        prompts.input_ids,
+                        attention_mask=prompts.attention_mask,
+                        generation_config=generation_config,
+                        streamer=streamer,
+                        custom_generate=lm.decoding_method(call),
+                        **settings,
+                        **encoded,
+                        **extra,
+                    )
+            finally:
+                if recorder is not None:
+                    self.observers.remove(recorder)
         assert isinstance(output, GenerateOutput)
         if recorder is not None and tokenizer is not None:
             prompt_T = prompts.input_ids[0]
@@ -601,8 +603,8 @@ class SpeculativeLM:
     ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
 
-        Other than the function `custom_generate`, it is recorded by `record`, follows `use_head`, and calls
-        `callbacks`. It serves code that calls `model.generate` itself, such as a trainer's rollouts:
+        Other than the function `custom_generate`, it is recorded by `record`, follows `use_head`, and is watched by
+        `observers`. It serves code that calls `model.generate` itself, such as a trainer's rollouts:
 
         model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
 
@@ -687,14 +689,18 @@ class SpeculativeLM:
                 keep_scores=keep and bool(config.output_scores),
                 keep_logits=keep and bool(config.output_logits),
                 max_batch_size=together,
-                callbacks=self.round_callbacks,
             )
             rule = self._rule(bool(config.do_sample), process_logits)
-            decoding = Decoding(target, rule, process_logits, call.sampler, prompt_inputs=prompt_inputs)
+            decoding = Decoding(
+                target,
+                rule,
+                process_logits,
+                call.sampler,
+                prompt_inputs=prompt_inputs,
+                observers=tuple(self.observers),
+            )
             with self._recorded(call, decoding, drafter, sequences) as drafter:
                 stats = self._speculate(call, decoding, drafter, sequences)
-            for callback in self.callbacks:
-                callback(stats)
         if call.streamer is not None:
             call.streamer.end()
         output = collected(input_ids, sequences, padding_token(config), stats)
@@ -723,16 +729,15 @@ class SpeculativeLM:
 
     def _speculate(self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
-        run = speculate if call.recorder is None else call.recorder.speculate
         past = call.past
         if past is None:
-            return run(decoding, drafter, sequences)
+            return speculate(decoding, drafter, sequences)
         owner = (self, self._loaded, self.target.version)
         if past.owner != owner:
             past.forget()
             past.owner = owner
         try:
-            return run(decoding, drafter, sequences, past)
+            return speculate(decoding, drafter, sequences, past)
         except BaseException:
             past.forget()
             raise
@@ -822,7 +827,7 @@ class SpeculativeLM:
         bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
         """Of its raw logit, its score, its probability and its random number."""
         needed = {
-            "the target's cache": target.cache_bytes(rows, tokens),
+            "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
             "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(self.drafter)),
             "logits": scores * bytes_of_score,
         }

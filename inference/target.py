@@ -31,7 +31,7 @@ from .engines.eager import EagerEngine
 from .engines.stateful import PackedStatefulEngine, StatefulEngine
 from .kv_cache import TreeCache
 from .models.as_loaded import as_loaded
-from .models.changes import WeightWatch
+from .models.changes import WeightWatch, code_of
 from .models.dtypes import chosen_dtype
 from .models.info import active_adapters, before_lm_head, fingerprint, target_modules
 from .models.loading import (
@@ -203,8 +203,9 @@ class Target(TargetModel):
 
     @property
     def version(self) -> Hashable:
-        """The model, its active adapters, and the state of its weights, see `models.changes`."""
-        return id(self.model), active_adapters(self.model), self._refreshed, self._weights.version(self.model)
+        """The model, its active adapters and code, and the state of its weights, see `models.changes`."""
+        adapters = active_adapters(self.model)
+        return id(self.model), adapters, self._refreshed, self._weights.version(self.model), code_of(self.model)
 
     def refresh(self) -> None:
         """Take the weights for changed, as after a write that `version` cannot see; copies are made again."""

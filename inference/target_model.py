@@ -99,7 +99,10 @@ class TargetModel:
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies."""
+        """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies.
+
+        A cache is allocated for more tokens than it holds: see `Engine.cache_slots`.
+        """
         if self.stateful is not None:
             shapes = self.stateful.cache.state_shapes
             token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)

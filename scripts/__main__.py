@@ -22,7 +22,6 @@ COMMANDS = {
     "chat": ("chat", "talk to a model in the terminal, with drafts or without"),
     "trace": ("trace", "record a generation as a page that plays it, or a report of what is rejected"),
     "bench": ("bench", "compare stock generate, plain decoding and speculation on the same prompts"),
-    "bench-gpu": ("bench_gpu", "measure rounds and a training step on this GPU, for a large model with random weights"),
     "certify": ("certify", "certify that an engine's output is the target's own, or say what differs"),
     "verify": ("verify", "check a head against its target"),
     "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),

@@ -116,15 +116,24 @@ class Session:
     """Of the last answer, if it ended."""
 
     def __post_init__(self) -> None:
-        from headstart.inference import SpeculativeLM
+        from headstart.inference import RoundObserver, SpeculativeLM
+
+        whole_answers = self.stats
+
+        class KeepStats(RoundObserver):
+            """Keeps the statistics of answers that were not interrupted."""
+
+            def end(self, stats: Stats, error: BaseException | None) -> None:
+                if error is None:
+                    whole_answers.append(stats)
 
         self.plain = SpeculativeLM(self.lm.target)
         self.decoder = self.lm
-        self.lm.callbacks.append(self.stats.append)
-        self.plain.callbacks.append(self.stats.append)
+        self.lm.observers.append(KeepStats())
+        self.plain.observers.append(KeepStats())
         if self.monitor is not None:
-            self.lm.callbacks.append(self.monitor.add)
-            self.plain.callbacks.append(self.monitor.labelled(model=self.config.target).add)
+            self.lm.observers.append(self.monitor)
+            self.plain.observers.append(self.monitor.labelled(model=self.config.target))
         self.begin(self.config.system)
 
     def begin(self, system: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from headstart.heads import DraftHead, TargetInfo, build_head
+from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
 from headstart.inference.loop import Decoding, Verification, speculate
+from headstart.inference.observers import ObservedCall, RoundObserver
 from headstart.inference.sequences import Sequences
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
@@ -294,6 +297,31 @@ def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_childre
     return TreeShape.from_paths(paths[1:])
 
 
+class EachRound(RoundObserver):
+    """Calls a function with the sequences after every round."""
+
+    def __init__(self, after: Callable[[Sequences], Any]) -> None:
+        self.after = after
+
+    def begin(self, call: ObservedCall) -> None:
+        self.sequences = call.sequences
+
+    def round(self, step: StepResult) -> None:
+        self.after(self.sequences)
+
+
+class Ended(RoundObserver):
+    """Keeps the statistics of generations that have ended, and why they ended early."""
+
+    def __init__(self) -> None:
+        self.stats: list[Stats] = []
+        self.errors: list[BaseException | None] = []
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        self.stats.append(stats)
+        self.errors.append(error)
+
+
 def write(
     target: Target,
     drafter: Any,
@@ -333,9 +361,20 @@ class AttendedSlots:
     given: tuple
     expected: torch.Tensor
 
+    def on(self, device) -> tuple:
+        """The arguments on another device."""
+        *states, slots = self.given
+        moved = {name: each.to(device) for name, each in vars(slots).items() if isinstance(each, torch.Tensor)}
+        return *(each.to(device) for each in states), dataclasses.replace(slots, **moved)
 
-def attended_slots(batch, heads, groups, nodes, uncommitted, size, slots, window, dtype) -> AttendedSlots:
-    """A random tree after texts of different lengths, in a cache with other numbers after it."""
+
+def attended_slots(
+    batch, heads, groups, nodes, uncommitted, size, slots, window, dtype, nodes_first=False
+) -> AttendedSlots:
+    """A random tree after texts of different lengths, in a cache with other numbers after it.
+
+    The nodes follow each row's text, as in the target's cache, or come first, as in a head's.
+    """
     random = torch.Generator().manual_seed(heads + nodes)
     query = torch.randn(batch, nodes, heads, size, generator=random).to(dtype).transpose(1, 2)
     block = torch.randn(2, batch, groups, slots + 56, size, generator=random).to(dtype)
@@ -361,5 +400,14 @@ def attended_slots(batch, heads, groups, nodes, uncommitted, size, slots, window
     scores = (query.double() @ every_key.mT * size**-0.5).masked_fill(~seen[:, None], -torch.inf)
     expected = (scores.softmax(-1) @ every_value).transpose(1, 2)
     ancestors = above[first:].expand(batch, -1, -1)
-    given = (query, keys, values, ancestors, depths.expand(batch, -1), lengths, None, window)
+    seen_slots = TreeSlots(ancestors, lengths, depths.expand(batch, -1), window)
+    if nodes_first:
+        order = torch.arange(slots).repeat(batch, 1)
+        for row, length in enumerate(lengths.tolist()):
+            order[row, :uncommitted] = torch.arange(length, length + uncommitted)
+            order[row, uncommitted : uncommitted + length] = torch.arange(length)
+        rows = torch.arange(batch)[:, None]
+        block[:, :, :, :slots] = block.transpose(2, 3)[:, rows, order].transpose(2, 3)
+        seen_slots = dataclasses.replace(seen_slots, text_slot=uncommitted, node_slot=0)
+    given = (query, keys, values, seen_slots)
     return AttendedSlots(given, expected)

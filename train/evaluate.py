@@ -25,7 +25,9 @@ from ..console import ProgressBar
 from ..heads.base import DraftHead
 from ..heads.objective import Objective
 from ..inference.detokenizer import text_pieces
+from ..inference.drafters.base import StepResult
 from ..inference.models.replay import BEYOND, ReplayTarget
+from ..inference.observers import ObservedCall, RoundObserver
 from ..inference.output import GenerateOutput
 from ..inference.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
@@ -254,13 +256,27 @@ def greedy_answers(
     """
     if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
         with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
-            target.learn(unknown, new_tokens, [lambda out: bar.update(out.tokens)])
+            target.learn(unknown, new_tokens, [TokensShown(bar)])
     # Not compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False)
     input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.round_callbacks.append(lambda out: bar.update(out.tokens))
+        lm.observers.append(TokensShown(bar))
         return lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+
+
+class TokensShown(RoundObserver):
+    """Shows in a progress bar how many tokens a generation has decoded."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self._call: ObservedCall
+
+    def begin(self, call: ObservedCall) -> None:
+        self._call = call
+
+    def round(self, step: StepResult) -> None:
+        self.bar.update(self._call.sequences.tokens)
 
 
 def prompt_of(example: Example) -> Tensor:

@@ -6,46 +6,21 @@ E head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .constants import counting
+from .constants import constants, counting
+from .masked_attention import masked_attention
+from .tree_attention import attend_to_slots
+from .tree_slots import TreeSlots
 
 STEP = 64
 """Slots by which the attended part of a cache grows, so that shapes do not change in every round."""
-FEW = 256
-"""Queries of a group that are packed side by side at most: their mask is repeated for every head of the group."""
 MOST_NEW_TOKENS = 512
 """Tokens that one `commit` adds to a row at most."""
-
-
-def masked_attention(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, mask_BXNS: Tensor, scale: float | None = None
-) -> Tensor:
-    """Grouped-query attention of few queries over a long cache, [B, H, N, E].
-
-    The query heads of a group are packed side by side, so that its keys and values are read in place instead of being
-    copied once a head. The mask is additive, or True where a query attends; one that already has a row for every head
-    of a group and query, as packed, is used unchanged. `scale` defaults to 1 / sqrt(E).
-    """
-    heads, queries = query_BHNE.shape[1] // key_BGSE.shape[1], query_BHNE.shape[2]
-    blocks: Iterable[tuple[Tensor, Tensor]] = [(query_BHNE, mask_BXNS)]
-    if mask_BXNS.shape[2] != heads * queries:
-        size = max(1, FEW // heads)
-        # The mask may have been repeated for groups of another size.
-        masks = mask_BXNS[:, :, :queries].split(size, 2)
-        masks = [mask.repeat(1, 1, heads, 1) if heads * mask.shape[2] <= FEW else mask for mask in masks]
-        blocks = zip(query_BHNE.split(size, 2), masks, strict=True)
-    found = []
-    for query, mask in blocks:
-        packed = query.unflatten(1, (-1, heads)).flatten(2, 3)
-        out = F.scaled_dot_product_attention(packed, key_BGSE, value_BGSE, attn_mask=mask, scale=scale)
-        found.append(out.unflatten(2, (heads, -1)).flatten(1, 2))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
 @dataclass
@@ -68,6 +43,8 @@ class DraftCache:
     """Slots that forwards attend to, from the first on; None for all. The drafter sets it: the host knows lengths."""
     window: int | None = None
     """Newest positions that a token sees, its own included; None for all."""
+    by_slots: bool = False
+    """Whether attention reads the slots in use by their lengths on the device, with no mask; the drafter sets it."""
 
     @staticmethod
     def slots_for(capacity: int, window: int | None) -> int:
@@ -134,8 +111,12 @@ class DraftCache:
             slots_BA = self.nodes + positions_BA % (self.slots - self.nodes)
             seen_BAS = self.window_mask(lengths_B + new_tokens, positions_BA, first_B)
             return positions_BA, KVEntries(self, F.pad(seen_BAS, (self.nodes, 0)), slots_BA)
-        # Padding behind the end of a short prompt is overwritten later; it only must not lie outside.
+        # Padding after the end of a short prompt is overwritten later; it only must not lie outside.
         slots_BA = (self.nodes + positions_BA).clamp(max=self.slots - 1)
+        if self.by_slots:
+            ancestors_BAA = _chain(new_tokens, device).expand(len(lengths_B), -1, -1)
+            sees = TreeSlots(ancestors_BAA, lengths_B, text_slot=self.nodes)
+            return positions_BA, KVEntries(self, None, slots_BA, sees=sees)
         slot_S = counting(self.attended_slots, device)
         mask_BAS = (slot_S >= self.nodes) & (slot_S <= slots_BA[..., None])
         return positions_BA, KVEntries(self, mask_BAS, slots_BA)
@@ -146,12 +127,13 @@ class KVEntries:
     """KV view of one forward: the slots of its new entries, and those that they attend to."""
 
     cache: DraftCache
-    mask_BTS: Tensor
-    """True where a new token attends."""
+    mask_BTS: Tensor | None
+    """True where a new token attends; None where `sees` says it."""
     slots_BT: Tensor | None
     """Where the entries go; None for consecutive slots from `first` in every row."""
     first: int = 0
     drafts_N: Tensor | None = None
+    sees: TreeSlots | None = None
 
     def store(self, layer: int, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new entries into the cache; return all keys and values of the layer.
@@ -171,5 +153,14 @@ class KVEntries:
 
     def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         keys, values = self.store(layer, key_BGTE, value_BGTE)
+        if self.sees is not None:
+            return attend_to_slots(query_BHTE, keys, values, self.sees).transpose(1, 2)
+        assert self.mask_BTS is not None
         attended = self.mask_BTS.shape[-1]
         return masked_attention(query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None])
+
+
+@constants
+def _chain(tokens: int, device: torch.device) -> Tensor:
+    """Which tokens of a chain each of them sees: itself and those before it, [1, A, A]."""
+    return torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()

@@ -55,8 +55,8 @@ CANDIDATE_SIZES = (2, 4, 8, 16)
 """Nodes of the trees that are tried where no tree is named."""
 CANDIDATE_LENGTHS = (1, 2, 3, 5, 7)
 """Tokens of the chains that are tried where trees do not pay."""
-LARGE_SIZE = 32
-"""Nodes of one more, where its forward costs less than `LARGE_COST` autoregressive steps."""
+LARGE_SIZES = (32, 60)
+"""Nodes of more of them, where their forward costs less than `LARGE_COST` autoregressive steps."""
 LARGE_COST = 2.0
 BEST_RATE = 0.8
 """Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a loss."""
@@ -323,6 +323,8 @@ class AdaptiveDrafter(BatchDrafter):
         """Tokens that each row may get in steps."""
         self._written: list[int] = []
         """Tokens that each row has got in steps."""
+        self._idle: set[int] = set()
+        """Places of rows that have ended and got no token in the latest step."""
         self._read_seconds: float | None = None
         """What the head took to read a token of a prompt, the last time that was timed."""
         self._reading = 0.0
@@ -346,6 +348,7 @@ class AdaptiveDrafter(BatchDrafter):
             other.trees.append(tree.on(other.reader.rows))
         other.parts = other.trees
         other._written = []
+        other._idle = set()
         other._running = None
         return other
 
@@ -362,6 +365,7 @@ class AdaptiveDrafter(BatchDrafter):
         self._answers_ended(self._written)
         self._limit = math.inf if context.new_tokens is None else context.new_tokens - 1  # one came with the prompt
         self._written = [0] * context.batch_size
+        self._idle = set()
         self._size = prompt_size(context.prompt_tokens)
         self._sampling = context.draft_probs is not None
         for tree in self.trees[1:]:
@@ -419,8 +423,9 @@ class AdaptiveDrafter(BatchDrafter):
 
     def _remaining(self) -> float:
         """Tokens that are expected to come in each row."""
-        written = sum(self._written) / len(self._written)
-        return self.answers.expected(max(self._limit - written, 0.0))
+        written = [count for row, count in enumerate(self._written) if row not in self._idle]
+        mean = sum(written) / len(written)
+        return self.answers.expected(max(self._limit - mean, 0.0))
 
     def _answers_ended(self, lengths: Sequence[int]) -> None:
         """Note the lengths of answers that are decoded no more."""
@@ -435,17 +440,20 @@ class AdaptiveDrafter(BatchDrafter):
         self.reader.observe(step)
         emitted = [len(tokens) for tokens in step.tokens]
         self._written = [before + count for before, count in zip(self._written, emitted, strict=True)]
+        self._idle = {row for row, count in enumerate(emitted) if count == 0}
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft
             return
         if self._drafted:  # autoregressive steps do not pay for a head that follows the text
             now = self.clock()
-        self._running.record(now - self._started, sum(emitted) / len(emitted), self._reading)
+        decoded = len(emitted) - len(self._idle)
+        self._running.record(now - self._started, sum(emitted) / decoded, self._reading)
         self._running = None
 
     def select(self, rows_R: Tensor) -> None:
-        kept = set(rows_R.tolist())  # sync: when rows have ended
-        self._answers_ended([length for row, length in enumerate(self._written) if row not in kept])
+        rows = rows_R.tolist()  # sync: when rows have ended
+        self._answers_ended([length for row, length in enumerate(self._written) if row not in rows])
         self._written = selected_rows(self._written, rows_R)
+        self._idle = {place for place, row in enumerate(rows) if row in self._idle}
         self.reader.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
@@ -522,9 +530,10 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
     one token more is less likely to be accepted than the share of a plain step that it costs.
     """
     sizes = list(CANDIDATE_SIZES)
-    if costs.seconds(LARGE_SIZE, 0) < LARGE_COST * costs.seconds(1, 0):
-        sizes.append(LARGE_SIZE)
-    if hint is not None and 2 <= hint.size <= LARGE_SIZE:
+    for size in LARGE_SIZES:
+        if costs.seconds(size, 0) < LARGE_COST * costs.seconds(1, 0):
+            sizes.append(size)
+    if hint is not None and 2 <= hint.size <= LARGE_SIZES[-1]:
         nearest = min(sizes, key=lambda size: abs(math.log(size / hint.size)))
         sizes[sizes.index(nearest)] = hint.size
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -83,9 +83,15 @@ class StepResult:
     none is inf either."""
     tokens: Sequence[list[int]] = ()
     """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
-    Copied with everything else that the host needs of a step, in one synchronization."""
+    Copied with everything else that the host needs of a step, in one synchronization. An idle row, which has ended and
+    keeps its place in the batch, emits none."""
     host_values: Sequence[list[int]] = ()
     """On the host: each row of what `BatchDrafter.host_values` returned."""
+    scores_BNV: Tensor | None = field(default=None, kw_only=True)
+    """What the rule decided on: the target's logits after every logits processor, in at least float32."""
+    numbers: Tensor | Sampler | None = field(default=None, kw_only=True)
+    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a sampler that draws for
+    itself; None where the rule draws none."""
 
 
 @runtime_checkable
@@ -93,7 +99,9 @@ class Drafter(Protocol):
     """A source of draft trees, to be written by a user: `max_nodes` and two methods.
 
     It makes top-k drafts, on any device. Whatever it does, the output is the target's: after an
-    error or an invalid tree the text is decoded without drafts, with a warning.
+    error or an invalid tree the text is decoded without drafts, with a warning. On a GPU a row that
+    has ended may keep its place in a batch: its steps then emit no tokens, and its drafts are
+    dropped.
 
     It may also have the attribute `feature_layers`, the target's layers whose features it reads,
     and the methods `begin(context)` (a `DraftContext`: forget the last generation),
@@ -250,7 +258,9 @@ class NewestTokens:
                 self.tokens[row] = next_tokens[row][length - 1]
 
     def observe(self, step: StepResult) -> None:
-        self.tokens = [emitted[-1] for emitted in step.tokens]
+        for row, emitted in enumerate(step.tokens):
+            if emitted:  # a row that is not idle
+                self.tokens[row] = emitted[-1]
 
     def select(self, rows_R: Tensor) -> None:
         self.tokens = selected_rows(self.tokens, rows_R)

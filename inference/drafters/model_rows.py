@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
+from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
-from ..target import Target
 from .base import DraftContext, PrefillChunk, StepResult
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
@@ -137,10 +137,12 @@ class ModelRows:
             self._engine.renew_head(self.model, force)
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of device memory for the state of `rows` × `tokens`."""
-        holder = self.model.model if isinstance(self.model, AssistantModel) else self.model
-        if isinstance(holder, DraftHead | Target):
-            return holder.cache_bytes(rows, tokens)
+        """Bytes of device memory that are allocated for the state of `rows` × `tokens`."""
+        if isinstance(self.model, AssistantModel):
+            assistant = self.model.model
+            return assistant.cache_bytes(rows, assistant.engine.cache_slots(tokens))
+        if isinstance(self.model, DraftHead):
+            return self.model.cache_bytes(rows, self.runner.rounded_capacity(tokens))
         return 0
 
     @property
@@ -165,7 +167,15 @@ class ModelRows:
         shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
         cache = self._caches.setdefault(shape, state.cache)
         cache.attended = None
+        cache.by_slots = self._attends_by_slots(cache)
         return dataclasses.replace(state, cache=cache)
+
+    def _attends_by_slots(self, cache: DraftCache) -> bool:
+        """Whether the head attends without a mask, so that a recording serves texts of all lengths."""
+        if not isinstance(self.model, DraftHead) or not self.model.attends_by_slots or cache.window is not None:
+            return False
+        states = cache.keys[0]
+        return has_tree_kernel(states.device, states.dtype, states.shape[3])
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         """Begin a generation whose text starts like an earlier one's; see `BatchDrafter.resume`."""
@@ -277,7 +287,7 @@ class ModelRows:
         """Let the head attend to `tokens` more slots of its cache."""
         self.progress.longest += tokens
         cache = getattr(self.progress.state, "cache", None)
-        if not isinstance(cache, DraftCache):
+        if not isinstance(cache, DraftCache) or cache.by_slots:
             return
         attended = -(-self.progress.longest // STEP) * STEP
         if self.runner.replays:
@@ -354,11 +364,11 @@ def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
 
 
 def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
-    """Chunks of one token a row as one."""
+    """Chunks of one token a row as one; of an idle row the last ones hold none."""
     tokens_BT = torch.cat([chunk.tokens_BT for chunk in chunks], dim=1)
     next_BT = torch.cat([chunk.next_tokens_BT for chunk in chunks], dim=1)
     features_BTF = torch.cat([chunk.features_BTF for chunk in chunks], dim=1)
-    count_B = torch.full((len(tokens_BT),), tokens_BT.shape[1], device=tokens_BT.device)
+    count_B = torch.stack([chunk.lengths_B for chunk in chunks]).sum(0)
     return PrefillChunk(tokens_BT, next_BT, features_BTF, count_B)
 
 

@@ -54,7 +54,7 @@ class HostDrafter(BatchDrafter):
     def observe(self, step: StepResult) -> None:
         roots = NoDraft().propose(torch.tensor(self._newest.tokens))
         self._newest.observe(step)
-        rows = [torch.tensor(tokens) for tokens in step.tokens]
+        rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in step.tokens]
         emitted_BA = pad_sequence(rows, batch_first=True)
         on_host = replace(
             step,

@@ -26,6 +26,7 @@ from torch import Tensor
 from ...heads.base import TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
+from ...heads.layers.fused import top_log_probs
 from ..logits import RandomSampler, Sampler
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
@@ -390,11 +391,10 @@ class DynamicTree(HeadDrafter):
             logits_BWV, state = self.rows.expand(state, frontier_BW, parents_BW)
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
-            best = at_least_fp32(logits_BWV).log_softmax(-1).topk(self.width, dim=-1)
-            values_BWR = best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+            values_BWR, indices_BWR = top_log_probs(logits_BWV, self.width)
             if values_BW1 is not None:
                 values_BWR = values_BWR + values_BW1
-            children_BWR = self.head.target_tokens(best.indices)
+            children_BWR = self.head.target_tokens(indices_BWR)
             if children_BWR.shape[1] != values_BWR.shape[1]:  # the same logits for the whole frontier
                 children_BWR = children_BWR.expand(-1, values_BWR.shape[1], -1)
             values.append(values_BWR.flatten(1))

@@ -3,7 +3,7 @@
 base         the interface, and `Runner`, which runs a function of tensors as it is
 by_device    the choice of an engine
 eager        forwards of the transformers model over a tree, with attention of our own
-attention    that attention; tree_kernel, its Triton kernel for trees on a GPU
+attention    that attention; headstart.heads.layers.tree_kernel, its Triton kernel for trees on a GPU
 cuda_graph   functions of tensors, recorded once and replayed with one launch
 inductor     the model's forward, fused by torch.compile
 cpu          forwards in our CPU kernels (cpu_decoder, cpu_kernels)

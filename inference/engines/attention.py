@@ -10,7 +10,6 @@ Letters in tensor names: B batch, N queries, H query heads, G heads of keys and 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,9 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...heads.layers.draft_cache import masked_attention
+from ...heads.layers.masked_attention import masked_attention
+from ...heads.layers.tree_attention import attend_to_slots
+from ...heads.layers.tree_slots import TreeSlots
 from .base import Runner
 
 BLOCK = 256
@@ -35,16 +36,6 @@ MARK = "headstart_mask"
 """Attribute of the masks that are ours; a model that makes another tensor of a mask loses it, and gets plain sdpa."""
 WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of prompts keep changing."""
-
-
-@dataclass(frozen=True)
-class TreeSlots:
-    """Slots that the nodes of a tree attend to, without a mask of all; see `tree_kernel.tree_attention`."""
-
-    ancestors_BNM: Tensor
-    depths_BM: Tensor
-    lengths_B: Tensor
-    window: int | None
 
 
 @dataclass
@@ -93,15 +84,6 @@ def tree_mask(slots: TreeSlots) -> Tensor:
     return marked(torch.empty(batch, 1, nodes, uncommitted, device="meta"), Mark(slots))
 
 
-def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the tree kernel serves such tensors here."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    from .tree_kernel import LARGEST_HEAD  # imports Triton
-
-    return dtype in (torch.float16, torch.bfloat16, torch.float32) and head_size <= LARGEST_HEAD
-
-
 def attention(
     module: torch.nn.Module,
     query_BHNE: Tensor,
@@ -128,11 +110,7 @@ def attention(
         raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")
     scale = options.get("scaling")
     if mark.slots is not None:
-        from .tree_kernel import tree_attention  # imports Triton
-
-        seen = mark.slots
-        given = (seen.ancestors_BNM, seen.depths_BM, seen.lengths_B, scale, seen.window)
-        return tree_attention(query_BHNE, key_BGSE, value_BGSE, *given), None
+        return attend_to_slots(query_BHNE, key_BGSE, value_BGSE, mark.slots, scale), None
     if attention_mask.is_meta:
         output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...heads.base import DraftHead
-from ..kv_cache import StateShape, TreeCache
+from ..kv_cache import Growth, StateShape, TreeCache, slots_for
 from ..target_model import TargetModel
 from ..tree import DraftTree, NewNodes
 
@@ -56,6 +56,10 @@ class Runner:
         """Capacity of a cache for so many tokens."""
         return tokens
 
+    def rounded_rows(self, rows: int) -> int:
+        """Rows of a batch of which so many are still being decoded; the others are idle."""
+        return rows
+
     def keep(self, tensor: Tensor) -> Tensor:
         """A result that is needed after the next call."""
         return tensor
@@ -82,6 +86,8 @@ class Engine(ABC):
     """Whether it checks chains of tokens and no trees that branch."""
     one_row = False
     """Whether it decodes one row at a time."""
+    growth: Growth = "buckets"
+    """How the capacity of its caches grows."""
 
     def __init__(self, target: TargetModel) -> None:
         self.target = target
@@ -107,7 +113,11 @@ class Engine(ABC):
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty KV cache; the arguments are those of `TreeCache`."""
         target = self.target
-        return TreeCache(self.state_shapes, batch_size, target.device, tokens, rows, target.pool)
+        return TreeCache(self.state_shapes, batch_size, target.device, tokens, rows, target.pool, self.growth)
+
+    def cache_slots(self, tokens: int) -> int:
+        """Slots that are allocated for a row of so many tokens, a tree after them included."""
+        return slots_for(tokens, self.growth)
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:

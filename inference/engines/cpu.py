@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...heads.base import DraftHead
 from ..kv_cache import StateShape, TreeCache
+from ..models.changes import has_hooks
 from ..models.prompt_inputs import in_one_dimension
 from ..target_model import TargetModel
 from ..tree import DraftTree, NewNodes
@@ -27,7 +28,7 @@ PIECE = 512
 
 def cpu_engine(target: TargetModel, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
     """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
-    if cpu_kernels.library() is None:
+    if cpu_kernels.library() is None or has_hooks(target.model):  # kernels would not call them
         return eager(target)
     layers = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
     decoder = packed_decoder(target.model, layers) if eager is EagerEngine else None

@@ -233,7 +233,7 @@ class PackedBlock(nn.Module):
     def forward(self, *given: Any) -> Tensor:
         """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
         embeds_BTD, state_BTD, rotary, kv, layer = (*given, 0) if self.fuses else (None, *given)
-        assert isinstance(kv, KVEntries)
+        assert isinstance(kv, KVEntries) and kv.mask_BTS is not None
         batch, new, _ = state_BTD.shape
         slots_BT = kv.slots_BT
         if slots_BT is None:

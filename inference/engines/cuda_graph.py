@@ -32,6 +32,9 @@ CALLED = 4096
 """First calls that are remembered, at most."""
 LARGE = 2**16
 """Inputs of at least this many bytes are read in place where another recording left them; smaller ones are copied."""
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows to which a batch shrinks; larger ones are multiples of `MANY_ROWS`."""
+MANY_ROWS = 32
 CACHES = (TreeCache, DraftCache)
 
 
@@ -200,6 +203,13 @@ class GraphRunner(Runner):
         """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
 
+    def rounded_rows(self, rows: int) -> int:
+        """The next larger of a few numbers: each number of rows is a recording of its own."""
+        for size in ROWS:
+            if rows <= size:
+                return size
+        return -(-rows // MANY_ROWS) * MANY_ROWS
+
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
@@ -284,9 +294,9 @@ class Leaves:
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(str(type(value)))
-            for field in dataclasses.fields(value):
-                self._collect(getattr(value, field.name), others)
+            others.append(type(value))
+            for name in field_names(type(value)):
+                self._collect(getattr(value, name), others)
         else:
             others.append(value)
 
@@ -303,9 +313,13 @@ class Leaves:
 
 def holds_tensors(value: Any) -> bool:
     """Whether a value is a dataclass with tensors among its fields, or in their dataclasses, tuples and lists."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return False
-    return any(_is_tensor_or_holds_one(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return any(_is_tensor_or_holds_one(getattr(value, name)) for name in field_names(type(value)))
+
+
+@functools.cache
+def field_names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass; none of another class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def _is_tensor_or_holds_one(value: Any) -> bool:
@@ -322,8 +336,8 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_rebuilt(part, tensors) for part in value])
     if holds_tensors(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(value, **{name: _rebuilt(getattr(value, name), tensors) for name in fields})
+        changed = {name: _rebuilt(getattr(value, name), tensors) for name in field_names(type(value))}
+        return dataclasses.replace(value, **changed)
     return value
 
 

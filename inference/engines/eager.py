@@ -6,6 +6,7 @@ V vocabulary, D hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any
@@ -17,16 +18,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ...heads.base import DraftHead
 from ...heads.layers.constants import constants, counting
-from ...heads.layers.draft_cache import FEW
-from ..kv_cache import StateShape, TreeCache
-from ..models.changes import WeightWatch
+from ...heads.layers.masked_attention import FEW
+from ...heads.layers.tree_attention import attend_to_slots
+from ...heads.layers.tree_slots import TreeSlots, has_tree_kernel
+from ..kv_cache import Growth, StateShape, TreeCache
+from ..models.changes import WeightWatch, has_hooks
 from ..models.prompt_inputs import offset, position_offsets
 from ..models.segments import has_changing_angles
 from ..target_model import TargetModel
 from ..tree import DraftTree, NewNodes
-from .attention import Mark, PlanlessRunner, TreeSlots, causal_mask, has_tree_kernel, marked, tree_mask
+from .attention import Mark, PlanlessRunner, causal_mask, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
+from .fused_decoder import Attend, FusedDecoder, agrees, fused_head
+from .known import known_decoder
 
 PADDING_ON_CPU = 64
 """Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
@@ -61,6 +66,17 @@ class EagerEngine(Engine):
             self.runner = PlanlessRunner(target.device)
         if isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
+        self._look_for_hooks()
+
+    def _look_for_hooks(self) -> None:
+        """Notice hooks, which a recording would not call: with them every forward runs as it is."""
+        self.hooked = has_hooks(self.model)
+        if self.hooked and self.runner.replays:
+            warnings.warn(
+                f"{self.target.name!r} has hooks, or forwards in the place of its classes' own: it is launched "
+                "operation by operation, so that they are called",
+                stacklevel=2,
+            )
 
     @property
     def model(self) -> Any:
@@ -89,11 +105,11 @@ class EagerEngine(Engine):
             self.runner.forget()
         self._heads[head] = (watch, version)
 
-    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        cache = super().new_cache(batch_size, self.runner.rounded_capacity(tokens), rows)
-        if self.runner.replays:
-            cache.growth = "room" if self.tree_kernel else "doubling"
-        return cache
+    @property
+    def growth(self) -> Growth:  # type: ignore[override]
+        if not self.runner.replays:
+            return "buckets"
+        return "room" if self.tree_kernel else "doubling"
 
     def logits(self, states: Tensor) -> Tensor:
         modules = self.target.modules
@@ -127,6 +143,29 @@ class EagerEngine(Engine):
         if "chunked_attention" in target.attention_kinds:  # the kernel knows windows alone
             return False
         return len(set(self.state_shapes)) == 1 and self.own_attention
+
+    @cached_property
+    def decoder(self) -> FusedDecoder | None:
+        """Runs forwards over trees in place of the model's code, where that is known; tried against the model."""
+        if type(self) is not EagerEngine or not self.tree_kernel:
+            return None
+        target = self.target
+        kinds = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
+        known = known_decoder(self.model, kinds)
+        if known is None or target.before_lm_head is not None:
+            return None
+        decoder = FusedDecoder(known)
+        with torch.inference_mode():
+            return decoder if agrees(decoder, self.model, self.state_shapes, self._attention_to) else None
+
+    def renew(self) -> None:
+        super().renew()
+        vars(self).pop("decoder", None)  # modules may have been exchanged
+        self._look_for_hooks()
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        """A head as it drafts here: by fused operations where functions are recorded."""
+        return fused_head(head) if self.runner.replays else head
 
     def read_chunk(
         self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
@@ -204,8 +243,10 @@ class EagerEngine(Engine):
         return output
 
     def _runner_for(self, cache: TreeCache) -> Runner:
-        """The runner of forwards over trees; those after a prompt with images have offsets that no recording has."""
-        return self.runner if cache.position_offsets is None else PlanlessRunner(self.target.device)
+        """The runner of forwards over trees: no recording calls hooks, or has the offsets of a prompt with images."""
+        if cache.position_offsets is not None or self.hooked:
+            return PlanlessRunner(self.target.device)
+        return self.runner
 
     def _count_from(self, cache: TreeCache, tokens: int) -> None:
         """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
@@ -226,9 +267,15 @@ class EagerEngine(Engine):
         # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
+        if self.decoder is not None and cache.position_offsets is None and not self.hooked:
+            positions_BN = node_positions(self.target, nodes, lengths_B)
+            attend = self._attention_to(nodes, lengths_B)
+            logits_BNV, features_BNF = self.decoder(nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K)
+            logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
+            return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
         if self.tree_kernel:
             positions_BN = node_positions(self.target, nodes, lengths_B)
-            masks = self._tree_masks(nodes.framed_BNX[:, :, 1:-1], nodes.depths_BM, lengths_B)
+            masks = as_the_model_takes({k: tree_mask(slots) for k, slots in self._tree_slots(nodes, lengths_B).items()})
         else:
             positions_BN, visible = visible_slots(self.target, nodes, lengths_B, slots)
             masks = self._masks(visible)
@@ -291,13 +338,18 @@ class EagerEngine(Engine):
             return as_the_model_takes(masks)
         return self._additive_masks(visible, Mark() if self.own_attention else None)
 
-    def _tree_masks(self, ancestors_BNM: Tensor, depths_BM: Tensor, lengths_B: Tensor) -> Masks:
-        """Masks without values, for the tree kernel."""
-        masks = {}
+    def _tree_slots(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, TreeSlots]:
+        """What new nodes attend to, by kind of attention, as the tree kernel takes it."""
+        ancestors_BNM = nodes.framed_BNX[:, :, 1:-1]
+        slots: dict[str, TreeSlots] = {}
         for kind in self.target.attention_kinds:
             window = self.target.config.sliding_window if kind == "sliding_attention" else None
-            masks[kind] = tree_mask(TreeSlots(ancestors_BNM, depths_BM, lengths_B, window))
-        return as_the_model_takes(masks)
+            slots[kind] = TreeSlots(ancestors_BNM, lengths_B, nodes.depths_BM, window)
+        return slots
+
+    def _attention_to(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, Attend]:
+        """The attention of new nodes after `lengths_B` committed tokens, by kind."""
+        return {kind: by_slots(slots) for kind, slots in self._tree_slots(nodes, lengths_B).items()}
 
     def _additive_masks(self, visible: dict[str, Tensor], mark: Mark | None) -> Masks:
         """4-D masks with a mark, for our attention, or without one."""
@@ -334,6 +386,15 @@ def read_by_model(
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
     cache.advance_prompt(size)
     return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
+
+
+def by_slots(slots: TreeSlots) -> Attend:
+    """Attention over these slots."""
+
+    def attend(query_BHNE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, scale: float) -> Tensor:
+        return attend_to_slots(query_BHNE, keys_BGSE, values_BGSE, slots, scale)
+
+    return attend
 
 
 def as_the_model_takes(masks: dict[str, Any]) -> Masks:

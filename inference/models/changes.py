@@ -1,4 +1,4 @@
-"""Whether weights have changed, however they were written: a check that costs less than a token.
+"""Whether weights or code have changed, however they were written: a check that costs less than a token.
 
 torch counts writes to a parameter in place (`_version`), but not those through `.data`, as reinforcement learning,
 moving averages and merged adapters write. So a few elements of each tensor are compared as well, and where it lies.
@@ -8,7 +8,7 @@ What changes none of these is not seen: a write through `.data` to a few rows of
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -84,3 +84,37 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
         view = tensor.detach().as_strided((count,), (step,), tensor.storage_offset())
         by_size.setdefault(size, []).append(view.view(AS_INTEGERS[size]))
     return list(by_size.values())
+
+
+def code_of(module: nn.Module) -> Hashable:
+    """What a call of a module runs: the classes of its parts, their hooks, and forwards that were put in their place.
+
+    torch numbers hooks, and gives no number twice.
+    """
+    code: list[Hashable] = []
+    _collect_code(module, code)
+    return tuple(code)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the user has put hooks on a module or its parts, or forwards in the place of their own."""
+    return any(True for part in module.modules() for _ in _hooks(part))
+
+
+def _collect_code(module: nn.Module, code: list[Hashable]) -> None:
+    code.append(id(type(module)))
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        code += _hooks(module)
+    for child in module._modules.values():
+        if child is not None:
+            _collect_code(child, code)
+
+
+def _hooks(module: nn.Module) -> Iterator[Hashable]:
+    """The hooks of a module, but for those by which transformers returns hidden states."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for number, hook in hooks.items():
+            if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
+                yield number
+    if "forward" in module.__dict__:
+        yield id(module.__dict__["forward"])

@@ -13,7 +13,7 @@ V vocabulary, K chosen positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..engines.base import Engine, TargetOutput
 from ..kv_cache import StateShape, TreeCache
-from ..sequences import Sequences, left_padded
+from ..observers import RoundObserver
+from ..sequences import left_padded
 from ..speculative_lm import SpeculativeLM
 from ..target import Target
 from ..tree import DraftTree
@@ -77,7 +78,7 @@ class ReplayTarget(Target):
         self,
         prompts: Sequence[Tensor],
         new_tokens: int,
-        round_callbacks: Sequence[Callable[[Sequences], None]] = (),
+        observers: Sequence[RoundObserver] = (),
     ) -> None:
         """Let the target answer those prompts [T] for which no answer of `new_tokens` is known yet."""
         lacking = self.unknown(prompts, new_tokens)
@@ -86,7 +87,7 @@ class ReplayTarget(Target):
         room = self.max_positions - max(map(len, lacking))
         input_ids, mask = left_padded(lacking, self.device)
         lm = SpeculativeLM(self.original)
-        lm.round_callbacks += round_callbacks
+        lm.observers += observers
         settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
         output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
         answers_RT = output.sequences[:, input_ids.shape[1] :]

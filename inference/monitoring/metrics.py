@@ -1,8 +1,8 @@
 """Prometheus metrics of generations, from their `Stats`.
 
     monitor = Monitor(model="Qwen/Qwen3-8B", head="USER/NAME")
-    lm.callbacks.append(monitor.add)    # called with the statistics of every generation
-    monitor.serve(9464)                 # http://127.0.0.1:9464/metrics
+    lm.observers.append(monitor)
+    monitor.serve(9464)    # http://127.0.0.1:9464/metrics
 
 With $PROMETHEUS_MULTIPROC_DIR, the processes of one machine are served together.
 """
@@ -18,6 +18,7 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from ..observers import RoundObserver
 from ..stats import RoundRecord, Stats
 
 LABELS = ("model", "head", "drafter")
@@ -44,7 +45,7 @@ FALLBACKS = ("slower", "drafter_failed", "large_batch", "out_of_memory", "not_fi
 """Reasons of `DraftTree.fallback`."""
 
 
-class Monitor:
+class Monitor(RoundObserver):
     """Metrics of one decoder, or of several by their labels; threads may share it."""
 
     def __init__(
@@ -93,6 +94,10 @@ class Monitor:
         other._begin_at_zero()
         return other
 
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        """Count a generation, also one that was stopped early: what it has decoded until then."""
+        self.add(stats)
+
     def add(self, stats: Stats) -> None:
         """Count a generation."""
         records = [record for row in stats.rows for record in row]
@@ -118,7 +123,8 @@ class Monitor:
             child = histogram.labels(*self.values)
             for seconds in values:
                 child.observe(seconds)
-        self.cache.labels(*self.values).set(stats.cache_bytes)
+        if stats.cache_bytes:  # known at the end of a generation that was not stopped early
+            self.cache.labels(*self.values).set(stats.cache_bytes)
         with self._lock:
             self._latest += [record for record in records if record.drafted]
             if self._latest:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one for each generation: `lm.callbacks.append(Spans(model="Qwen/Qwen3-8B").add)`.
+"""OpenTelemetry spans, one for each generation: `lm.observers.append(Spans(model="Qwen/Qwen3-8B"))`.
 
 Needs `pip install headstart[otel]` and a tracer provider of the application's. A span is a child of the one that is
 current where `generate` is called; it covers prefill and rounds.
@@ -11,10 +11,11 @@ import time
 
 from opentelemetry import trace
 
+from ..observers import RoundObserver
 from ..stats import Stats
 
 
-class Spans:
+class Spans(RoundObserver):
     """Writes a span when a generation has ended."""
 
     def __init__(
@@ -24,7 +25,7 @@ class Spans:
         self.tracer = trace.get_tracer("headstart", tracer_provider=provider)
         self.names = {"gen_ai.request.model": model, "headstart.head": head, "headstart.drafter": drafter}
 
-    def add(self, stats: Stats) -> None:
+    def end(self, stats: Stats, error: BaseException | None) -> None:
         """Write the span of a generation, with attributes by OpenTelemetry's conventions where there are any."""
         seconds, end = stats.seconds.get("prefill", 0.0) + sum(stats.round_seconds), time.time_ns()
         attributes: dict[str, str | int | float] = {

@@ -1,7 +1,7 @@
 """Recording of one row's rounds, as they are decoded.
 
-Nothing is computed a second time: the target's probabilities are those that the acceptance rule saw, its random numbers
-pass through a `RecordingSampler`, and the draft's logits are shown by `ModelRows.watched`.
+No model runs a second time: the target's probabilities are those that the acceptance rule saw, and the draft's logits
+are shown by `ModelRows.watched`. The rule alone decides once more, by the same random numbers (`RecordingSampler`).
 What is recorded of a round is copied to the host once, after the round and outside of its time.
 
 Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of the frontier.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,18 +21,15 @@ from torch import Tensor
 
 from ...heads.base import DraftHead
 from ...heads.layers.decoder_layer import at_least_fp32
-from ..drafters.base import BatchDrafter, StepResult
+from ..drafters.base import StepResult
 from ..drafters.model_rows import DraftModel
 from ..drafters.tree_policies import draft_models
-from ..engines.base import Runner, TargetOutput
-from ..kv_cache import TreeCache
 from ..logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
-from ..loop import AS_IT_IS, Decoding, Verification, speculate
-from ..sequences import Conversation, Sequences
+from ..observers import ObservedCall, RoundObserver
 from ..stats import PARTS, RoundRecord, Stats
-from ..tree import DraftTree
 from ..tuning.tree_spec import TreeKind
 from ..verify import (
+    AcceptanceRule,
     greedy,
     point_mass,
     traversal,
@@ -83,34 +80,18 @@ class RecordingSampler(RandomSampler):
         return drawn
 
 
-class RecordedVerification(Verification):
-    """A verification step that keeps the target's scores and what was drawn; it runs as it is."""
-
-    sampler: RecordingSampler | None = None
-    """What the rule drew in the last round; None for one that draws nothing."""
-    scores_BNV: Tensor
-
-    def verify_and_commit(
-        self,
-        tree: DraftTree,
-        output: TargetOutput,
-        scores_BNV: Tensor,
-        sampler: Sampler,
-        cache: TreeCache,
-        stats: Stats,
-        runner: Runner = AS_IT_IS,
-    ) -> StepResult:
-        self.scores_BNV, self.sampler = scores_BNV, None
-        return super().verify_and_commit(tree, output, scores_BNV, sampler, cache, stats, AS_IT_IS)
-
-    def _random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
-        """The numbers of a round that is not recorded."""
-        inner = super()._random_numbers(tree, scores_BNV, sampler)
-        if isinstance(inner, Tensor):
-            by_position = inner.ndim == 3
-            inner = PositionSampler(exponential_BNV=inner) if by_position else PrecomputedSampler(uniform_BU=inner)
-        self.sampler = RecordingSampler(inner)
-        return self.sampler
+def repeated_draws(rule: AcceptanceRule, step: StepResult) -> RecordingSampler | None:
+    """What a rule drew in a step: it decides once more, by the same random numbers. None for one that draws nothing."""
+    numbers = step.numbers
+    if numbers is None:
+        return None
+    if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
+        by_position = numbers.ndim == 3
+        numbers = PositionSampler(exponential_BNV=numbers) if by_position else PrecomputedSampler(uniform_BU=numbers)
+    sampler = RecordingSampler(numbers.from_start())
+    assert step.scores_BNV is not None
+    rule(step.tree, step.scores_BNV, sampler)
+    return sampler
 
 
 @dataclass(frozen=True)
@@ -124,7 +105,7 @@ class Expansion:
     """W is 1 where they are the same for the whole frontier."""
 
 
-class Recorder:
+class Recorder(RoundObserver):
     """The rounds of one generation, as they are recorded."""
 
     def __init__(self) -> None:
@@ -143,31 +124,31 @@ class Recorder:
         self._expansions: list[Expansion] = []
         self._own_D = self._index_V = torch.empty(0)
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens in it or -1."""
-        self._verification: RecordedVerification
+        self._watching = ExitStack()
+        self._call: ObservedCall
 
-    def speculate(
-        self, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None = None
-    ) -> Stats:
-        """Decode as `loop.speculate` does, and record."""
-        assert len(sequences.rows) == 1
-        self._verification = RecordedVerification(decoding.verification.rule)
-        recorded = replace(decoding, verification=self._verification, after_round=self.record)
-        self.about = decoding_data(decoding, drafter)
-        with ExitStack() as watching:
-            for rows in draft_models(drafter):
-                if self._model is None:
-                    self._model = rows.model
-                watching.enter_context(rows.watched(self._watch))
-            stats = speculate(recorded, drafter, sequences, past)
-        self.tokens = sequences.rows[0]
-        return stats
+    def begin(self, call: ObservedCall) -> None:
+        """Record a call of one row."""
+        assert len(call.sequences.rows) == 1
+        self._call = call
+        self.about = decoding_data(call)
+        for rows in draft_models(call.drafter):
+            if self._model is None:
+                self._model = rows.model
+            self._watching.enter_context(rows.watched(self._watch))
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        """Keep the new tokens."""
+        self._watching.close()
+        self.tokens = self._call.sequences.rows[0]
 
     def _watch(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
         """Keep what a draft model was asked, and its answer."""
         self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
 
-    def record(self, step: StepResult, stats: Stats) -> None:
+    def round(self, step: StepResult) -> None:
         """Record a round that has ended."""
+        stats, rule = self._call.stats, self._call.rule
         done, number = stats.rows[0][-1], len(self.rounds)
         parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
         self._seconds = dict(stats.seconds)
@@ -178,8 +159,8 @@ class Recorder:
         tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
         tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), step.tree.max_depth)
         q, likely = drafts_of(tree, found, levels)
-        draws = draws_of(self._verification.rule, tree, found, q)
-        follows = draws[0]["kind"] in ("best", "sample") and is_rule(self._verification.rule, greedy, point_mass)
+        draws = draws_of(rule, tree, found, q)
+        follows = draws[0]["kind"] in ("best", "sample") and is_rule(rule, greedy, point_mass)
         status = node_status(tree, draws, follows)
         redrawn = any(draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in draws)
         kept = range(tree.size) if number < WHOLE_ROUNDS else path
@@ -210,8 +191,10 @@ class Recorder:
 
     def _columns(self, step: StepResult) -> dict[str, Tensor]:
         """Tensors to record of a step, on its device."""
-        tree, rule, sampler = step.tree, self._verification.rule, self._verification.sampler
-        scores_NV = self._verification.scores_BNV[0]
+        tree, rule = step.tree, self._call.rule
+        sampler = repeated_draws(rule, step)
+        assert step.scores_BNV is not None
+        scores_NV = step.scores_BNV[0]
         probs_NV, above_N, tokens_N = scores_NV.softmax(-1), tree.parents_BN[0].clamp(min=0), tree.tokens_BN[0]
         columns = {
             "tokens": tokens_N,
@@ -283,18 +266,17 @@ class Recorder:
         return shown
 
 
-def decoding_data(decoding: Decoding, drafter: BatchDrafter) -> dict[str, Any]:
+def decoding_data(call: ObservedCall) -> dict[str, Any]:
     """Target, drafter and rule of a generation."""
-    heads = [rows.model for rows in draft_models(drafter)]
-    rule = decoding.verification.rule
+    heads = [rows.model for rows in draft_models(call.drafter)]
     return {
-        "target": decoding.target.name,
+        "target": call.target.name,
         "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,
-        "drafter": repr(drafter),
-        "dtype": str(decoding.target.dtype).removeprefix("torch."),
-        "rule": rule_name(rule, drafter.kind),
-        "lossy": is_rule(rule, typical),
-        "temperature": decoding.process_logits.temperature if decoding.verification.samples else 0.0,
+        "drafter": repr(call.drafter),
+        "dtype": str(call.target.dtype).removeprefix("torch."),
+        "rule": rule_name(call.rule, call.drafter.kind),
+        "lossy": is_rule(call.rule, typical),
+        "temperature": 0.0 if call.rule is greedy else call.process_logits.temperature,
     }
 
 

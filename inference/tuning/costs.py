@@ -8,6 +8,7 @@ rounds that were decoded, which `headstart tree` does.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...heads.base import DraftHead, dtype_name
-from ..drafters.base import DraftContext, PrefillChunk
+from ..drafters.base import DraftContext, PrefillChunk, StepResult
 from ..drafters.tree_policies import StaticTree
 from ..engines.cpu_decoder import is_packed
 from ..engines.eager import EagerEngine
@@ -26,7 +27,8 @@ from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..stats import Stats
 from ..target import Target
-from .machine import kept_measurements, measured_once, seconds_in_turns
+from ..tree import DraftTree
+from .machine import Key, kept_measurements, measured_once, seconds_in_turns
 from .round_costs import SIZES, RoundCosts
 from .tree_spec import DynamicShape, TreePolicy, TreeShape
 
@@ -38,6 +40,9 @@ DEPTH = 4
 """Depth of the chain by which drafts are timed, at most."""
 REPEATS, LIMIT = 5, 0.8
 """Calls of each, at most, and seconds after which there are no more."""
+TOGETHER = 4
+"""Calls that are timed together where functions are replayed, so that the host launches one while the device runs
+another. The first such calls are not measured: they compile kernels, run the functions as they are and record them."""
 TIMED_NODES = 8
 """Nodes of the trees by whose rounds drafting is timed."""
 TIMED_WIDTHS = (2, 8)
@@ -111,36 +116,48 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
         target.encode(text_1T, None)  # every generation sets its own
     layers = () if head is None else head.feature_layers
     check = checker(target, text_1T, layers)
-    calls: dict[int | str, Callable[[], object]] = {size: partial(check, size) for size in SIZES}
+    calls: dict[int | str, Callable[[], Tensor]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
         drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
         drafter.rows.use(target.engine)
-        drafter.begin(DraftContext(1, TEXT + REPEATS + 1 + drafter.max_nodes, RandomSampler(None), None))
-        features = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, []).features_BNF
+        capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
+        drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))
+        output = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, [])
+        features = output.features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
-        after_step = PrefillChunk(text_1T[:, -1:], text_1T[:, :1], features[:, -1:], one_1)
+        step = StepResult(
+            DraftTree.of_shape(TreeShape.chain(depth), text_1T[:, : depth + 1]),
+            output,
+            path_BA=torch.zeros_like(text_1T[:, :1]),
+            lengths_B=one_1,
+            next_tokens_B=text_1T[:, 0],
+            emitted_BA=text_1T[:, :1],
+            features_BAF=features[:, -1:],
+            finite_BA=torch.ones_like(text_1T[:, :1], dtype=torch.bool),
+            tokens=[[0]],
+        )
 
-        def draft() -> None:
+        def draft() -> Tensor:
             """Read a token, as after a step, and draft a chain."""
-            drafter.prefill(after_step)
-            drafter.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
+            drafter.observe(step)
+            return drafter.propose(text_1T[:, 0]).tokens_BN
 
         context = DraftContext(1, READ + 1 + drafter.max_nodes, RandomSampler(None), None)
         reader = drafter.fresh()
         repeated_T = torch.arange(READ, device=target.device) % (TEXT - 1)
         prompt = PrefillChunk(text_1T[:, repeated_T], text_1T[:, repeated_T + 1], features[:, repeated_T], one_1 * READ)
 
-        def read_and_draft() -> None:
+        def read_and_draft() -> Tensor:
             """Read a prompt and draft a chain after it."""
             reader.begin(context)
             reader.prefill(prompt)
-            reader.propose(text_1T[:, 0]).tokens_BN[0, -1].item()  # sync: to take the time
+            return reader.propose(text_1T[:, 0]).tokens_BN
 
         calls["draft"] = draft
         calls["read and draft"] = read_and_draft
     # What disturbs a call makes it slower, never faster: of few calls the least is the cost.
-    taken = {call: min(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
+    taken = {call: min(times) for call, times in seconds_of(target, calls, REPEATS, LIMIT).items()}
     # More tokens never take less time: such a measurement was disturbed.
     forward = dict(zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True))
     if head is None:
@@ -155,10 +172,16 @@ def timed_trees(head: DraftHead) -> tuple[DynamicShape, DynamicShape, DynamicSha
     narrow = min(TIMED_WIDTHS[0], head.draft_vocab_size)
     wide = min(TIMED_WIDTHS[1], head.draft_vocab_size)
     return (
-        DynamicShape(TIMED_NODES, 1, narrow),
-        DynamicShape(TIMED_NODES, depth, narrow),
-        DynamicShape(TIMED_NODES, depth, wide),
+        _timed_tree(1, narrow),
+        _timed_tree(depth, narrow),
+        _timed_tree(depth, wide),
     )
+
+
+def _timed_tree(depth: int, width: int) -> DynamicShape:
+    """A tree of `TIMED_NODES`, or of all the nodes that it can have."""
+    most = 1 + width + (depth - 1) * width**2
+    return DynamicShape(min(TIMED_NODES, most), depth, width)
 
 
 def costs_of_rounds(
@@ -170,6 +193,9 @@ def costs_of_rounds(
 ) -> RoundCosts:
     """Derive costs from rounds that were decoded.
 
+    Where rounds are replayed, the parts of a round are launches, which tell nothing: what a round takes besides its
+    forward is drafting and the rest.
+
     Args:
         target: the model.
         head: the head that drafted.
@@ -179,8 +205,29 @@ def costs_of_rounds(
     """
     trees = timed_trees(head)
     shallow, deep, wide = trees
-    parts = [timed[tree].round_parts for tree in trees]
-    shallow_draft, deep_draft, wide_draft = (part["draft"] for part in parts)
+
+    # 1 Forwards, and what each of the rounds takes for its draft and for what no tree changes.
+    forward_sizes = {1, 2, *sizes}
+    if target.engine.runner.replays:
+        forward_sizes |= {tree.size for tree in trees}
+    forward = forward_seconds(target, text_1T, sorted(forward_sizes), head.feature_layers)
+    if target.engine.runner.replays:
+        # The first rounds compile and record: the median leaves them out.
+        plain_step = statistics.median(timed[None].round_seconds)
+        drafts = [statistics.median(timed[tree].round_seconds) - forward[tree.size] for tree in trees]
+        others = 0.0
+    else:
+        step = timed[None].round_parts
+        plain_step = sum(step.values())
+        parts = [timed[tree].round_parts for tree in trees]
+        drafts = [part["draft"] for part in parts]
+        others = statistics.mean(sum(part.values()) - part["draft"] - part["target"] for part in parts)
+        if target.device.type == "cpu":  # forwards in rounds take longer than alone
+            scale = step["target"] / forward[1]
+            forward = {size: scale * seconds for size, seconds in forward.items()}
+
+    # 2 What a depth adds to a draft, and what a node that is expanded adds.
+    shallow_draft, deep_draft, wide_draft = drafts
     node = 0.0
     if wide.expanded > deep.expanded:
         node = max(0.0, wide_draft - deep_draft) / (wide.expanded - deep.expanded)
@@ -189,36 +236,50 @@ def costs_of_rounds(
         by_nodes = node * (deep.expanded - shallow.expanded)
         depth = max(0.0, deep_draft - shallow_draft - by_nodes) / (deep.depth - shallow.depth)
     constant = shallow_draft - depth * shallow.depth - node * shallow.expanded
-    others = [sum(part.values()) - part["draft"] - part["target"] for part in parts]
-
-    step = timed[None].round_parts
-    forward = forward_seconds(target, text_1T, sorted({1, 2, *sizes}), head.feature_layers)
-    if target.device.type == "cpu":
-        # Forwards in rounds take longer than alone. On a GPU the parts of a round are launches, and tell nothing.
-        scale = step["target"] / forward[1]
-        forward = {size: scale * seconds for size, seconds in forward.items()}
-    return RoundCosts(forward, depth, node, constant + statistics.mean(others), sum(step.values()))
+    return RoundCosts(forward, depth, node, constant + others, plain_step)
 
 
 def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
     """Median seconds of a forward over a chain behind a text, by the chain's nodes; sizes are timed in turns."""
     check = checker(target, text_1T, layers)
-    taken = seconds_in_turns({size: partial(check, size) for size in sizes}, repeats=9)
+    taken = seconds_of(target, {size: partial(check, size) for size in sizes}, repeats=9)
     return {size: statistics.median(times) for size, times in taken.items()}
 
 
+def seconds_of(
+    target: Target, calls: Mapping[Key, Callable[[], Tensor]], repeats: int, limit: float = math.inf
+) -> dict[Key, list[float]]:
+    """Seconds of calls in turns, as `seconds_in_turns` takes them, each with the wait for its result.
+
+    Where functions are replayed, these are the device's: it is waited for after `TOGETHER` calls.
+    """
+    replays = target.engine.runner.replays
+    together = TOGETHER if replays else 1
+
+    def call_and_wait(call: Callable[[], Tensor]) -> None:
+        for _ in range(together):
+            result = call()
+        result[(0,) * result.ndim].item()  # sync: to take the time
+
+    sides = {name: partial(call_and_wait, call) for name, call in calls.items()}
+    taken = seconds_in_turns(sides, repeats, limit, unmeasured=int(replays))
+    return {name: [seconds / together for seconds in times] for name, times in taken.items()}
+
+
 @torch.inference_mode()
-def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], None]:
-    """A function that runs a forward over chains of a number of nodes, behind texts that are read now."""
+def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], Tensor]:
+    """A function that runs a forward over chains of a number of nodes, behind texts that are read now.
+
+    It returns their logits [B, N, V].
+    """
     length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
     for chunk_BT in text_BT.split(CHUNK_TOKENS, dim=1):
         target.read_chunk(chunk_BT, length, cache, layers, [])
 
     @torch.inference_mode()
-    def check(size: int) -> None:
+    def check(size: int) -> Tensor:
         # The text's own tokens: a mixture of experts would send equal ones to the same experts.
         tokens_BN = text_BT[:, torch.arange(size, device=text_BT.device) % length]
-        logits = target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
-        logits[0, -1, 0].item()  # sync: to take the time
+        return target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
 
     return check

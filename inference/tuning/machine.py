@@ -1,6 +1,6 @@
 """Measurements of this machine, made once and kept in a file in the user's cache folder.
 
-    machine.json    {"AMD EPYC (family 25, model 1), AVX2, 2 threads, torch 2.13.0+cpu, format 1": {"...": ...}, ...}
+    machine.json    {"AMD EPYC (family 25, model 1), AVX2, 2 threads, torch 2.13.0+cpu, format 2": {"...": ...}, ...}
 
 A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version:
 measurements of one do not hold for another. Without the file, or with one that cannot be read, all is measured anew;
@@ -26,7 +26,7 @@ import torch
 
 from ...files import write_whole
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file's entries; another version measures anew and leaves the rest of the file alone."""
 
 MACHINE_FILE = "machine.json"
@@ -243,12 +243,16 @@ def turns(sides: Sequence[Key], number: int) -> list[Key]:
 
 
 def seconds_in_turns(
-    sides: Mapping[Key, Callable[[], object]], repeats: int, limit: float = math.inf
+    sides: Mapping[Key, Callable[[], object]], repeats: int, limit: float = math.inf, unmeasured: int = 0
 ) -> dict[Key, list[float]]:
     """Seconds of `repeats` calls of each side, in turns, after a warm-up call.
 
-    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts.
+    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts. The time of `unmeasured`
+    calls of each side before never does.
     """
+    for _ in range(unmeasured):
+        for call in sides.values():
+            call()
     taken: dict[Key, list[float]] = {name: [] for name in sides}
     began = time.perf_counter()
     for number in range(repeats + 1):

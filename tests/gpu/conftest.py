@@ -17,9 +17,11 @@ from headstart.inference import Target
 if DEVICE == "sim":
     import simulated  # registers the device
 
+    from headstart.heads.layers import tree_slots
     from headstart.inference.engines import cuda_graph
 
     cuda_graph.GRAPHS["sim"] = simulated.SimGraph
+    tree_slots.KERNEL_DTYPES["sim"] = (torch.float32, torch.float64)  # by the reference of the kernel
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

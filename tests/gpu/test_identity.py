@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from helpers import VOCAB, build_model, head_for
+from helpers import VOCAB, EachRound, build_model, head_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import HEADS
@@ -287,7 +287,7 @@ def test_a_generation_inside_another_leaves_its_results(on_cpu, there, device, m
             assert len(recordings) == before  # a replay could write where the outer generation's results lie
             depth.clear()
 
-    away.round_callbacks.append(inner)
+    away.observers.append(EachRound(inner))
     found = text(away, prompts.to(device), tokens=30)
     assert torch.equal(found.sequences.cpu(), text(SpeculativeLM(on_cpu), prompts, tokens=30).sequences)
     assert found.stats.rows == alone.stats.rows

@@ -11,7 +11,7 @@ import statistics
 
 import pytest
 import torch
-from helpers import DEVICE, head_for
+from helpers import DEVICE, EachRound, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
@@ -74,9 +74,9 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
         lm.generate(prompts, max_new_tokens=8, tree=tree.shape, **settings)
     with simulated.counted() as counts:
         totals = lambda: tuple(each.total() for each in (counts.waits, counts.uploads, counts.operations))  # noqa: E731
-        lm.round_callbacks.append(lambda _: seen.append(totals()))
+        lm.observers.append(EachRound(lambda _: seen.append(totals())))
         lm.generate(prompts, max_new_tokens=48, **settings)
-        lm.round_callbacks.clear()
+        lm.observers.clear()
     rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])]
     return rounds, counts
 
@@ -127,9 +127,9 @@ def recorded_rounds(lm: SpeculativeLM) -> tuple[list[tuple[int, int, int]], simu
         def note(_):
             seen.append((counts.launches.total(), counts.waits.total(), counts.uploads.total()))
 
-        lm.round_callbacks.append(note)
+        lm.observers.append(EachRound(note))
         lm.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False)
-        lm.round_callbacks.clear()
+        lm.observers.clear()
     rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[8:])]
     return rounds, counts
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import EachRound, Ended
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -301,7 +302,7 @@ def test_an_answer_during_which_weights_change_is_not_recorded(tokenizer, tmp_pa
     model = model_of()
     lm = drafting(model, compile=False)
     with lm.record(tmp_path, tokenizer=tokenizer) as running:
-        lm.round_callbacks.append(lambda sequences: model.lm_head.weight.data.mul_(1.01))
+        lm.observers.append(EachRound(lambda sequences: model.lm_head.weight.data.mul_(1.01)))
         with pytest.warns(UserWarning, match="not those with which"):
             lm.generate(ROW, **PLAIN)
     assert (running.written, dict(running.skipped)) == (0, {OTHER_WEIGHTS: 1})
@@ -345,11 +346,11 @@ def test_rollouts_by_plain_generate_are_recorded_and_follow_a_swap(sampling, tok
     expected = lm.generate(ROW, generator=generators[0], **settings)
     method = lm.custom_generate(generators[1])
     model.generate = functools.partial(model.generate, custom_generate=method)
-    counted = []
-    lm.callbacks.append(counted.append)
+    counted = Ended()
+    lm.observers.append(counted)
     with lm.record(tmp_path, kind="rollouts", format="float32", tokenizer=tokenizer) as running:
         found = model.generate(ROW, **settings)
-    assert torch.equal(found, expected.sequences) and counted[0].rows == expected.stats.rows
+    assert torch.equal(found, expected.sequences) and counted.stats[0].rows == expected.stats.rows
     assert running.written == 1 and recorded_row(recorded_files(tmp_path)[0])["kind"] == "rollouts"
     assert recorded_texts(tmp_path, lm.target) == found.tolist()
     medusa = build_head("medusa", {"num_heads": 2}, lm.target.info)
@@ -357,7 +358,10 @@ def test_rollouts_by_plain_generate_are_recorded_and_follow_a_swap(sampling, tok
     lm.use_head(medusa.eval())
     again = lm.generate(ROW, generator=generators[2], **settings)
     generators[1].manual_seed(4)
-    assert torch.equal(model.generate(ROW, **settings), again.sequences) and counted[-2].rows == counted[-1].rows
+    assert (
+        torch.equal(model.generate(ROW, **settings), again.sequences)
+        and counted.stats[-2].rows == counted.stats[-1].rows
+    )
     assert torch.equal(again.sequences, found), "a seed gives the same text whichever head drafts"
     with pytest.raises(
         ValueError, match=r"is of another LlamaForCausalLM than the one whose generate was called; make"

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import EachRound
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from headstart.heads import build_head
@@ -239,11 +240,11 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     assert torch.equal(lm.generate(ROW, streamer=streamer, **given).sequences, stock(lm, ROW))
     assert torch.equal(streamer.found[0], expected)
     inner = Calls(lambda: lm.generate(other, **given).sequences)
-    lm.round_callbacks.append(lambda sequences: inner.put(None))
+    lm.observers.append(EachRound(lambda sequences: inner.put(None)))
     mask = torch.ones_like(batch)
     assert torch.equal(lm.generate(batch, attention_mask=mask, max_batch_size=2, **PLAIN).sequences, stock(lm, batch))
     assert torch.equal(inner.found[0], expected)
-    lm.round_callbacks.clear()
+    lm.observers.clear()
     assert torch.equal(lm.generate(ROW, **given).sequences, stock(lm, ROW))
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import HEADS, build_head
-from headstart.heads.layers.draft_cache import masked_attention
+from headstart.heads.layers.masked_attention import masked_attention
 from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import joined
@@ -21,9 +21,7 @@ from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
-from headstart.inference.logits import RandomSampler
 from headstart.inference.loop import padded_prompts
-from headstart.inference.speculative_lm import Call
 from headstart.inference.tracing.record import Recorder
 from headstart.inference.verify import RULES
 
@@ -327,9 +325,10 @@ def test_a_repeated_round_is_recorded_without_drafts():
     recorder, row = Recorder(), rows_of(6)[0]
     expected = stock(model, row)
     lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
-    method = lm.decoding_method(Call(RandomSampler(), recorder=recorder))
+    lm.observers.append(recorder)
+    method = lm.custom_generate()
     output = model.generate(row[None], attention_mask=torch.ones_like(row[None]), custom_generate=method, **PLAIN)
-    assert output.sequences[0, len(row) :].tolist() == expected
+    assert output[0, len(row) :].tolist() == expected
     assert {each["fallback"] for each in recorder.rounds} == {"not_finite"}
     assert all(len(each["nodes"]) == 1 for each in recorder.rounds)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import EachRound
 
 from headstart.inference import Conversation, SpeculativeLM, Target, feature_cache, recording
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of
@@ -219,10 +220,10 @@ def test_answers_that_were_left_or_failed_are_marked(target, tokenizer, tmp_path
         for _ in range(3):
             next(stream)
         stream.close()
-        lm.round_callbacks.append(fail)
+        lm.observers.append(EachRound(fail))
         with pytest.raises(RuntimeError, match="of the caller"):
             lm.generate(**prompts(2), **greedy(30))
-        lm.round_callbacks.clear()
+        lm.observers.clear()
         with pytest.raises(KeyboardInterrupt):
             lm.generate(**prompts(1), **greedy(30), stopping_criteria=[interrupt])
     rows = check_states(target, tmp_path)
@@ -281,7 +282,7 @@ def test_a_generation_inside_another_is_recorded_too(target, tokenizer, tmp_path
             inner.append(None)
             inner[0] = lm.generate(prompts(1, seed=5)["inputs"], **greedy(4)).sequences[0].tolist()
 
-    lm.round_callbacks.append(once)
+    lm.observers.append(EachRound(once))
     with lm.record(tmp_path, tokenizer=tokenizer, format="float32"):
         outer = lm.generate(**prompts(1), **greedy(6)).sequences[0].tolist()
     rows = check_states(target, tmp_path)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from helpers import EachRound
 from transformers import DynamicCache
 
 from headstart.heads import build_head
@@ -136,10 +137,10 @@ def test_other_weights_or_another_decoder_read_the_text_again(target):
 def test_a_call_that_failed_leaves_nothing_behind(target):
     lm, past = decoder(target, "eagle3"), Conversation()
     text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
-    lm.round_callbacks.append(lambda out: 1 / 0 if out.tokens > 4 else None)
+    lm.observers.append(EachRound(lambda out: 1 / 0 if out.tokens > 4 else None))
     with pytest.raises(ZeroDivisionError):
         turn(lm, [*text, 5], past)
-    lm.round_callbacks.clear()
+    lm.observers.clear()
     assert past.get_seq_length() == 0
     assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
 

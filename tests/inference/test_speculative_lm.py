@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import padded_batch
+from helpers import EachRound, padded_batch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -281,12 +281,13 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
-    free = target.cache_bytes(2, 6 + 20 + 3) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
+    free = target.cache_bytes(2, 256) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
     monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: float(free))
     message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
     with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
-    lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
+    output = lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
+    assert output.stats.cache_bytes == target.cache_bytes(2, 256)  # slots come by 256
     kept = lm.drafter.rows.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
     assert held == head.cache_bytes(len(kept.keys[0]), 6 + 20 + 3)
@@ -407,7 +408,7 @@ def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
 def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
     target, counted = tiny_target(vocab_size=VOCAB), []
     lm = SpeculativeLM(target)
-    lm.round_callbacks.append(counted.append)
+    lm.observers.append(EachRound(counted.append))
     for tokens in lm.stream(
         prompt(6), attention_mask=torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False
     ):
@@ -500,7 +501,7 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     lm.generate(row, **settings)
     lm.generate(row, **settings | {"do_sample": True}, tree="chain:2")
     list(lm.stream(row, **settings))
-    lm.round_callbacks.append(lambda out: 1 / 0)
+    lm.observers.append(EachRound(lambda out: 1 / 0))
     for wrong, error in (
         ({}, ZeroDivisionError),
         ({"num_beams": 2}, ValueError),

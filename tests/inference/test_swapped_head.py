@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers import EachRound
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
@@ -85,7 +86,7 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
             began.set()
             may_go_on.wait(60)
 
-    lm.round_callbacks.append(pause)
+    lm.observers.append(EachRound(pause))
     running = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY)))
     running.start()
     assert began.wait(60)

@@ -181,6 +181,31 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     assert (costs.draft, costs.node) == (0.0, 0.0) and costs.rest == pytest.approx(0.875 + 0.75)
 
 
+def test_where_rounds_are_replayed_costs_are_those_of_whole_rounds(taught, monkeypatch):
+    """Parts of a round are launches there; the first rounds compile and record."""
+    target = Target.from_pretrained(taught, torch.float32)
+    monkeypatch.setattr(target.engine.runner, "replays", True)
+    head = MedusaHead(MedusaConfig(num_heads=6), target.info)
+    forward = {1: 4.0, 2: 4.0, 3: 4.25, 5: 4.5, 8: 5.0}
+    monkeypatch.setattr(tuning_costs, "forward_seconds", lambda *given: {size: forward[size] for size in given[2]})
+    timed = {None: replayed(6.0)}
+    trees = timed_trees(head)
+    for tree in trees:
+        timed[tree] = replayed(forward[tree.size] + 1.5 + 0.25 * tree.depth + 0.125 * tree.expanded)
+    costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (2, 5))
+    assert (costs.draft, costs.node, costs.rest, costs.plain) == pytest.approx((0.25, 0.125, 1.5, 6.0))
+    for tree in trees:
+        measured = timed[tree].round_seconds[-1]
+        assert costs.seconds(tree.size, tree.depth, tree.expanded) == pytest.approx(measured)
+
+
+def replayed(seconds):
+    """Rounds of which the first compile and record; launches take little, and the wait is the host's part."""
+    rounds = [90.0, 30.0, *[seconds] * 7]
+    parts = {"draft": 0.1 * sum(rounds), "target": 0.1 * sum(rounds), "host": 0.8 * sum(rounds)}
+    return Stats([[RoundRecord(1, 1)] * len(rounds)], seconds=parts, round_seconds=rounds)
+
+
 def round_of(draft, target):
     return Stats(
         [[RoundRecord(1, 1)] * 2], seconds={"draft": 2 * draft, "target": 2 * target, "verify": 1, "host": 0.5}

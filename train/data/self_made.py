@@ -25,9 +25,11 @@ from ...console import ProgressBar, log
 from ...files import write_whole
 from ...heads.base import dtype_name
 from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
+from ...inference.drafters.base import StepResult
 from ...inference.load import load_speculative_lm
 from ...inference.models.loading import target_facts, tokenizer_provenance
 from ...inference.monitoring import Monitor
+from ...inference.observers import ObservedCall, RoundObserver
 from ...inference.sequences import Sequences
 from ...inference.speculative_lm import SpeculativeLM
 from ...options import check_options
@@ -215,13 +217,13 @@ def make_conversations(config: SelfMadeConfig) -> Path:
         config.target, config.head, output.config.target_dtype, allow_adapter=config.allow_adapter
     )
     if monitor is not None:
-        lm.callbacks.append(monitor.add)
+        lm.observers.append(monitor)
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
     if beyond := _too_long(given, lengths, config, lm.target.max_positions):
         settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
     watch = _Watch(output)
-    lm.round_callbacks.append(watch)
+    lm.observers.append(watch)
     with stop_on_signals() as stop, watch.bar:
         empty = 0
         while not output.state()[1] and not stop.wanted:
@@ -246,8 +248,8 @@ def make_conversations(config: SelfMadeConfig) -> Path:
     return path
 
 
-class _Watch:
-    """Called after every round: shows the progress of the batch."""
+class _Watch(RoundObserver):
+    """Shows the progress of the batch after every round."""
 
     def __init__(self, output: _Output) -> None:
         self.output = output
@@ -273,10 +275,13 @@ class _Watch:
         for turn in range(2, most + 1):
             self.parts.append(f"answers to turn {turn}")
 
-    def __call__(self, out: Sequences) -> None:
+    def begin(self, call: ObservedCall) -> None:
+        """Count a generation."""
+        self.generations.append(call.sequences)
+
+    def round(self, step: StepResult) -> None:
         """Show the progress after a round."""
-        if not self.generations or out is not self.generations[-1]:
-            self.generations.append(out)
+        out = self.generations[-1]
         part = len(self.generations)
         tokens = self.tokens + sum(generation.tokens for generation in self.generations)
         ended = len(out.ended)

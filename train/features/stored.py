@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from ...heads.base import DraftHead, TargetFeatures
 from ...inference.feature_cache import FeatureCache, decoded, key_of
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.models.replay import BEYOND, ReplayTarget
+from ...inference.observers import RoundObserver
 from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
 from ...inference.recorded_folder import recorded_row
-from ...inference.sequences import Sequences
 from ...inference.target import Target
 from ..config import EvalConfig
 from ..data.batches import Batch
@@ -215,7 +215,7 @@ class StoredReplay(ReplayTarget):
         self,
         prompts: Sequence[Tensor],
         new_tokens: int,
-        round_callbacks: Sequence[Callable[[Sequences], None]] = (),
+        observers: Sequence[RoundObserver] = (),
     ) -> None:
         """Look up, or ask the server for, the answers to prompts of which none is known yet."""
         for prompt_T in self.unknown(prompts, new_tokens):

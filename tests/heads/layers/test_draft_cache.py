@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead, DraftTreeState
 from headstart.heads.layers import draft_cache
-from headstart.heads.layers.draft_cache import DraftCache, masked_attention
+from headstart.heads.layers.draft_cache import DraftCache
+from headstart.heads.layers.masked_attention import masked_attention
 
 HEADS, GROUPS, SIZE, SLOTS = 4, 2, 8, 23
 

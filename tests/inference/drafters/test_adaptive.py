@@ -384,10 +384,11 @@ def test_the_candidates_fit_the_head_and_the_machine(target):
     cheap, dear = RoundCosts({1: 1.0, 2: 1.0}, 0.01), RoundCosts({1: 1.0, 2: 2.0}, 0.5)
     sizes = lambda *given: sorted(tree.size for tree in candidate_trees(head, *given))  # noqa: E731
     assert sizes(None, RoundCosts.assumed(torch.device("cpu"))) == [2, 4, 8, 16]
-    assert sizes(None, cheap) == [2, 4, 8, 16, 32]
+    assert sizes(None, cheap) == [2, 4, 8, 16, 32, 60]
+    assert sizes(None, RoundCosts({1: 1.0, 32: 1.5, 64: 3.0}, 0.01)) == [2, 4, 8, 16, 32]
     assert sizes(DynamicShape(12, 7, 4), RoundCosts.assumed(torch.device("cpu"))) == [2, 4, 8, 12]
-    assert sorted(tree.depth for tree in candidate_trees(head, None, cheap)) == [1, 3, 4, 4, 4]
-    assert candidate_trees(head, None, dear)[0].size == 2 and candidate_trees(head, None, cheap)[0].size == 32
+    assert sorted(tree.depth for tree in candidate_trees(head, None, cheap)) == [1, 3, 4, 4, 4, 4]
+    assert candidate_trees(head, None, dear)[0].size == 2 and candidate_trees(head, None, cheap)[0].size == 60
     short = a_head(target, num_heads=1)
     assert {tree.depth for tree in candidate_trees(short, None, cheap)} == {1}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers import Ended
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -47,8 +48,8 @@ def answered(lm, start, new_tokens=30):
 def generated(tiny_target):
     """A monitor, after generations in several threads that were scraped meanwhile, and what they returned."""
     lm = SpeculativeLM.from_pretrained(tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False)
-    monitor, heard = Monitor(**LABELS), []
-    lm.callbacks += [monitor.add, heard.append]
+    monitor, heard = Monitor(**LABELS), Ended()
+    lm.observers += [monitor, heard]
     port = monitor.serve(0)
     threads = [threading.Thread(target=answered, args=(lm, start)) for start in range(6)]
     for thread in threads:
@@ -56,7 +57,7 @@ def generated(tiny_target):
     between = [scraped(port) for _ in range(5)]
     for thread in threads:
         thread.join()
-    return port, between, Stats.merged(heard)
+    return port, between, Stats.merged(heard.stats)
 
 
 def test_what_is_scraped_is_what_threads_generated(generated):

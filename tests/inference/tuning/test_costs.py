@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from helpers import Ended
 from transformers import T5Config, T5ForConditionalGeneration
 
 from headstart.heads import build_head
@@ -219,27 +220,28 @@ def test_an_engine_knows_its_costs_when_they_are_asked_for(tiny_target, measured
 
 def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
     for name, lm in in_drafters(tiny_target(dtype=torch.float32)).items():
-        heard, state = [], torch.get_rng_state()
-        lm.callbacks.append(heard.append)
+        heard, state = Ended(), torch.get_rng_state()
+        lm.observers.append(heard)
         assert lm.warmup() is lm and "costs" in vars(lm), name
-        assert heard == [] and torch.equal(torch.get_rng_state(), state)
+        assert heard.stats == [] and torch.equal(torch.get_rng_state(), state)
         assert not any(each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter))
         prompt = torch.arange(5)[None]
         written = lm.generate(prompt, max_new_tokens=6, do_sample=False).sequences
         stock = lm.target.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False
         )
-        assert torch.equal(written, stock) and len(heard) == 1
+        assert torch.equal(written, stock) and len(heard.stats) == 1
     assert len(measured) == 2
 
 
 def test_a_warm_up_that_fails_leaves_the_listeners(tiny_target, monkeypatch):
     lm = SpeculativeLM.from_pretrained(tiny_target())
-    lm.callbacks.append(print)
+    heard = Ended()
+    lm.observers.append(heard)
     monkeypatch.setattr(lm, "generate", lambda *_, **__: int("broken"))
     with pytest.raises(ValueError, match="broken"):
         lm.warmup()
-    assert lm.callbacks == [print]
+    assert lm.observers == [heard]
 
 
 def test_the_fastest_tree_is_the_one_with_most_tokens_a_second():

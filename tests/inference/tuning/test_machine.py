@@ -259,6 +259,17 @@ def test_timed_calls_take_turns_and_end_with_the_time(monkeypatch, limit, calls)
     )
 
 
+def test_unmeasured_calls_never_count(monkeypatch):
+    """Nor does the limit begin before them."""
+    clock, seconds = [0.0], iter([60.0, 60.0, 0.5, 0.25])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+
+    def call():
+        clock[0] += next(seconds)
+
+    assert seconds_in_turns({"a": call}, 1, limit=1.0, unmeasured=2) == {"a": [0.25]}
+
+
 @pytest.mark.parametrize(
     ("lines", "name"),
     [

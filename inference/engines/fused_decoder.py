@@ -1,0 +1,240 @@
+"""A known decoder on a GPU: the model's own linear modules, and between them the operations of `heads.layers.fused`.
+
+transformers' Llama layer launches 41 kernels for a forward over a few nodes, 34 of them small. Here a layer takes 13:
+
+    1      add_norm             the residual stream with the last layer's output, and its norm
+    2-4    q_proj, k_proj, v_proj
+    5      rotary_store         rotary embedding; keys and values into the cache
+    6-7    attention            by the tree kernel: the parts of a text, and their sum
+    8      o_proj
+    9      add_norm
+    10-11  gate_proj, up_proj
+    12     silu_product
+    13     down_proj
+
+Weights are read where they lie and nothing is copied, so LoRA, quantised linear layers and weights that change work as
+in the model. A draft head's decoder layers run in the same way.
+
+Letters in tensor names: B batch, N nodes, K chosen nodes, H query heads, E head size, D hidden size, F width of the
+chosen layers side by side, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...heads.base import DraftHead
+from ...heads.eagle3 import FusionLayer
+from ...heads.layers.constants import counting
+from ...heads.layers.decoder_layer import DecoderLayer
+from ...heads.layers.draft_cache import KVEntries
+from ...heads.layers.fused import add_norm, rotary_store, silu_product
+from ...heads.layers.fused_reference import Norm, Place, Projected
+from ...heads.layers.tree_attention import attend_to_slots
+from ..kv_cache import StateShape, TreeCache
+from ..tree import NewNodes
+from .branches import side_by_side
+from .known import SILU, KnownDecoder, has_attention_norms
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of its scores."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Of logits, relative to the largest: sums are taken in another order than by the model."""
+
+
+class FusedDecoder:
+    """Forward of a known decoder over the nodes of a tree."""
+
+    def __init__(self, known: KnownDecoder) -> None:
+        self.known = known
+
+    def __call__(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        attend: dict[str, Attend],
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, K, V] of the nodes `kept_K`, None for all, and features [B, N, F] of `layers`.
+
+        `attend` is the attention of each kind of layer. The nodes' keys and values go to the cache's `slots_BN`.
+        """
+        known = self.known
+        last = len(known.layers) - 1
+        features: dict[int, Tensor] = {}
+        x_BND = known.embed(tokens_BN)
+        rotary = known.rotary(x_BND, positions_BN)
+        out_BND: Tensor | None = None
+        for number, layer in enumerate(known.layers):
+            attention = layer.self_attn
+            normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.input_layernorm))
+            features[number - 1] = x_BND  # the residual stream after the block before
+            keys_BGSE = cache.keys[number]
+            values_BGSE = cache.values[number]
+            place = Place(keys_BGSE, values_BGSE, cache.slots_BN)
+            query_BHNE = rotary_store(projected(attention, normed_BND), rotary, place, attention_norms(layer))
+            attended_BNHE = attend[known.kinds[number]](query_BHNE, keys_BGSE, values_BGSE, attention.scaling)
+            out_BND = attention.o_proj(attended_BNHE.flatten(2))
+            normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.post_attention_layernorm))
+            out_BND = mlp_output(layer.mlp, normed_BND)
+        normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(known.norm))
+        features[last] = x_BND
+        features[-1] = normed_BND
+        logits_BKV = known.lm_head(normed_BND if kept_K is None else normed_BND[:, kept_K])
+        if not layers:
+            return logits_BKV, normed_BND[..., :0]
+        return logits_BKV, torch.cat([features[layer] for layer in layers], dim=-1)
+
+
+def projected(attention: Any, normed_BND: Tensor) -> Projected:
+    """Queries, keys and values before their norms and rotary embedding."""
+    return Projected(
+        *side_by_side(
+            normed_BND.device,
+            partial(attention.q_proj, normed_BND),
+            partial(attention.k_proj, normed_BND),
+            partial(attention.v_proj, normed_BND),
+        )
+    )
+
+
+def mlp_output(mlp: Any, normed_BND: Tensor) -> Tensor:
+    """down(silu(gate(x)) * up(x))."""
+    gate_BNI, up_BNI = side_by_side(
+        normed_BND.device, partial(mlp.gate_proj, normed_BND), partial(mlp.up_proj, normed_BND)
+    )
+    return mlp.down_proj(silu_product(gate_BNI, up_BNI))
+
+
+def norm_of(module: Any) -> Norm:
+    """Weight and epsilon of an RMSNorm, transformers' or a head's."""
+    epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(module.weight, epsilon)
+
+
+def attention_norms(layer: Any) -> tuple[Norm, Norm] | None:
+    """Norms of a layer's queries and keys, if it has any."""
+    if not has_attention_norms(layer) or isinstance(layer.self_attn.q_norm, nn.Identity):
+        return None
+    return norm_of(layer.self_attn.q_norm), norm_of(layer.self_attn.k_norm)
+
+
+def agrees(
+    decoder: FusedDecoder,
+    model: Any,
+    state_shapes: list[StateShape],
+    attend_to: Callable[[NewNodes, Tensor], dict[str, Attend]],
+) -> bool:
+    """Whether a text, read in two parts, gets the model's logits and its states after every block.
+
+    `attend_to` makes the attention over new nodes after so many committed tokens.
+    """
+    length, part = 12, 7
+    device = model.device
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens_1T = (torch.arange(1, length + 1, device=device) * 37 % vocab_size)[None]
+    expected = model(tokens_1T, use_cache=False, output_hidden_states=True)
+    layers = (*range(len(decoder.known.layers) - 1), -1)
+    logits: list[Tensor] = []
+    features: list[Tensor] = []
+    cache = TreeCache(state_shapes, 1, device)
+    for start, stop in ((0, part), (part, length)):
+        cache.reserve(stop - start, start)
+        nodes = NewNodes.of_chain(tokens_1T[:, start:stop])
+        attend = attend_to(nodes, cache.lengths_B)
+        part_logits, part_features = decoder(nodes.tokens_BN, cache.slots_BN, attend, cache, layers)
+        logits.append(part_logits)
+        features.append(part_features)
+        cache.advance(torch.tensor([stop - start], device=device))
+    states_1TF = torch.cat(expected.hidden_states[1:], dim=-1)
+    tolerance = TOLERANCE[model.dtype]
+    pairs = ((torch.cat(logits, dim=1), expected.logits), (torch.cat(features, dim=1), states_1TF))
+    for computed, wanted in pairs:
+        difference = (computed.double() - wanted.double()).abs().max()
+        if not difference <= tolerance * wanted.double().abs().max():
+            return False
+    return True
+
+
+class FusedBlock(nn.Module):
+    """A decoder layer of a draft head, by fused operations; its parameters are the layer's own."""
+
+    def __init__(self, layer: DecoderLayer | FusionLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
+        if isinstance(self.layer, FusionLayer):
+            embeds_BTD, state_BTD, rotary, kv = inputs
+            return self._fused(self.layer, embeds_BTD, state_BTD, rotary, kv)
+        x_BTD, rotary, kv, number = inputs
+        return self._plain(self.layer, x_BTD, rotary, kv, number)
+
+    def _fused(
+        self, layer: FusionLayer, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries
+    ) -> Tensor:
+        if kv.sees is None:
+            return layer(embeds_BTD, state_BTD, rotary, kv)
+        normed_embeds_BTD, _ = add_norm(embeds_BTD, None, norm_of(layer.input_layernorm))
+        normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.hidden_norm))
+        both = torch.cat([normed_embeds_BTD, normed_BTD], dim=-1)
+        out_BTD = attention_output(layer, both, rotary, kv, 0)
+        return after_attention(layer, normed_BTD if layer.norm_before_residual else state_BTD, out_BTD)
+
+    def _plain(
+        self, layer: DecoderLayer, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries, number: int
+    ) -> Tensor:
+        if kv.sees is None:
+            return layer(x_BTD, rotary, kv, number)
+        normed_BTD = x_BTD
+        if not isinstance(layer.input_layernorm, nn.Identity):
+            normed_BTD, _ = add_norm(x_BTD, None, norm_of(layer.input_layernorm))
+        return after_attention(layer, x_BTD, attention_output(layer, normed_BTD, rotary, kv, number))
+
+
+def attention_output(
+    layer: DecoderLayer | FusionLayer, normed_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries, number: int
+) -> Tensor:
+    """The output of a head layer's attention; new keys and values are stored, NaN and inf as 0."""
+    slots_BT = kv.slots_BT
+    if slots_BT is None:
+        slots_BT = counting(normed_BTD.shape[1], normed_BTD.device, kv.first).expand(len(normed_BTD), -1)
+    keys_BGSE = kv.cache.keys[number]
+    values_BGSE = kv.cache.values[number]
+    place = Place(keys_BGSE, values_BGSE, slots_BT, finite=True)
+    query_BHTE = rotary_store(projected(layer.self_attn, normed_BTD), rotary, place, attention_norms(layer))
+    assert kv.sees is not None
+    return layer.self_attn.o_proj(attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees).flatten(2))
+
+
+def after_attention(layer: DecoderLayer | FusionLayer, residual_BTD: Tensor, out_BTD: Tensor) -> Tensor:
+    """The residual stream after a head layer, from that before it and the output of its attention."""
+    normed_BTD, x_BTD = add_norm(residual_BTD, out_BTD, norm_of(layer.post_attention_layernorm))
+    return x_BTD + mlp_output(layer.mlp, normed_BTD)
+
+
+def fused_head(head: DraftHead) -> DraftHead:
+    """A head that shares all weights with `head` and runs its decoder layers by fused operations, where they fit."""
+    if not head.attends_by_slots or head.window is not None:
+        return head
+    return with_fused_blocks(head)
+
+
+def with_fused_blocks(module: Any) -> Any:
+    """A module that shares everything with another but its decoder layers, which are fused."""
+    if isinstance(module, FusedBlock):  # of a head that drafts here already
+        return module
+    if isinstance(module, DecoderLayer | FusionLayer) and type(module.mlp.act) is SILU:
+        return FusedBlock(module)
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = {name: with_fused_blocks(child) for name, child in module.named_children()}
+    return twin

@@ -1,0 +1,166 @@
+"""The GPU benchmark runs anywhere on a tiny model, and says what is forced and what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import build_head
+from headstart.inference import Target
+from headstart.inference.engines.base import Runner
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("gpu")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def kernels(gpu):
+    return sys.modules["gpu_kernels"]
+
+
+@pytest.fixture
+def options(gpu, tmp_path):
+    return gpu.Options(str(tmp_path), texts=[40], long_texts=[80], training=[2, 32], tiny=True)
+
+
+def test_every_part_is_measured_and_every_text_is_that_of_generate(gpu, options, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "TURNS", 2)
+    monkeypatch.setattr(gpu, "TREES_BY_ROWS", {8: {1: 0, 16: 3}})
+    report = gpu.bench_gpu(dataclasses.replace(options, parts=tuple(gpu.PARTS.keys() - {"head"})))
+    assert json.loads((tmp_path / "gpu.json").read_text())["rounds"] == report["rounds"]
+    assert not [row for rows in report.values() if isinstance(rows, list) for row in rows if "failed" in row]
+    for part in ("identity", "rounds", "compared", "batches", "sampled", "texts"):
+        assert all(row["equal"] is True for row in report[part]), part
+    rounds = {(row["engine"], row["nodes"]): row for row in report["rounds"]}
+    assert len(rounds) == 1 + 2 * len(gpu.TREES)  # of `generate`, of eager forwards and of this CPU's kernels
+    for (engine, nodes), row in rounds.items():
+        if engine != "transformers generate":
+            assert row["acceptance_length"] == pytest.approx(1 + gpu.TREES[nodes], abs=0.2)
+            assert row["share_of_limit"] == pytest.approx(row["limit_ms"] / row["round_ms"], rel=0.2)
+    for row in report["batches"]:
+        assert row["acceptance_length"] == pytest.approx(1 + gpu.TREES_BY_ROWS[row["rows"]][row["nodes"]], abs=0.3)
+    (step,) = report["training"]
+    assert step["tokens_per_second"] > 0 and step["teraflops"] > 0
+    assert {row["way"] for row in report["compared"]} == gpu.WAYS.keys()
+    assert {row["nodes"] for row in report["kernels"]} == {1, 60}
+    written = (tmp_path / "gpu.md").read_text()
+    assert "forced, not measured" in written and "| eager | 40 | 60 |" in written and "**no**" not in written
+
+
+def test_a_part_that_fails_is_told_and_the_next_begins(gpu, options, monkeypatch, capsys):
+    def broken(bench):
+        raise RuntimeError("no such kernel")
+
+    def well(bench):
+        bench.add("rounds", engine="x")
+
+    monkeypatch.setattr(gpu, "PARTS", {"identity": (broken, 9), "rounds": (well, 9)})
+    report = gpu.bench_gpu(options)
+    assert report["identity"] == [{"failed": "RuntimeError('no such kernel')"}] and report["rounds"]
+    assert "no such kernel" in gpu.page(report)
+
+
+def test_a_part_that_takes_too_long_is_broken_off_whatever_it_catches(gpu, options, monkeypatch, capsys):
+    def endless(bench):
+        bench.add("identity", what="begun")
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    monkeypatch.setattr(gpu, "PARTS", {"identity": (endless, 99)})
+    report = gpu.bench_gpu(dataclasses.replace(options, limit=0.2))
+    assert report["identity"] == [{"what": "begun"}, {"failed": "Late('0.2 seconds are over')"}]
+
+
+def test_parts_of_several_processes_are_one_page(gpu, options, monkeypatch, capsys):
+    counts = iter(range(9))
+
+    def part(name):
+        return lambda bench: bench.add(name, number=next(counts)), 9
+
+    monkeypatch.setattr(gpu, "PARTS", {name: part(name) for name in ("card", "rounds")})
+    gpu.bench_gpu(options)
+    report = gpu.bench_gpu(dataclasses.replace(options, parts=("rounds",)))
+    assert report["card"] == [{"number": 0}] and report["rounds"] == [{"number": 2}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"training": [3]}, r"training needs a number of rows and of tokens, not \[3\]"),
+        ({"texts": [], "long_texts": []}, "texts need"),
+        ({"parts": ("cards",)}, "no part is called 'cards'; there are card, tests"),
+    ],
+)
+def test_impossible_options_are_refused(gpu, options, changes, told):
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(options, **changes)
+
+
+def test_bytes_of_a_round_are_those_of_the_published_shape(gpu):
+    """Llama-3.1-8B without its embedding is 15.01 GB; a head of depth 7 adds 5.34."""
+    with torch.device("meta"):
+        target = Target(LlamaForCausalLM(LlamaConfig(**gpu.LLAMA_8B)).to(torch.bfloat16))
+        head = build_head("eagle3", {"depth": 7, "draft_vocab_size": 32000, "start": "random"}, target.info)
+        head.to(torch.bfloat16)
+    assert gpu.read_bytes(target, head, 1, 0, 1) / 1e9 == pytest.approx(15.01, abs=0.005)
+    assert gpu.read_bytes(target, head, 60, 0, 1) / 1e9 == pytest.approx(15.01 + 5.34, abs=0.01)
+    of_the_text = gpu.read_bytes(target, head, 1, 4096, 2) - gpu.read_bytes(target, head, 1, 0, 2)
+    assert of_the_text == 2 * 4096 * 32 * 2 * 8 * 128 * 2  # rows, tokens, layers, keys and values, groups, size, bytes
+
+
+def launch(correlation, ts, name="cudaGraphLaunch"):
+    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": 2, "args": {"correlation": correlation}}
+
+
+def kernel(correlation, ts, dur, name="gemm"):
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+
+def test_kernels_of_a_replayed_graph_belong_to_the_range_that_launched_it(kernels):
+    def around(name, ts, dur):
+        return {"ph": "X", "cat": "user_annotation", "name": kernels.PREFIX + name, "ts": ts, "dur": dur}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        *(around("forward", 0, 10), launch(1, 5), around("draft", 20, 10), launch(2, 25), launch(3, 40)),
+        # The device runs behind the host: what was launched within "forward" runs during "draft".
+        *(kernel(1, 22, 6), kernel(1, 29, 4, "norm"), kernel(1, 33, 6), kernel(2, 44, 10), kernel(3, 60, 1, "copy")),
+        {**kernel(2, 43, 30, kernels.PREFIX + "draft"), "cat": "gpu_user_annotation"},
+    ]
+    rows = {(row["range"], row["kernel"]): row for row in kernels.kernel_table(events, rounds=2)}
+    assert list(rows)[:3] == [("forward", "all"), ("forward", "gemm"), ("forward", "norm")]
+    assert rows["forward", "gemm"]["count"] == 1 and rows["forward", "gemm"]["us_each"] == 6
+    assert rows["forward", "all"]["ms_a_round"] == 0.008 and rows["forward", "all"]["idle_before_ms"] == 0.0005
+    assert rows["draft", "gemm"]["count"] == 0.5 and rows["draft", "all"]["idle_before_ms"] == 0.0025
+    assert rows["between", "copy"]["idle_before_ms"] == 0.003
+    assert rows["all", "all"]["share"] == 1 and rows["all", "all"]["idle_before_ms"] == 0.006
+
+
+def test_ranges_are_around_a_runners_calls_while_it_is_profiled_alone(kernels):
+    def verify_and_compact(cache, tensor):
+        return tensor + 1
+
+    runner = Runner()
+    with torch.profiler.profile() as profiler, kernels.ranges_around(runner):
+        runner(verify_and_compact, (None,), torch.ones(2))
+        runner(torch.add, (torch.ones(2),), torch.ones(2))
+    names = {event.key for event in profiler.key_averages()}
+    assert {"round: verify", "round: add"} <= names and type(runner) is Runner
