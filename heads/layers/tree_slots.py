@@ -1,4 +1,4 @@
-"""What the nodes of a tree attend to, said by slots of a cache instead of by a mask over all of them.
+"""Slots of a cache that the nodes of a tree attend to, in the place of a mask over all of them.
 
 Letters in tensor names: B batch, H query heads, G heads of keys and values, N new nodes, M uncommitted nodes, S slots,
 E head size.

@@ -56,9 +56,9 @@ class PackedLinearEngine(KernelEngine, EagerEngine):
     """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+        self.packed_model = cpu_kernels.packed_copy(target.model)
         super().__init__(target, runner)
         self.name = kernels_name()
-        self.packed_model = cpu_kernels.packed_copy(target.model)
 
     @property
     def model(self) -> Any:

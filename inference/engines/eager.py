@@ -339,7 +339,7 @@ class EagerEngine(Engine):
         return self._additive_masks(visible, Mark() if self.own_attention else None)
 
     def _tree_slots(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, TreeSlots]:
-        """What new nodes attend to, by kind of attention, as the tree kernel takes it."""
+        """Slots that new nodes attend to, by kind of attention, as the tree kernel takes them."""
         ancestors_BNM = nodes.framed_BNX[:, :, 1:-1]
         slots: dict[str, TreeSlots] = {}
         for kind in self.target.attention_kinds:

@@ -87,7 +87,7 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def code_of(module: nn.Module) -> Hashable:
-    """What a call of a module runs: the classes of its parts, their hooks, and forwards that were put in their place.
+    """Code that a call of a module runs: classes of its parts, their hooks, and forwards that were put in their place.
 
     torch numbers hooks, and gives no number twice.
     """

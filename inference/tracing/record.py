@@ -81,7 +81,7 @@ class RecordingSampler(RandomSampler):
 
 
 def repeated_draws(rule: AcceptanceRule, step: StepResult) -> RecordingSampler | None:
-    """What a rule drew in a step: it decides once more, by the same random numbers. None for one that draws nothing."""
+    """Draws of a rule in a step: it decides once more, by the same random numbers. None for one that draws nothing."""
     numbers = step.numbers
     if numbers is None:
         return None
