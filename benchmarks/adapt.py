@@ -10,11 +10,11 @@ the recordings:
     curve    the same with fewer recorded answers
     day      one kind after another: every hour answers of one more kind are recorded, and the head adapts
 
-A day adapts to all that was recorded until then, as one does who records into one folder; its training goes on from
-hour to hour, whether the head was taken or not. `--replay` names what half of the training sequences are taken from, so
-that the head keeps what it knew: a file of the conversations that it was first trained on, or a folder of answers to
-other prompts. Acceptance is measured on fresh prompts by replay: the target answers each once, and the decoding loop
-runs over these answers with every head. Every step leaves its result in the output folder, and is not repeated there.
+A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half
+of the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was
+first trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the
+target answers each once, and the decoding loop runs over these answers with every head. Every step leaves its result
+in the output folder, and is not repeated there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def main() -> None:
     parser.add_argument(
         "--counts", type=int, nargs="*", default=[200], help="recorded answers to adapt to, of each kind alone"
     )
-    parser.add_argument("--on-policy", type=float, default=0.0, help="share of rounds whose rejected drafts are used")
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
     args = parser.parse_args()
     output = Path(args.output)
@@ -91,7 +90,7 @@ def record(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> Non
         if len(recorded_files(folder)) >= len(prompts):
             continue
         lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", fallback=False)
-        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET), drafts=True) as recording:
+        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
             for start in range(0, len(prompts), BATCH):
                 batch = [ids_1T[0] for ids_1T in prompts[start : start + BATCH]]
                 inputs, mask = left_padded(batch, lm.target.device)
@@ -111,20 +110,17 @@ def linked(files: list[Path], folder: Path) -> Path:
     return folder
 
 
-def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path, start: str | None = None) -> str:
-    """The head after adapting, by training that goes on from `start`: the new one if it was taken, else the old one."""
+def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Path) -> str:
+    """The head after adapting: the new one if it was taken, else the old one."""
     done = output / "taken.json"
     if not done.exists():
         config = AdaptConfig(
             target=TARGET,
             head=head,
-            start=start,
             recorded=str(recorded),
             output=str(output),
             replay=args.replay,
-            replay_states=str(output.parent / "replayed"),
             steps=args.steps,
-            on_policy=args.on_policy,
         )
         best = adapt(config)
         write_whole(done, json.dumps(head if best is None else str(best)))
@@ -215,7 +211,6 @@ def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
     kinds = [Path(path).stem for path in args.prompts]
     share = args.answers * len(kinds) // max(args.hours, 1)
     head = HEAD
-    trained = None
     until_now: list[Path] = []
     heads: dict[str, str] = {}
     for hour in range(args.hours):
@@ -223,8 +218,7 @@ def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
         start = hour // len(kinds) * share
         until_now += recorded_files(output / "recorded" / kind)[start : start + share]
         recorded = linked(until_now, output / "recorded" / f"hours-{hour + 1}")
-        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded, trained)
-        trained = str(output / f"hour-{hour + 1}" / "training" / "best")
+        head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded)
         heads[f"{hour + 1}: {kind}"] = head
     return measure.table(heads, "a day") if heads else []
 

@@ -43,7 +43,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES), help="columns to measure")
-    parser.add_argument("--priors", metavar="FOLDER", help="recorded answers from whose acceptance the default starts")
     args = parser.parse_args()
     target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
 
@@ -55,7 +54,7 @@ def main() -> None:
         "tree": lambda: head(tree="dynamic:4:3:2", fallback=False),
         "tree-or-plain": lambda: head(tree="dynamic:4:3:2"),
         "trees": lambda: head(tree=TREES, fallback=False),
-        "default": lambda: head(priors=args.priors),
+        "default": head,
         "stop": lambda: head(tree="stop:0.4:chain:5", fallback=False),
         "lookup": lambda: SpeculativeLM.from_pretrained(target, **lookup),
         "trees-and-lookup": lambda: head(**lookup),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers.constants import counting, upload
+from .layers.constants import counting
 from .layers.draft_cache import DraftCache, KVEntries
 from .layers.draft_vocab import check_ids
 from .layers.tree_slots import TreeSlots
@@ -100,31 +100,6 @@ class TargetModules:
 
 
 @dataclass(frozen=True)
-class RejectedDrafts:
-    """M drafts of a head that differ from the text, and what the target computed when it verified them.
-
-    From the position t of the newest feature a head drafted a path whose first tokens, perhaps none, are those of the
-    text. The first that is not, and all after it, are entries here: of each t the depths from that on, without a gap.
-    """
-
-    positions_M: Tensor
-    """The position t, in the flattened [B * T] tokens. On the CPU, as `TargetFeatures.loss_mask_BT` is."""
-    depths_M: Tensor
-    """Tokens from the root, at t + 1, to the draft, which is counted: at least 1. Ascending. On the CPU."""
-    tokens_M: Tensor
-    """The drafted tokens."""
-    next_tokens_M: Tensor
-    """The target's most likely token after each draft."""
-    last_MD: Tensor
-    """The target's state at each draft, after the final norm."""
-
-    def at_depth(self, depth: int) -> slice:
-        """The entries of a depth."""
-        start = int((self.depths_M < depth).sum())
-        return slice(start, int((self.depths_M <= depth).sum()))
-
-
-@dataclass(frozen=True)
 class TargetFeatures:
     """One training batch of conversations, with the states of the frozen target."""
 
@@ -142,9 +117,6 @@ class TargetFeatures:
     documents_BT: Tensor | None = None
     """Number of each token's sequence where rows are packed, None where every row is one. On the CPU, as loss_mask_BT
     is; `sequences_BT` has the same numbers where the tokens are."""
-    rejected: RejectedDrafts | None = None
-    """Drafts that a head with training-time test reads, and is judged by, in place of the text; None for the text
-    alone."""
 
     @property
     def position_ids_BT(self) -> Tensor:
@@ -160,31 +132,20 @@ class TargetFeatures:
 
     @property
     def judging_states_SD(self) -> Tensor:
-        """The target's states by which drafts are judged: of the flattened [B * T] tokens, then of rejected drafts."""
-        last_RD = self.last_BTD.flatten(0, 1)
-        return last_RD if self.rejected is None else torch.cat([last_RD, self.rejected.last_MD])
+        """The target's states by which drafts are judged: of the flattened [B * T] tokens."""
+        return self.last_BTD.flatten(0, 1)
 
     @property
     def true_tokens_S(self) -> Tensor:
         """The token after each of these states; after the last token of the batch any."""
-        next_tokens_R = self.tokens_BT.flatten().roll(-1)
-        return next_tokens_R if self.rejected is None else torch.cat([next_tokens_R, self.rejected.next_tokens_M])
+        return self.tokens_BT.flatten().roll(-1)
 
     def next_tokens_BT(self, step: int) -> Tensor:
-        """The token that step `step` of training-time test reads at each position t, which stands for t + step.
-
-        It is the text's at t + 1 + step, or a draft in its place.
-        """
+        """The token at t + 1 + step: what step `step` of training-time test reads at each position t."""
         time = self.tokens_BT.shape[1]
         column_T = torch.arange(time, device=self.tokens_BT.device)
         # Past the end, where no draft is judged, the last token stands for the next ones.
-        next_tokens_BT = self.tokens_BT[:, (column_T + 1 + step).clamp(max=time - 1)]
-        if self.rejected is None or step == 0:
-            return next_tokens_BT
-        entries = self.rejected.at_depth(step)
-        places = upload(self.rejected.positions_M[entries], next_tokens_BT.device)
-        drafted_R = next_tokens_BT.flatten().index_copy(0, places, self.rejected.tokens_M[entries])
-        return drafted_R.view_as(next_tokens_BT)
+        return self.tokens_BT[:, (column_T + 1 + step).clamp(max=time - 1)]
 
 
 class HeadOutput(NamedTuple):

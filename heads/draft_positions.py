@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import RejectedDrafts, TargetFeatures
+from .base import TargetFeatures
 from .layers.constants import upload
 
 
@@ -20,30 +20,27 @@ class DraftPositions:
     t + 1. The draft at depth k, counted from 0, is judged by the target's state at t + 1 + k and by
     the token at t + 2 + k.
 
-    Where the head's own rejected drafts take the place of the text, the state at the last of them judges instead, and
-    deeper drafts than the target has verified are not judged.
-
-    Draft positions are sorted. If no position is left out and none has rejected drafts, draft k of position n, where
-    valid, is judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then enough
-    for all depths.
+    Draft positions are sorted. If no position is left out, draft k of position n, where valid, is
+    judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then
+    enough for all depths.
     """
 
     index_N: Tensor
     rows_NK: Tensor
     """Index in `TargetFeatures.judging_states_SD` of the state that judges the draft: the position in the flattened
-    tokens, or B * T and the number of a rejected draft."""
+    tokens."""
     valid_NK: Tensor
-    """True where the root and all drafts up to depth k lie in one answer, and there is a state to judge the draft."""
+    """True where the root and all drafts up to depth k lie in one answer."""
     per_row: tuple[int, ...] = ()
     """Draft positions in each row of the batch, if the loss mask is on the host, as in training."""
     on_host_NK: Tensor | None = None
-    """`rows_NK` on the host, unless all positions with a draft are included and judged by the text alone."""
+    """`rows_NK` on the host, unless all positions with a draft are included."""
     judged_by: int = 1
     """Distinct states that judge the drafts of a position, on average, rounded up."""
 
     @property
     def all(self) -> bool:
-        """Whether all positions with a draft are included and judged by the text alone."""
+        """Whether all positions with a draft are included."""
         return self.on_host_NK is None
 
     @classmethod
@@ -77,10 +74,6 @@ class DraftPositions:
         on_host = has_draft_BT.device.type == "cpu"
         per_row = tuple(has_draft_BT.sum(1).tolist()) if on_host else ()
         valid_NK = valid_BTK.flatten(0, 1)[index_N]
-        rejected = features.rejected
-        if rejected is not None and len(rejected.positions_M) > 0 and len(index_N) > 0:
-            rows_NK, valid_NK = _with_rejected(rejected, index_N, rows_NK, valid_NK, batch * time)
-            every = False
         on_host_NK = None
         judged_by = 1
         if not every:
@@ -105,23 +98,6 @@ class DraftPositions:
             rows_NK=upload(self.rows_NK, device),
             valid_NK=upload(self.valid_NK, device),
         )
-
-
-def _with_rejected(
-    rejected: RejectedDrafts, index_N: Tensor, rows_NK: Tensor, valid_NK: Tensor, tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Rows and validity with rejected drafts in the place of the text, of which the batch has so many `tokens`."""
-    depths = rows_NK.shape[1]
-    number_R = torch.full((tokens,), -1)
-    number_R[index_N] = torch.arange(len(index_N))
-    number_M = number_R[rejected.positions_M]
-    known_M = number_M >= 0  # not cut off, nor left out
-    deepest_N = torch.full_like(index_N, depths)
-    deepest_N.scatter_reduce_(0, number_M[known_M], rejected.depths_M[known_M], "amax", include_self=False)
-    judged_M = known_M & (rejected.depths_M < depths)
-    rows_NK = rows_NK.clone()
-    rows_NK[number_M[judged_M], rejected.depths_M[judged_M]] = tokens + judged_M.nonzero()[:, 0]
-    return rows_NK, valid_NK & (torch.arange(depths) <= deepest_N[:, None])
 
 
 def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:

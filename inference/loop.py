@@ -67,8 +67,6 @@ class Decoding:
     in each step."""
     prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
-    kind: str = ""
-    """The caller's label of the prompts' kind; empty for none."""
     observers: Sequence[RoundObserver] = ()
     """What watches the call."""
     feature_layers: tuple[int, ...] = ()
@@ -100,7 +98,6 @@ def speculate(
         stats,
         past,
         decoding.prompt_inputs,
-        decoding.kind,
         layers,
     )
     with ExitStack() as observing_all:
@@ -623,7 +620,6 @@ def prefill(
         draft_probs,
         gumbel,
         rows,
-        decoding.kind,
         prompt_tokens=max(lengths),
         new_tokens=sequences.new_tokens,
     )

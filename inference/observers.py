@@ -48,8 +48,6 @@ class ObservedCall:
     """The conversation that the call continues, before it is updated."""
     prompt_inputs: dict[str, Any] | None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
-    kind: str
-    """The caller's label of the prompts' kind; empty for none."""
     feature_layers: tuple[int, ...]
     """The layers whose features stand side by side in `features_BTF`, `features_BAF` and `output.features_BNF`: those
     of the drafter first, then those that observers asked for."""

@@ -9,14 +9,6 @@ TIME is in nanoseconds, so that names sort by age; KIND is a hash of the prompt'
     loss_mask  [N] bool    True for the answer's tokens
     "row"                  in the metadata: what is known of the answer, `AnswerMarks`, as JSON
 
-With the drafts that the target rejected, and those after them, M in all:
-
-    rejected            [4, M] int32    of each draft: index of its round's root in the sequence, tokens between the two
-                                        with the draft counted, the draft, the target's most likely token after it
-    rejected_states     [M, D]          the target's state at the draft, after the final norm, in the format of states
-    rejected_scales     [M] float32     with int8: what the D numbers are multiplied by
-    rejected_checksum   [1] int64       CRC-32 of the bytes of these
-
 So training reads the folder both as its data and as the states of its data.
 
     costs.json             what rounds cost where the answers were decoded, by the shape of the head that drafted
@@ -29,7 +21,6 @@ import hashlib
 import json
 import secrets
 import time
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,38 +62,6 @@ class AnswerMarks:
     ratio is the acceptance length; rounds with one node are plain steps."""
 
 
-@dataclass(frozen=True)
-class RecordedDrafts:
-    """M rejected drafts of an answer, and those drafted after them, sorted by round and depth."""
-
-    numbers_4M: Tensor
-    """Of each draft the four numbers that a file has of it."""
-    states_MD: Tensor
-    """The target's states after the final norm: in the folder's format, or as they were computed."""
-    scales_M: Tensor | None = None
-    """Scales of states in int8."""
-
-    @property
-    def roots_M(self) -> Tensor:
-        """Index of the root of the draft's round in the sequence."""
-        return self.numbers_4M[0]
-
-    @property
-    def depths_M(self) -> Tensor:
-        """Tokens between the root and the draft, which is counted: at least 1."""
-        return self.numbers_4M[1]
-
-    @property
-    def tokens_M(self) -> Tensor:
-        """Token id of each draft."""
-        return self.numbers_4M[2]
-
-    @property
-    def next_tokens_M(self) -> Tensor:
-        """The target's most likely token after each draft."""
-        return self.numbers_4M[3]
-
-
 class RecordedFolder:
     """The writer's side of a folder; several processes may write to one."""
 
@@ -129,7 +88,6 @@ class RecordedFolder:
         prompt: int,
         states_TLD: Tensor,
         marks: AnswerMarks,
-        rejected: RecordedDrafts | None = None,
     ) -> int:
         """Write an answer, and remove older ones where it would not fit; return the bytes written.
 
@@ -138,8 +96,6 @@ class RecordedFolder:
             prompt: length of the prompt.
             states_TLD: the states of all tokens, by layer.
             marks: what is known of the answer.
-            rejected: drafts of the answer that the target rejected, with the states as they were computed; None to keep
-                none.
 
         Returns:
             the bytes of its file; 0 if it alone is larger than the folder may be.
@@ -150,8 +106,6 @@ class RecordedFolder:
         states = encoded(states_TLD, self.format)
         tokens_T = torch.tensor(tokens, dtype=torch.int32)
         more = {"tokens": tokens_T, "loss_mask": torch.arange(len(tokens)) >= prompt}
-        if rejected is not None:
-            more |= _rejected_tensors(rejected, self.format)
         size = sum(part.nbytes for part in (*states, *more.values()) if part is not None) + HEADER_BYTES
         if size > self.max_bytes:
             return 0
@@ -196,26 +150,6 @@ def recorded_row(path: Path) -> dict[str, Any]:
     except (SafetensorError, OSError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
     return {"input_ids": tokens, "loss_mask": mask, **marks}
-
-
-def recorded_drafts(path: Path) -> RecordedDrafts | None:
-    """The rejected drafts of a recorded answer, in the folder's format; None if it was recorded without them.
-
-    Raises:
-        ValueError: a file that is cut or corrupt.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith("rejected")]  # noqa: SIM118
-            tensors = {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
-    if not tensors:
-        return None
-    checksum = tensors.pop("rejected_checksum", None)
-    if checksum is None or int(checksum) != _checksum(tensors):
-        raise ValueError(f"{path} is corrupt: its rejected drafts are not those that were written; remove it")
-    return RecordedDrafts(tensors["rejected"].long(), tensors["rejected_states"], tensors.get("rejected_scales"))
 
 
 def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -266,22 +200,6 @@ def _costs_in(folder: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
-
-
-def _rejected_tensors(rejected: RecordedDrafts, storage: str) -> dict[str, Tensor]:
-    """Rejected drafts as tensors of a file."""
-    states_M1D, scales_M1 = encoded(rejected.states_MD[:, None], storage)
-    tensors = {"rejected": rejected.numbers_4M.int(), "rejected_states": states_M1D[:, 0].contiguous()}
-    if scales_M1 is not None:
-        tensors["rejected_scales"] = scales_M1[:, 0].contiguous()
-    return {**tensors, "rejected_checksum": torch.tensor([_checksum(tensors)])}
-
-
-def _checksum(tensors: dict[str, Tensor]) -> int:
-    found = 0
-    for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
 
 
 def _hashed(kind: str) -> str:

@@ -9,7 +9,7 @@ round. A `Recording` takes each answer as it ends, and a thread of its own write
 never waits for the disk: answers that the thread cannot keep up with are dropped and counted.
 
 Letters in tensor names: B batch, T time, A accepted tokens or nodes of a path, L recorded layers, D hidden size,
-F width of the chosen layers side by side, M rejected drafts, N nodes.
+F width of the chosen layers side by side, N nodes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from ..heads.layers.constants import counting
 from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
 from .feature_cache import FORMATS, cache_manifest, kept_layers
 from .loop import Decoding
 from .models.encoder_decoder import Seq2SeqTarget
 from .models.loading import tokenizer_provenance
-from .recorded_folder import AnswerMarks, End, RecordedDrafts, RecordedFolder
+from .recorded_folder import AnswerMarks, End, RecordedFolder
 from .sequences import Conversation, Sequences
 from .streaming import StreamClosed
 from .target import Target
@@ -95,18 +94,6 @@ class Text:
 
 
 @dataclass(frozen=True)
-class DraftedPath:
-    """The path that a head drafted first in a round of one row, as the target verified it; A drafts, then padding."""
-
-    root: int
-    """Index of the root in the text."""
-    numbers_3A: Tensor
-    """The drafts, the target's most likely token after each, and whether there is one, all int64."""
-    states_AD: Tensor
-    """The target's states after the final norm."""
-
-
-@dataclass(frozen=True)
 class Answer:
     """An answer that has ended and waits to be written."""
 
@@ -117,8 +104,6 @@ class Answer:
     pieces: list[Tensor]
     """Its states, as those of a `Text`."""
     marks: AnswerMarks
-    drafted: list[DraftedPath] | None
-    """What was drafted in each round; None where that is not kept."""
     size: int
     """Bytes of its states in memory."""
 
@@ -133,17 +118,14 @@ class Recording:
         kind: str,
         max_length: int,
         running: list[Recording],
-        drafts: bool = False,
     ) -> None:
         """Begin to record a target as it is now; with None as folder, record nothing.
 
-        `drafts` keeps the drafts that the target rejects, and its states there. `running` are the recordings of the
-        decoder, of which this one becomes one until it stops.
+        `running` are the recordings of the decoder, of which this one becomes one until it stops.
         """
         self.folder = folder
         self.kind = kind
         self.max_length = max_length
-        self.drafts = drafts
         self.texts: WeakKeyDictionary[Conversation, tuple[list[int], Text]] = WeakKeyDictionary()
         """The text of each conversation, and its states: a later turn goes on from them."""
         self.written = 0
@@ -245,7 +227,7 @@ class Recording:
         samples = decoding.verification.samples
         assert self.folder is not None
         marks = AnswerMarks(
-            kind=decoding.kind,
+            kind=self.kind,
             temperature=decoding.process_logits.temperature if samples else 0.0,
             lossy=samples and lossy,
             ended="complete",
@@ -300,8 +282,7 @@ class Recording:
             return
         if len(states_TLD) < length:  # the target has not read the last token, and training does not use its state
             states_TLD = torch.cat([states_TLD, torch.zeros_like(states_TLD[:1])])
-        rejected = None if answer.drafted is None else rejected_drafts(answer.tokens, answer.drafted, states_TLD)
-        size = self.folder.write(answer.tokens, answer.prompt, states_TLD, answer.marks, rejected)
+        size = self.folder.write(answer.tokens, answer.prompt, states_TLD, answer.marks)
         if size == 0:
             self.skipped["it alone is larger than max_bytes"] += 1
             return
@@ -344,10 +325,6 @@ class RecordingDrafter(BatchDrafter):
         """Of the rows that have begun and not ended."""
         self.rounds: dict[int, dict[str, list[int]]] = {}
         """Of the rows that have begun, see `AnswerMarks.rounds`."""
-        self.keeps_drafts = recording.drafts and bool(drafter.feature_layers)
-        """Whether what is drafted is kept: a head's drafts, not those that were looked up."""
-        self.drafted: dict[int, list[DraftedPath]] = {}
-        """Of the rows that have begun, what was drafted in each round."""
         self.lengths: list[int] = []
         """Of each row that is decoded, the tokens that its answer had before this step."""
         self.ended: list[int] = []
@@ -386,8 +363,6 @@ class RecordingDrafter(BatchDrafter):
         # The host has waited for this step's tokens, and so for the states of all steps before.
         self._hand_over("complete")
         self._count(step.tree)
-        if self.keeps_drafts and step.tree.max_depth > 0:
-            self._keep_drafts(step)
         self._keep(step.features_BAF, [len(tokens) for tokens in step.tokens])
         features_BNF = self._own(step.output.features_BNF)
         output = replace(step.output, features_BNF=features_BNF)
@@ -423,7 +398,6 @@ class RecordingDrafter(BatchDrafter):
         for row in rows:
             self.texts[row] = Text([*text.pieces], text.length, text.begun_before)
             self.rounds[row] = {}
-            self.drafted[row] = []
 
     def _text_before(self, tokens: list[int]) -> Text:
         """The states of a conversation's tokens that are not read again, as far as they are known."""
@@ -450,25 +424,6 @@ class RecordingDrafter(BatchDrafter):
                 counts = self.rounds[row].setdefault(nodes, [0, 0])
                 counts[0] += 1
                 counts[1] += len(self.sequences.rows[row]) - length
-
-    def _keep_drafts(self, step: StepResult) -> None:
-        """Keep the path of each row that its head drafted first, accepted or not, and the target's states along it."""
-        path_BA, lengths_B = step.tree.leading_path()
-        drafts_BA = path_BA[:, 1:]
-        row_B1 = counting(len(path_BA), path_BA.device)[:, None]
-        valid_BA = counting(drafts_BA.shape[1], path_BA.device) < lengths_B[:, None] - 1
-        tokens_BA = step.tree.tokens_BN.gather(1, drafts_BA)
-        best_BA = step.output.logits_BNV[row_B1, drafts_BA].argmax(-1)
-        width = self.target.info.hidden_size
-        last = self.feature_layers.index(-1) * width
-        states_BAD = step.output.features_BNF[row_B1, drafts_BA, last : last + width]
-        # Without waiting, as in `_keep`.
-        numbers_B3A = torch.stack([tokens_BA, best_BA, valid_BA.long()], dim=1).to("cpu", non_blocking=True)
-        states_BAD = states_BAD.to("cpu", self.dtype or states_BAD.dtype, non_blocking=True)
-        for slot, row in enumerate(self.rows):
-            root = len(self.sequences.prompts[row]) + self.lengths[slot] - 1
-            if row in self.texts and root < self.recording.max_length:
-                self.drafted[row].append(DraftedPath(root, numbers_B3A[slot], states_BAD[slot]))
 
     def _keep(self, features_BTF: Tensor, lengths: list[int]) -> None:
         """Keep the states of the next tokens of each row: the first ones of its features."""
@@ -505,7 +460,6 @@ class RecordingDrafter(BatchDrafter):
 
     def _answer(self, row: int, text: Text, ended: End) -> Answer | str | None:
         """An answer to be written, or why it cannot be; None if there is none yet."""
-        drafted = self.drafted.pop(row)
         prompt = self.sequences.prompts[row].tolist()
         tokens = prompt + self.sequences.rows[row]
         if self.past is not None:
@@ -527,45 +481,13 @@ class RecordingDrafter(BatchDrafter):
             len(prompt),
             text.pieces,
             replace(self.marks, ended=ended, cut=length < len(tokens), rounds=self.rounds[row]),
-            drafted if self.keeps_drafts else None,
-            sum(states.nbytes for states in (*text.pieces, *(path.states_AD for path in drafted))),
+            sum(states_TLD.nbytes for states_TLD in text.pieces),
         )
 
     def _crosses_border(self, prompt: int, length: int) -> bool:
         """Whether a text's states are not those that the target computes when it reads the whole text."""
         segments = self.target.segments
         return segments is not None and segments.by_last and segments.of(prompt - 1) != segments.of(length - 1)
-
-
-def rejected_drafts(tokens: list[int], drafted: Sequence[DraftedPath], states_TLD: Tensor) -> RecordedDrafts:
-    """The drafts that differ from an answer's text, and those after them, as far as the text goes.
-
-    A draft that is the text's, on a path that is the text's so far, is left out: text and states are kept already.
-    `states_TLD` are the answer's.
-    """
-    numbers = [torch.zeros(4, 0, dtype=torch.int64)]
-    states = [states_TLD[:0, 0]]
-    for path in drafted:
-        drafts, next_tokens, valid = path.numbers_3A.tolist()
-        # What follows the draft of a position is judged only where the text has a token.
-        length = min(sum(valid), len(tokens) - 2 - path.root)
-        finite_A = path.states_AD.isfinite().all(-1)
-        length = min(length, int(finite_A.long().cumprod(0).sum()))
-        first = 0
-        while first < length and drafts[first] == tokens[path.root + 1 + first]:
-            first += 1
-        if first >= length:
-            continue
-        depth_M = torch.arange(first + 1, length + 1)
-        rows = [
-            torch.full_like(depth_M, path.root),
-            depth_M,
-            torch.tensor(drafts[first:length]),
-            torch.tensor(next_tokens[first:length]),
-        ]
-        numbers.append(torch.stack(rows))
-        states.append(path.states_AD[first:length])
-    return RecordedDrafts(torch.cat(numbers, dim=1), torch.cat(states))
 
 
 def start_recording(
@@ -578,7 +500,6 @@ def start_recording(
     max_length: int,
     tokenizer: Any,
     running: list[Recording],
-    drafts: bool = False,
 ) -> Recording:
     """Begin to record a target's answers, with the features of `layers` and the states after the final norm.
 
@@ -605,4 +526,4 @@ def start_recording(
         _CHECKED[target] = target.engine.name
     provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
     manifest = cache_manifest(provenance, kept_layers(layers), target.info.hidden_size, format)
-    return Recording(target, RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running, drafts)
+    return Recording(target, RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,11 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
-from .background_adaptation import Adaptation, start_adaptation
 from .chat import Chat
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
 from .drafters.draft_model import within
-from .drafters.priors import RecordedAcceptance
 from .drafters.tree_policies import draft_models
 from .drafters.validated import validated
 from .head_loading import load_fitting_head, merge_adapter_of
@@ -68,7 +64,6 @@ from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .streaming import streamed
-from .swap_watch import KEPT, WATCHED, AnswerRounds, SwapWatch, fallen, rounds_of
 from .target import Target
 from .tuning.costs import head_shape, measured_costs
 from .tuning.machine import check_threads, hardware
@@ -85,8 +80,6 @@ class Call:
     streamer: BaseStreamer | None = None
     max_batch_size: int | None = None
     past: Conversation | None = None
-    kind: str | None = None
-    """Kind of the prompts, for a recording."""
     as_transformers: bool = False
     """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
     `return_dict_in_generate` asks for it."""
@@ -102,8 +95,6 @@ class LoadedHead:
     """`make_drafter` for the target, what drafts beside the head, and the fallback."""
     compiled: bool
     """Whether it runs in the target's engine."""
-    answers: deque[AnswerRounds] = field(default_factory=partial(deque, maxlen=KEPT), init=False)
-    """The rounds of its newest answers."""
 
     def drafter_with(self, target: Target) -> Callable[[TreeSpec], BatchDrafter]:
         """Makes drafters by tree."""
@@ -151,12 +142,6 @@ class SpeculativeLM:
         """Makes a drafter of the same head or source with another tree."""
         self._loaded: LoadedHead | None = None
         """The head that `from_pretrained` loaded, or the one that took its place."""
-        self._watch: SwapWatch | None = None
-        """The comparison with the head whose place this one took, while it lasts."""
-        self._adaptation: Adaptation | None = None
-        """The last head that was adapted in the background."""
-        self._warming_up = False
-        """Whether `warmup` generates, which says nothing about the head."""
         self._variants: dict[str, SpeculativeLM] = {}
         """By tree and acceptance rule: this model with those of single calls."""
         self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
@@ -182,7 +167,7 @@ class SpeculativeLM:
 
     @property
     def head(self) -> DraftHead | None:
-        """The head that drafts, which `swap_head` replaces; None if there is none."""
+        """The head that drafts, which `use_head` replaces; None if there is none."""
         return None if self._loaded is None else self._loaded.head
 
     @classmethod
@@ -201,7 +186,6 @@ class SpeculativeLM:
         drafter: DrafterSource | None = None,
         fallback: bool = True,
         allow_adapter: bool = False,
-        priors: str | Path | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
         """Load a target and a drafter for it.
@@ -234,9 +218,6 @@ class SpeculativeLM:
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
                 which then writes other text than the original; a loaded model is changed in place. Without it such a
                 head is refused.
-            priors: a folder of recorded answers (see `record`), from whose acceptance adaptive drafting starts, by the
-                kind and length of the prompts; None to start from what heads usually accept. The newest answers are
-                read once, now.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
@@ -268,15 +249,7 @@ class SpeculativeLM:
             with as_loaded(target.model):  # kernels may hold a copy of it
                 target.compile(compile)
 
-        recorded = None
-        if priors is not None:
-            if not fallback or (head is None and drafter is None):
-                raise ValueError(
-                    f"priors={str(priors)!r} was given, and there is nothing to choose from; priors need a head or a "
-                    "drafter, and fallback=True"
-                )
-            recorded = RecordedAcceptance.read(priors, target.info.hidden_size)
-        make = partial(make_drafter, target, drafter, adaptive=fallback, priors=recorded)
+        make = partial(make_drafter, target, drafter, adaptive=fallback)
         drafter_with: Callable[[TreeSpec], BatchDrafter] = make
         loaded = None
         if loaded_head is not None:
@@ -325,33 +298,32 @@ class SpeculativeLM:
                     rows.renew(force=True)
         return self
 
-    def swap_head(
-        self, head: str | Path | DraftHead, revision: str | None = None, *, watch: int | None = None
-    ) -> DraftHead:
-        """Draft with another head from the next generation on, such as an adapted one; return the one before.
+    def use_head(self, head: str | Path | DraftHead, revision: str | None = None) -> None:
+        """Draft with another head from the next generation on, such as an adapted one.
 
         Waits for a generation that runs in another thread. The tree is again that of `from_pretrained`; "auto" is
         chosen for the new head. Conversations go on, and their text is read again. Tokens stay the target's.
 
+        old = lm.head
+        lm.use_head("adapted/best")
+        lm.use_head(old)  # and back
+
         Args:
             head: a checkpoint folder, a Hub id, or a head.
             revision: revision of the head's Hub id.
-            watch: answers of the new head that are compared with as many of the old one's, the newest: if it has
-                accepted less, beyond chance, the old one drafts again from the next call on, and a warning says so; see
-                `swap_watch`. None to keep the new one in any case.
 
         Raises:
             ValueError: a decoder without a head, a head that does not fit the target, the tree or the rule, or one that
-                brings an adapter; nothing has changed then. Also a call inside a generation, or nothing to compare
-                with.
+                brings an adapter; nothing has changed then. Also a call inside a generation.
         """
-        before, target = self._loaded, self.target
+        before = self._loaded
+        target = self.target
         if before is None:
-            raise ValueError("swap_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
-        if self._inside_generation():
-            raise ValueError("swap_head was called inside a generation with the same target; call it afterwards")
+            raise ValueError("use_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
+        if any(running is target for running, _ in _RUNNING.generations):
+            raise ValueError("use_head was called inside a generation with the same target; call it afterwards")
         with target.lock, as_loaded(target.model):
-            watched = None if watch is None else _watch_of(before, watch)
+            # 1. All that may be refused.
             new = load_fitting_head(head, target, revision)
             target.check_layers(new.feature_layers)
             merge_adapter_of(new, target, allowed=False)
@@ -361,7 +333,9 @@ class SpeculativeLM:
             sampling_rule = Verification(choose_rule(self.acceptance, drafter.kind, self.lossy))
             for rows in draft_models(drafter):
                 rows.use(target.engine)
-            names = ("_loaded", "_drafter_with", "_drafter", "sampling_rule", "provenance", "_watch")
+
+            # 2. All of it takes the old one's place, or none.
+            names = ("_loaded", "_drafter_with", "_drafter", "sampling_rule", "provenance")
             earlier = {name: getattr(self, name) for name in names}
             try:
                 self._loaded = loaded
@@ -369,132 +343,15 @@ class SpeculativeLM:
                 self._drafter = drafter
                 self.sampling_rule = sampling_rule
                 self.provenance = {} if new.metadata is None else new.metadata.provenance
-                self._watch = watched
                 self._variants.clear()
                 vars(self).pop("costs", None)  # of rounds with the old head
+
+                # 3. Recorded rounds hold the old head, its cache and those of single calls' trees.
+                target.engine.runner.forget()
             except BaseException:  # Ctrl-C
                 for name, value in earlier.items():
                     setattr(self, name, value)
                 raise
-        return before.head
-
-    def adapt_in_background(
-        self,
-        output: str | Path,
-        recorded: str | Path | None = None,
-        *,
-        watch: int | None = WATCHED,
-        device: str | None = None,
-        threads: int = 1,
-        niceness: int = 19,
-        on_change: Callable[[Adaptation], None] | None = None,
-        **options: Any,
-    ) -> Adaptation:
-        """Let the head learn from recorded answers in a process of its own, and take the result if it is better.
-
-        The process runs `headstart adapt`, which trains on all answers that are recorded so far but the newest ones,
-        and judges on these. A head that is taken drafts from the next generation on, as by `swap_head`. One adaptation
-        runs at a time; the next one needs another output folder. After a stop or a kill, the same call goes on.
-
-        with lm.record("recorded"):
-            ...
-            adaptation = lm.adapt_in_background("adapted")
-            ...
-        print(adaptation.state)
-
-        Args:
-            output: folder for the process's work and the new head, as `--output` of the command.
-            recorded: folder of recorded answers; None for the one in which answers are recorded now.
-            watch: answers after which the new head is compared with the old one on what both have decoded, and gives
-                way again if it accepts less; see `swap_head`. None for never.
-            device: where the process computes: "cpu", or a GPU such as "cuda:1"; None for the first GPU, or the CPU.
-            threads: threads that it computes with on a CPU.
-            niceness: how far its priority lies below that of this process, as by nice(1). With 19, Linux runs it only
-                where no other process wants the processor.
-            on_change: called with the adaptation, in any thread, when its state has changed.
-            options: further ones of `headstart adapt`, such as `steps=100` or `replay="older"`.
-
-        Returns:
-            the adaptation, with its `state`; `wait` waits for its end, `stop` ends it, and so does the end of this
-            program.
-
-        Raises:
-            ValueError: a decoder without a head, a target that the process cannot load, a recording of another target
-                or none, an adaptation that runs already, or HEADSTART_NO_RECORD=1 in the environment.
-        """
-        loaded = self._loaded
-        if loaded is None:
-            raise ValueError(
-                "adapt_in_background needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)"
-            )
-        running = self._adaptation
-        if running is not None and running.running:
-            raise ValueError(f"a head is being adapted in {str(running.output)!r} already; wait for it, or stop it")
-        if recorded is None:
-            if not self.recordings:
-                raise ValueError("no recording runs: name the folder of recorded answers (recorded=FOLDER)")
-            assert self.recordings[0].folder is not None
-            recorded = self.recordings[0].folder.folder
-        swap = partial(self._take_adapted, loaded, watch)
-        with self.target.lock, as_loaded(self.target.model):
-            self._adaptation = start_adaptation(
-                self.target,
-                loaded.head,
-                Path(recorded),
-                Path(output),
-                options,
-                device,
-                threads,
-                niceness,
-                swap,
-                on_change,
-            )
-        return self._adaptation
-
-    def _take_adapted(
-        self, began_with: LoadedHead, watch: int | None, adaptation: Adaptation, head: Path
-    ) -> bool | None:
-        """Swap a better head in; False if another one drafts by now, None inside a generation."""
-        if self._inside_generation():
-            return None
-        if self._loaded is not began_with:
-            return False
-        comparable = len(began_with.answers) > 1
-        self.swap_head(head, watch=watch if comparable else None)
-        if self._watch is not None:
-            self._watch = replace(self._watch, on_return=adaptation.returned)
-        return True
-
-    def _inside_generation(self) -> bool:
-        """Whether this thread is in the middle of a generation with this target."""
-        return any(running is self.target for running, _ in _RUNNING.generations)
-
-    def _between_generations(self) -> None:
-        """Take a head that was adapted meanwhile, or return to the one before if this one accepts less."""
-        if self._warming_up or self._inside_generation():
-            return
-        if self._adaptation is not None:
-            self._adaptation.take()
-        watch = self._watch
-        loaded = self._loaded
-        if watch is None or loaded is None or len(loaded.answers) < watch.answers:
-            return
-        with self.target.lock:
-            if self._watch is not watch:  # another thread has decided
-                return
-            self._watch = None
-            less = fallen([*loaded.answers], watch.before)
-            if less is None:
-                return
-            self.swap_head(watch.old)
-        reason = (
-            f"over its first {len(loaded.answers)} answers the head that was swapped in accepted {-less.estimate:.2f} "
-            f"tokens fewer in a round than the one before ({-less.high:.2f} to {-less.low:.2f}, 95 %): that one drafts "
-            "again"
-        )
-        warnings.warn(reason, stacklevel=3)
-        if watch.on_return is not None:
-            watch.on_return(reason)
 
     @cached_property
     def costs(self) -> RoundCosts:
@@ -525,14 +382,12 @@ class SpeculativeLM:
             "pad_token_id": 0,
             "stop_strings": None,
         }
-        self._warming_up = True
         try:
             for sampling in (False, True):
                 self.generate(prompt_1T, do_sample=sampling, **settings)
         finally:
             self.observers[:] = observers
             self.recordings[:] = recordings
-            self._warming_up = False
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.speeds.clear()
@@ -555,7 +410,6 @@ class SpeculativeLM:
         tree: TreeSpec | None = None,
         acceptance: str | None = None,
         past_key_values: Conversation | None = None,
-        kind: str | None = None,
         **settings: Any,
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
@@ -585,8 +439,6 @@ class SpeculativeLM:
                 another kind.
             past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
                 in place. One row only, and the same `tree` in every call.
-            kind: kind of the prompts, by which adaptive drafting knows what drafts are worth and a recording labels
-                answers; None for that of the recording that runs, if one does.
             settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
                 target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
                 ... as for `model.generate`.
@@ -599,7 +451,6 @@ class SpeculativeLM:
             ValueError: names an empty or too long prompt, a tree or acceptance rule that does not fit, or an
                 unsupported setting.
         """
-        self._between_generations()
         prompts = prompts_of(inputs, input_ids, attention_mask)
         rows = len(prompts.input_ids)
         if max_batch_size is not None and max_batch_size < 1:
@@ -620,7 +471,7 @@ class SpeculativeLM:
 
         target = self.target
         warn_of_autocast(target.model)
-        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, kind=kind)
+        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values)
         with target.lock, as_loaded(target.model):
             lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
@@ -667,7 +518,6 @@ class SpeculativeLM:
         max_bytes: int = MAX_BYTES,
         format: str = "bfloat16",
         max_length: int = MAX_LENGTH,
-        drafts: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Recording:
         """Record all answers from now on, for a head to be trained on them: with `features.mode: stored`.
@@ -685,12 +535,10 @@ class SpeculativeLM:
         Args:
             folder: where to write a file for each answer; several processes may write to one. Readable by its owner
                 alone, if it is made here: it holds all texts, as tokens.
-            kind: kind of the prompts, unless `generate` names it.
+            kind: label of the prompts' kind, for these answers to be judged by themselves.
             max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most give way.
             format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
             max_length: tokens that are kept of a prompt and its answer, the first ones.
-            drafts: keep the drafts of a head that the target rejects, too, with its states there, for training on them
-                in place of the text after them: `features.on_policy`.
             tokenizer: the target's, whose fingerprint is kept; loaded if the target has a name.
 
         Returns:
@@ -704,7 +552,7 @@ class SpeculativeLM:
         layers = self.drafter.feature_layers
         with self.target.lock, as_loaded(self.target.model):
             recording = start_recording(
-                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings, drafts
+                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
             )
         costs = self._measured_costs()
         head = self._drafting_head()
@@ -723,11 +571,11 @@ class SpeculativeLM:
         return None
 
     def custom_generate(
-        self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None, kind: str | None = None
+        self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None
     ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
 
-        Other than the function `custom_generate`, it is recorded by `record`, follows `swap_head`, and is watched by
+        Other than the function `custom_generate`, it is recorded by `record`, follows `use_head`, and is watched by
         `observers`. It serves code that calls `model.generate` itself, such as a trainer's rollouts:
 
         model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
@@ -735,12 +583,11 @@ class SpeculativeLM:
         Args:
             generator: source of randomness; None for torch's global one.
             streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
-            kind: kind of the prompts, as a running recording labels them; None for the recording's own.
 
         Returns:
             a function that returns the sequences, or with `return_dict_in_generate` a `GenerateDictOutput`.
         """
-        call = Call(RandomSampler(generator), streamer, kind=kind, as_transformers=True)
+        call = Call(RandomSampler(generator), streamer, as_transformers=True)
         return self.decoding_method(call)
 
     def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
@@ -761,8 +608,6 @@ class SpeculativeLM:
 
         It passes parameters that are named here twice, hence the attention mask among the other inputs.
         """
-        if call.as_transformers:  # otherwise `generate` has done so
-            self._between_generations()
         target = self.target
         if model is not target.model:
             raise ValueError(
@@ -818,24 +663,16 @@ class SpeculativeLM:
                 max_batch_size=together,
             )
             rule = self._rule(bool(config.do_sample), process_logits)
-            kind = call.kind
-            if kind is None:
-                kind = self.recordings[0].kind if self.recordings else ""
             decoding = Decoding(
                 target,
                 rule,
                 process_logits,
                 call.sampler,
                 prompt_inputs=prompt_inputs,
-                kind=kind,
                 observers=tuple(self.observers),
             )
             with self._recorded(call, decoding, drafter, sequences) as drafter:
                 stats = self._speculate(call, decoding, drafter, sequences)
-            if self._loaded is not None and not self._warming_up:
-                temperature = process_logits.temperature if rule.samples else 0.0
-                rule_name = self.acceptance if rule.samples else "greedy"
-                self._loaded.answers.extend(rounds_of(stats, call.kind or "", temperature, rule_name))
         if call.streamer is not None:
             call.streamer.end()
         output = collected(input_ids, sequences, padding_token(config), stats)
@@ -978,18 +815,6 @@ class SpeculativeLM:
                 f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
                 "once (max_batch_size)"
             )
-
-
-def _watch_of(loaded: LoadedHead, answers: int) -> SwapWatch:
-    """The newest answers of a head, with which the one that takes its place is compared."""
-    if not 2 <= answers <= KEPT:
-        raise ValueError(f"watch is a number of answers from 2 to {KEPT}, not {answers}")
-    if len(loaded.answers) < 2:
-        raise ValueError(
-            f"watch={answers} compares the new head with the old one's answers, of which there are "
-            f"{len(loaded.answers)}; swap later, or without watch"
-        )
-    return SwapWatch(loaded.head, [*loaded.answers][-answers:], answers)
 
 
 class _Running(threading.local):

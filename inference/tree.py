@@ -118,18 +118,6 @@ class DraftTree:
         numbers_BN = counting(nodes, last_B.device).where(on_path_BN, counting(1, last_B.device, nodes - 1))
         return numbers_BN.topk(self.max_depth + 1, largest=False).values, on_path_BN.sum(-1)
 
-    def leading_path(self) -> tuple[Tensor, Tensor]:
-        """The path that follows each node's first child, as `path_to` returns paths: what a head drafts as a chain."""
-        batch, nodes = self.tokens_BN.shape
-        if self.in_order:
-            return counting(nodes, self.tokens_BN.device).expand(batch, -1), self.sizes_B
-        index_N = counting(nodes, self.tokens_BN.device)
-        siblings_BNN = self.parents_BN[:, :, None] == self.parents_BN[:, None]
-        later_BN = (siblings_BNN & (index_N < index_N[:, None])).any(-1)
-        later_BN = later_BN | (index_N >= self.sizes_B[:, None])
-        beside_BN = (self.structure.ancestors_BNN & later_BN[:, None]).any(-1)
-        return self.path_to(self.structure.depths_BN.masked_fill(beside_BN, 0).argmax(-1))
-
 
 def framed(seen_BNM: Tensor) -> Tensor:
     """Tree attention of nodes [B, N, M] with a first column for all committed tokens and a last for unused cache slots.

@@ -51,8 +51,6 @@ class ChatConfig(SamplingOptions):
     record: str | None = None
     """Folder in which to record the answers with the target's states, for training; null for none. It
     holds the texts, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
-    record_drafts: bool = False
-    """Record the head's drafts that the target rejects, too, with its states there."""
 
 
 def main(arguments: list[str]) -> None:
@@ -81,7 +79,7 @@ def chat_on_screen(config: ChatConfig) -> None:
     log.info("warming up")
     lm.warmup()
     log.info("/help lists the commands")
-    with recorded(config.record, [session.lm, session.plain], tokenizer, config.record_drafts):
+    with recorded(config.record, [session.lm, session.plain], tokenizer):
         converse(session)
 
 

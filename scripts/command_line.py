@@ -97,7 +97,6 @@ class DecodingOptions(TargetOptions):
             "drafter",
             "fallback",
             "lossy",
-            "priors",
             "tree",
         )
         options = {name: value for name, value in vars(self).items() if name in names} | more
@@ -136,9 +135,6 @@ class SpeculativeOptions(DecodingOptions):
     fallback: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""
-    priors: str | None = None
-    """A folder of recorded answers (--record) from whose acceptance drafting starts, by the length of
-    the prompt; null to start from what heads usually accept."""
     seed: int = 0
     """Seed of the sampling."""
 
@@ -159,18 +155,13 @@ class SamplingOptions(SpeculativeOptions):
 
 
 @contextmanager
-def recorded(
-    folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase, drafts: bool
-) -> Iterator[None]:
-    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded.
-
-    `drafts` keeps rejected drafts, too.
-    """
+def recorded(folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded."""
     recordings = []
     with ExitStack() as running:
         if folder is not None:
             for lm in decoders:
-                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer, drafts=drafts)))
+                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer)))
         yield
     for recording in recordings:
         if recording.written or recording.dropped or recording.skipped or recording.failure:

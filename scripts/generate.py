@@ -40,8 +40,6 @@ class GenerateConfig(SamplingOptions):
     record: str | None = None
     """Folder in which to record the answer with the target's states, for training; null for none. It
     holds the text, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
-    record_drafts: bool = False
-    """Record the head's drafts that the target rejects, too, with its states there."""
 
 
 def main(arguments: list[str]) -> None:
@@ -93,7 +91,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings, **more))
         log.info(f"{rates['generate']:.1f} tokens/s")
     title = "headstart" if config.head or config.drafter else "headstart, plain"
-    with recorded(config.record, [lm], tokenizer, config.record_drafts):
+    with recorded(config.record, [lm], tokenizer):
         output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
     log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from .loop import Callback, train
-    from .online_adapter import OnlineAdapter
     from .run_folder import Progress
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "FeaturesConfig",
     "LoopConfig",
     "ObjectiveConfig",
-    "OnlineAdapter",
     "OptimConfig",
     "Progress",
     "Stopped",
@@ -53,7 +51,6 @@ __all__ = [
 
 _MODULES = {
     "Callback": "loop",
-    "OnlineAdapter": "online_adapter",
     "Stopped": ".stopping",
     "show_on_console": ".console",
     "train": "loop",

@@ -5,7 +5,7 @@
     OUTPUT/recorded/states/       the recorded answers as they were when the work began, linked
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
-    OUTPUT/training/              the training run, from which the next adaptation may go on (`start`)
+    OUTPUT/training/              the training run
     OUTPUT/new/                   the new head: the mean of the weights that were trained and those of the first head
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
@@ -34,7 +34,7 @@ from ..heads.checkpoints.save_load import average_weights, load_head, save_head
 from ..inference.feature_cache import FeatureCache
 from ..inference.models.loading import locate
 from ..inference.recording import refuse_if_off
-from .adapting_data import CONVERSATIONS, REPLAYED, keep_replayed_states, manifest_of, rows_of, snapshot
+from .adapting_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
 from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
 from .data.chat_template import Example
 from .engines import start
@@ -74,15 +74,13 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     recorded = output / "recorded"
     old, old_metadata = load_head(config.head)
     first_name, first = first_head(config, old, old_metadata)
-    start_head = old if config.start is None else fitting_head(config.start, config, old)
     snapshot(config, recorded)
     if best.exists():
         log.info(f"{output} is finished: the new head is {best}, see report.md there")
         return best
-    training = training_config(config, start_head)
+    training = training_config(config, old)
     if (recorded / CONVERSATIONS).exists():
         compute_states(training, recorded)
-        keep_replayed_states(config, recorded / "states")
     run = train(training)
     new, metadata = load_head(run / "best")
     average_weights(new, first, config.first_share)
@@ -175,7 +173,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         target_dtype=manifest["dtype"],
         output=str(Path(config.output) / "training"),
         head=options,
-        init_from=config.start or config.head,
+        init_from=config.head,
         data=DataConfig(
             sources=[str(source) for source in sources],
             weights=weights,
@@ -187,7 +185,6 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             mode="stored" if gguf is None else "cached",  # of a GGUF file the outer modules cannot be read alone
             folder=str(folder / "states"),
             format=manifest["format"],
-            on_policy=config.on_policy,
         ),
         optim=OptimConfig(lr=config.lr),
         # One evaluation, at the end: the newest answers judge the head.
@@ -197,7 +194,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
 
 
 def compute_states(training: TrainConfig, folder: Path) -> None:
-    """Compute the states of replayed conversations that no earlier adaptation has left, those that are judged on too.
+    """Compute the states of replayed conversations, those that are judged on too.
 
     Raises:
         ValueError: another target than the recorded one, or a full disk.

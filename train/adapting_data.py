@@ -108,8 +108,6 @@ def snapshot_replay(
         learned = {_prompt(row) for row in training}
         older = [{**row, "replayed": True} for row in newest if _prompt(row) not in learned]
     _write_rows(folder / file, replayed)
-    if file == CONVERSATIONS:
-        take_replayed_states(config, manifest, folder / "states")
     return older
 
 
@@ -143,7 +141,7 @@ def _replayed(
     given = Path(config.replay)
     if given.is_file():
         longest = max(len(row["input_ids"]) for row in rows)
-        # In large steps, so that the next adaptation cuts the same conversations alike and finds their states.
+        # In large steps: short recordings do not cut conversations much shorter than the head was trained on.
         longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
         return CONVERSATIONS, _conversations(config, manifest, longest)
     if not (given / MANIFEST).exists():
@@ -199,31 +197,6 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
         log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
     chance.shuffle(rows)  # files may have one source after another, and the last rows are judged on
     return rows
-
-
-def take_replayed_states(config: AdaptConfig, manifest: dict[str, Any], states: Path) -> None:
-    """Link the states that earlier adaptations have computed for the conversations that they replayed.
-
-    Raises:
-        ValueError: the folder holds states of another target, other layers, or in another format.
-    """
-    if config.replay_states is None:
-        return
-    kept = Path(config.replay_states)
-    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (kept / MANIFEST).exists():
-        write_whole(kept / MANIFEST, json.dumps(manifest, indent=1))
-    _check_same_states(str(kept), manifest_of(kept), config.recorded, manifest)
-    for shard in kept.glob("*.safetensors"):
-        _link(shard, states / shard.name)
-
-
-def keep_replayed_states(config: AdaptConfig, states: Path) -> None:
-    """Link the states of replayed conversations into the folder where the next adaptation finds them."""
-    if config.replay_states is None:
-        return
-    for shard in set(states.glob("*.safetensors")) - set(recorded_files(states)):
-        _link(shard, Path(config.replay_states) / shard.name)
 
 
 def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]) -> None:

@@ -145,23 +145,12 @@ class FeaturesConfig:
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
     """GiB on disk that auto takes at most."""
-    on_policy: float = 0.0
-    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them,
-    by heads that read their own drafts in training (eagle3; eagle and mtp with train_steps of at least 2). The answers
-    in `folder` must have been recorded with their drafts; modes stored and cached."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
 
 
 def check_features(features: FeaturesConfig) -> None:
     """Refuse options of states that do not go together."""
-    if not 0 <= features.on_policy <= 1:
-        raise ValueError(f"features.on_policy is a share from 0 to 1, not {features.on_policy}")
-    recorded = features.mode in ("stored", "cached") and features.folder is not None
-    if features.on_policy > 0 and not recorded:
-        raise ValueError(
-            "features.on_policy needs recorded answers: features.mode stored or cached, and features.folder"
-        )
 
 
 @dataclass(frozen=True)
@@ -502,9 +491,6 @@ class AdaptConfig(CommandOptions):
     """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
     head: str = ""
     """The head that drafts now, whose place the new one takes if it is better: a checkpoint folder or Hub id."""
-    start: str | None = None
-    """Weights to train from: `training/best` in the output of the adaptation before, which goes on so, whether its head
-    was taken or not; null for `head`."""
     recorded: str = ""
     """Folder of recorded answers (`headstart chat --record`, `lm.record`)."""
     output: str = ""
@@ -522,9 +508,6 @@ class AdaptConfig(CommandOptions):
     """Share of these weights in the new head, from 0 to 1: the rest are those that were trained. So it forgets less,
     and what one adaptation after another loses of other texts does not add up. Lower it where the target has changed
     since, as a policy does."""
-    replay_states: str | None = None
-    """Folder that keeps the states of replayed conversations for the next adaptation, which finds them there; null
-    for none."""
     held_out: float = 0.2
     """Share of the answers that both heads are judged on, the newest ones of each kind."""
     steps: int = 100
@@ -535,9 +518,6 @@ class AdaptConfig(CommandOptions):
     """Peak learning rate of AdamW."""
     new_tokens: int = 64
     """Tokens of each answer along which the heads draft; shorter ones count if they end by themselves."""
-    on_policy: float = 0.0
-    """Share, from 0 to 1, of the recorded rounds whose rejected drafts are trained on in place of the text after them;
-    answers recorded with their drafts, and heads that read their own drafts in training."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -547,7 +527,5 @@ class AdaptConfig(CommandOptions):
                 raise ValueError(f"{name} is a share between 0 and 1, not {share}")
         if not 0 <= self.first_share < 1:
             raise ValueError(f"first_share is a share from 0 to below 1, not {self.first_share}")
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(f"on_policy is a share from 0 to 1, not {self.on_policy}")
         if self.lr <= 0:
             raise ValueError(f"lr must be above 0, not {self.lr}")

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +86,6 @@ from .features.by_mode import (
     needs_no_target,
     open_source,
 )
-from .features.on_policy import RecordedRounds, check_on_policy
 from .features.online import OnlineFeatures, online_features
 from .features.placement import load_target
 from .features.sources import OpenSource, StateSource
@@ -262,12 +261,7 @@ def run_steps(
     joint_from = round(config.adapter.heads_first * steps)
     profiler = StepProfiler(config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1)
     # As long as the deepest draft, so that every depth gives every process a gradient.
-    read: Callable[[Batch, int], Batch] = features.read_ahead
-    if config.features.on_policy > 0:
-        assert config.features.folder is not None
-        longest = min(config.data.max_length, target.max_positions)
-        read = RecordedRounds(Path(config.features.folder), longest, config.features.on_policy).beside(read)
-    reader = Steps(training, share, head.max_depth + 2, read)
+    reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
     workers = config.data.workers
     if workers is None:
         workers = 2 if accelerator.device.type != "cpu" or config.features.mode == "served" else 0
@@ -403,8 +397,6 @@ def load_inputs(
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
     head = head_of(config, target.info, target.config)
     head.recompute = config.loop.recompute
-    if config.features.on_policy > 0:
-        check_on_policy(head, config.head["type"])
     target.check_layers(head.feature_layers)
     target.check_features()
     target.check_decoding()

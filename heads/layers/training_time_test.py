@@ -181,7 +181,7 @@ class TrainingTimeTest:
         recompute: bool,
         fed_back: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Outputs of every step, [B, T, D], or [1, N, D] at the draft positions, on the text or on rejected drafts.
+        """Outputs of every step, [B, T, D], or [1, N, D] at the draft positions: teacher-forced, on the text.
 
         `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and the target's
         modules. `fed_back` maps its output to the state that the next step reads; None for the identity.

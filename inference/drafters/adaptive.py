@@ -18,10 +18,10 @@ import copy
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
+from .answer_lengths import AnswerLengths
 from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult, replaced_rows, selected_rows
-from .priors import AVERAGED_STEPS, PRIOR_STEPS, AnswerLengths, Expected, RecordedAcceptance, TextClass
 from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01
@@ -41,6 +41,10 @@ PROBE_STEPS = 4
 """Steps of a probe. The first are slow: a head reads what it has missed, and its weights are not in the cache."""
 TIMED_READING = 16
 """Tokens that a head reads at once at least, where that is timed."""
+PRIOR_STEPS = 4
+"""Steps as which an expected length counts, so that the first of a text do not decide alone."""
+AVERAGED_STEPS = 48
+"""Steps over which tokens per step are averaged, exponentially: over fewer, chance decides."""
 LEAST_LENGTH = 1.05
 """Least tokens per step that a tree is taken to emit: even one whose drafts were all rejected may recover."""
 TIMED_STEPS = 7
@@ -56,6 +60,14 @@ LARGE_SIZES = (32, 60)
 LARGE_COST = 2.0
 BEST_RATE = 0.8
 """Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a loss."""
+
+
+class Expected(NamedTuple):
+    """A candidate's tokens per step, as far as they are known for prompts of one size."""
+
+    length: float
+    steps: int
+    """Steps that it is known from, at most `AVERAGED_STEPS`."""
 
 
 @dataclass
@@ -103,25 +115,22 @@ class Speeds:
         """Tokens that are expected to come in each row."""
         self.compared = self.leader
         """The candidate that would run in place of the current probe."""
-        self.text: Hashable = None
-        """The class of the text, on which the lengths depend."""
-        self.lengths: dict[Hashable, list[Expected]] = {}
-        """Of other classes."""
+        self.size: int | None = None
+        """Size of the prompts, see `prompt_size`, on which the lengths depend; None before the first."""
+        self.lengths: dict[int | None, list[Expected]] = {}
+        """Lengths for prompts of other sizes."""
         self.expected = [Expected(candidate.length, candidate.steps) for candidate in candidates]
-        """Of classes that were not tried."""
+        """Lengths for prompts of sizes that were not tried."""
 
-    def turn_to(self, text: Hashable, known: list[Expected] | None) -> None:
-        """Go on with a text of another class.
-
-        `known` is what is expected of it before any was decoded; None for what is expected of all texts.
-        """
-        found = self.lengths.pop(text, known or self.expected)
-        self.lengths[self.text] = [Expected(candidate.length, candidate.steps) for candidate in self.candidates]
-        for number, (candidate, expected) in enumerate(zip(self.candidates, found, strict=True)):
+    def turn_to(self, size: int) -> None:
+        """Go on with prompts of another size."""
+        lengths = self.lengths.pop(size, self.expected)
+        self.lengths[self.size] = [Expected(candidate.length, candidate.steps) for candidate in self.candidates]
+        for number, (candidate, expected) in enumerate(zip(self.candidates, lengths, strict=True)):
             if number != self.plain:
                 candidate.length = max(expected.length, LEAST_LENGTH)
                 candidate.steps = expected.steps
-        self.text = text
+        self.size = size
         self.probe = 0
         if not any(candidate.seconds for candidate in self.candidates):
             self.leader = max(range(len(self.candidates)), key=self.speed)
@@ -269,7 +278,7 @@ class AdaptiveDrafter(BatchDrafter):
     """Autoregressive steps, or one of several trees of one head: whichever has been fastest.
 
     Measurements are kept from one generation to the next: times of steps for each number of rows,
-    tokens per step for each class of texts too. A step's time is all of it: draft, forward,
+    tokens per step for each size of prompts too. A step's time is all of it: draft, forward,
     verification, host, and what the drafter reads of the step. Prompts, and tokens of autoregressive
     steps, are read by a head when it drafts again, which is weighed, or when other rows join the
     batch, which is not.
@@ -283,12 +292,10 @@ class AdaptiveDrafter(BatchDrafter):
         plain: bool = True,
         costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        priors: RecordedAcceptance | None = None,
     ) -> None:
         """Wrap one drafter of any kind, or several trees of one head; `plain` adds autoregressive steps.
 
-        `costs` of steps on this machine serve for the first choices, None if they were not measured;
-        so does what `priors` tell of the trees on each class of texts.
+        `costs` of steps on this machine serve for the first choices, None if they were not measured.
         """
         if not trees:
             raise ValueError("adaptive drafting needs a drafter")
@@ -301,7 +308,6 @@ class AdaptiveDrafter(BatchDrafter):
         self.plain = plain
         self.costs = costs
         self.clock = clock
-        self.priors = priors
         self.feature_layers = self.reader.feature_layers
         self.kind = self.reader.kind
         self.max_nodes = max(tree.max_nodes for tree in trees)
@@ -311,7 +317,8 @@ class AdaptiveDrafter(BatchDrafter):
         """By whether texts are sampled, where other drafts are accepted, and by the rows decoded together."""
         self.answers = AnswerLengths()
         self._sampling = False
-        self._text = TextClass()
+        self._size = 0
+        """Size of the longest prompt, see `prompt_size`."""
         self._limit = math.inf
         """Tokens that each row may get in steps."""
         self._written: list[int] = []
@@ -359,7 +366,7 @@ class AdaptiveDrafter(BatchDrafter):
         self._limit = math.inf if context.new_tokens is None else context.new_tokens - 1  # one came with the prompt
         self._written = [0] * context.batch_size
         self._idle = set()
-        self._text = TextClass.of(context.kind, context.prompt_tokens)
+        self._size = prompt_size(context.prompt_tokens)
         self._sampling = context.draft_probs is not None
         for tree in self.trees[1:]:
             assert isinstance(tree, HeadDrafter)
@@ -473,24 +480,12 @@ class AdaptiveDrafter(BatchDrafter):
                 nearest = min(self.speeds, key=distance)
                 same_texts = nearest[0] == self._sampling
                 self.speeds[here] = self.speeds[nearest].elsewhere(same_texts)
-                if not same_texts and (recorded := self._recorded()) is not None:
-                    self.speeds[here].turn_to(self._text, recorded)
             else:
                 self.speeds[here] = self._expected_speeds(device)
         speeds = self.speeds[here]
-        if speeds.text != self._text:
-            speeds.turn_to(self._text, self._recorded())
+        if speeds.size != self._size:
+            speeds.turn_to(self._size)
         return speeds
-
-    def _recorded(self) -> list[Expected] | None:
-        """The candidates on texts of this class by recorded answers; None where these tell nothing."""
-        if self.priors is None:
-            return None
-        trees = [(tree.max_nodes, default_length(_shape(tree))) for tree in self.trees]
-        found = self.priors.expected(self._sampling, self._text, trees)
-        if found is None or not self.plain:
-            return found
-        return [Expected(1.0, AVERAGED_STEPS), *found]
 
     def _expected_speeds(self, device: torch.device) -> Speeds:
         """The candidates before any step was timed."""
@@ -505,6 +500,11 @@ class AdaptiveDrafter(BatchDrafter):
         lengths = [candidate.length for candidate in candidates]
         plain = lengths.index(1) if 1 in lengths else None
         return Speeds(candidates, plain, self.costs is not None)
+
+
+def prompt_size(tokens: int) -> int:
+    """The size n of a prompt with fewer than 4^n tokens, and no fewer than a quarter of that."""
+    return (tokens.bit_length() + 1) // 2
 
 
 def _shape(tree: BatchDrafter) -> TreePolicy:

@@ -44,8 +44,6 @@ class DraftContext:
     best one. None where the noise is not known."""
     rows: Sequence[int] = ()
     """Numbers of the batch's rows in the call."""
-    kind: str = ""
-    """The caller's label of the prompts' kind; empty for none."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt of these rows; 0 if unknown."""
     new_tokens: int | None = None

@@ -34,7 +34,6 @@ from .model_rows import DraftModel
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
 from .on_host import HostDrafter
-from .priors import RecordedAcceptance
 from .prompt_lookup import PromptLookupDrafter
 from .specs import (
     DrafterSpec,
@@ -64,7 +63,6 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
-    priors: RecordedAcceptance | None = None,
 ) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is.
 
@@ -79,23 +77,22 @@ def make_drafter(
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
-        priors: recorded acceptance, from which adaptive drafting starts.
     """
     check_chains(target, tree)
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
         metadata = metadata or head.metadata or CheckpointMetadata()
-        drafter = _head_drafter(target, head, metadata, tree, adaptive, priors)
+        drafter = _head_drafter(target, head, metadata, tree, adaptive)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
-        return AdaptiveDrafter([drafter], priors=priors)
+        return AdaptiveDrafter([drafter])
     if drafter.plain:
         return drafter
-    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock, priors)
+    return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
 
 
 def check_chains(target: Target, tree: TreeSpec) -> None:
@@ -179,7 +176,6 @@ def _head_drafter(
     metadata: CheckpointMetadata,
     tree: TreeSpec,
     adaptive: bool,
-    priors: RecordedAcceptance | None,
 ) -> BatchDrafter:
     modules = target.draft_modules
     if tree != "auto":
@@ -192,7 +188,7 @@ def _head_drafter(
     for policy in policies:
         budget = batch_budget(policy, target.device)
         trees.append(_policy_drafter(head, policy, modules, budget))
-    return AdaptiveDrafter(trees, adaptive, costs, priors=priors) if len(trees) > 1 else trees[0]
+    return AdaptiveDrafter(trees, adaptive, costs) if len(trees) > 1 else trees[0]
 
 
 def assistants(drafter: BatchDrafter) -> list[Target]:

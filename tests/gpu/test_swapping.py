@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
             both = []
             for lm, head in zip(lms, heads, strict=True):
                 if head is not None:
-                    lm.swap_head(head)
+                    lm.use_head(head)
                 output, drafts = drafts_of(lm, monkeypatch)
                 both.append((output.sequences.tolist(), drafts))
             here, away = both
@@ -73,6 +75,25 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
             drafted.append(away)
     assert drafted[0] == drafted[1] == drafted[4]
     assert drafted[0] != drafted[2], "the heads draft differently"
+    there.compile(False)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
+    """With its caches, those of single calls' trees, and what was recorded of it."""
+    new = other(head_for(on_cpu, kind))
+    old = copy.deepcopy(head_for(on_cpu, kind)).to(device)
+    replaced = weakref.ref(old)
+    lm = SpeculativeLM.from_pretrained(there, old, tree="chain:3", fallback=False, compile="auto")
+    del old
+    for tree in (None, "branch:2x2"):
+        for _ in range(3):  # the second call records
+            text(lm, PROMPTS, tree=tree)
+    assert there.engine.runner.recordings
+    lm.use_head(new)
+    gc.collect()
+    assert replaced() is None
+    text(lm, PROMPTS)
     there.compile(False)
 
 
@@ -86,7 +107,7 @@ def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
     for turn in range(3):
         expected = text(plain, prompt).sequences
         assert torch.equal(text(lm, prompt, past_key_values=past).sequences.cpu(), expected)
-        lm.swap_head(other(old))
+        lm.use_head(other(old))
         prompt = torch.cat([expected, torch.tensor([[turn]])], dim=1)
     there.compile(False)
 

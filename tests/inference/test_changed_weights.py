@@ -344,18 +344,18 @@ def test_rollouts_by_plain_generate_are_recorded_and_follow_a_swap(sampling, tok
     settings = {**PLAIN, "do_sample": sampling, "attention_mask": torch.ones_like(ROW)}
     generators = [torch.Generator().manual_seed(4) for _ in range(3)]
     expected = lm.generate(ROW, generator=generators[0], **settings)
-    method = lm.custom_generate(generators[1], kind="rollouts")
+    method = lm.custom_generate(generators[1])
     model.generate = functools.partial(model.generate, custom_generate=method)
     counted = Ended()
     lm.observers.append(counted)
-    with lm.record(tmp_path, format="float32", tokenizer=tokenizer) as running:
+    with lm.record(tmp_path, kind="rollouts", format="float32", tokenizer=tokenizer) as running:
         found = model.generate(ROW, **settings)
     assert torch.equal(found, expected.sequences) and counted.stats[0].rows == expected.stats.rows
     assert running.written == 1 and recorded_row(recorded_files(tmp_path)[0])["kind"] == "rollouts"
     assert recorded_texts(tmp_path, lm.target) == found.tolist()
     medusa = build_head("medusa", {"num_heads": 2}, lm.target.info)
     medusa.initialize(lm.target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    lm.swap_head(medusa.eval())
+    lm.use_head(medusa.eval())
     again = lm.generate(ROW, generator=generators[2], **settings)
     generators[1].manual_seed(4)
     assert (

@@ -45,10 +45,12 @@ def test_the_next_generation_drafts_with_the_new_head(target, drafter):
     expected = [decoder(target, head, drafter=drafter).generate(PROMPT, **GREEDY) for head in (old, new)]
     first = lm.generate(PROMPT, **GREEDY)
     lm.generate(PROMPT, **GREEDY, tree="chain:1")
-    assert lm.swap_head(new) is old
+    lm.use_head(new)
+    assert lm.head is new
     second = lm.generate(PROMPT, **GREEDY)
     third = lm.generate(PROMPT, **GREEDY, tree="chain:1")
-    assert lm.swap_head(old) is new
+    lm.use_head(old)
+    assert lm.head is old
     fourth = lm.generate(PROMPT, **GREEDY)
     for found, wanted in zip((first, second, fourth), (expected[0], expected[1], expected[0]), strict=True):
         assert torch.equal(found.sequences, wanted.sequences)
@@ -65,7 +67,7 @@ def test_a_conversation_goes_on_with_the_new_head(target):
         for turn in range(3):
             text_1T = torch.cat([lm.generate(text_1T, past_key_values=past, **GREEDY).sequences, PROMPT[:, :2]], dim=1)
             if swaps:
-                lm.swap_head(head_of(target, "medusa" if turn else "eagle", 5 + turn))
+                lm.use_head(head_of(target, "medusa" if turn else "eagle", 5 + turn))
         texts.append(text_1T.tolist())
     assert texts[0] == texts[1]
 
@@ -75,12 +77,12 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
     lm = decoder(target, old)
     expected = lm.generate(PROMPT, **GREEDY)
     began, may_go_on = threading.Event(), threading.Event()
-    found, told = [], []
+    found = []
 
     def pause(sequences):
         if not began.is_set():
-            with pytest.raises(ValueError, match="swap_head was called inside a generation with the same target"):
-                lm.swap_head(new)
+            with pytest.raises(ValueError, match="use_head was called inside a generation with the same target"):
+                lm.use_head(new)
             began.set()
             may_go_on.wait(60)
 
@@ -88,14 +90,14 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
     running = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY)))
     running.start()
     assert began.wait(60)
-    swapping = threading.Thread(target=lambda: told.append(lm.swap_head(new)))
+    swapping = threading.Thread(target=lm.use_head, args=(new,))
     swapping.start()
     swapping.join(0.3)
-    assert told == [], "the generation has not ended"
+    assert lm.head is old, "the generation has not ended"
     may_go_on.set()
     running.join()
     swapping.join()
-    assert told == [old]
+    assert lm.head is new
     assert found[0].stats.rows == expected.stats.rows
 
 
@@ -110,7 +112,7 @@ def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(tar
         waiting = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY, tree=tree)))
         waiting.start()
         waiting.join(0.3)
-        lm.swap_head(new)
+        lm.use_head(new)
         old.requires_grad_(False)
         for parameter in old.parameters():
             parameter.fill_(torch.nan)  # a call that drafted with it would say so
@@ -124,80 +126,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(target, tools, tmp_pat
     expected = lm.generate(PROMPT, **GREEDY)
     wider = Target(tools.build_model(vocab_size=300).requires_grad_(False))
     with pytest.raises(ValueError, match="vocab size 300"):
-        lm.swap_head(head_of(wider, "medusa", 1))
+        lm.use_head(head_of(wider, "medusa", 1))
     with pytest.raises(ValueError, match="no head"):
-        lm.swap_head(tmp_path)
+        lm.use_head(tmp_path)
     with pytest.raises(ValueError, match="convert the head"):
-        lm.swap_head(head_of(target, "medusa", 1).float())
+        lm.use_head(head_of(target, "medusa", 1).float())
     assert lm.generate(PROMPT, **GREEDY).stats.rows == expected.stats.rows
-    with pytest.raises(ValueError, match="swap_head needs a decoder with a head"):
-        decoder(target, None, drafter="prompt-lookup").swap_head(old)
-
-
-GROUP = ("", 0.0, "greedy", 3)
-"""Greedy answers in chains of two, to prompts of no kind."""
-
-
-def test_a_watched_head_that_accepts_less_gives_way(target):
-    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
-    lm = decoder(target, old)
-    expected = lm.generate(PROMPT, **GREEDY).stats.rows
-    with pytest.raises(ValueError, match=r"watch=3 compares .* old one's answers, of which there are 1; swap later"):
-        lm.swap_head(new, watch=3)
-    with pytest.raises(ValueError, match="watch is a number of answers from 2 to 1000, not 1"):
-        lm.swap_head(new, watch=1)
-    assert lm.generate(PROMPT, **GREEDY).stats.rows == expected, "nothing has changed"
-    lm._loaded.answers.extend([{GROUP: (5, 15)}, {GROUP: (4, 12)}, {GROUP: (5, 14)}])
-    lm.swap_head(new, watch=3)
-    lm.generate(torch.cat([PROMPT, PROMPT]), **GREEDY)
-    lm.warmup()
-    lm.generate(PROMPT, **GREEDY, tree="chain:1")
-    assert lm._loaded.head is new and len(lm._loaded.answers) == 3
-    with pytest.warns(UserWarning, match=r"over its first 3 answers the head .* accepted \d\.\d\d tokens fewer in a"):
-        last = lm.generate(PROMPT, **GREEDY)
-    assert lm._loaded.head is old and last.stats.rows == expected
-    assert lm._watch is None
-
-
-def test_a_watched_head_that_accepts_as_much_stays_and_so_does_one_that_the_user_has_swapped_in(target):
-    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
-    lm = decoder(target, old)
-    low, high = [{GROUP: (7, 7)}] * 3, [{GROUP: (5, 15)}] * 3
-    lm._loaded.answers.extend(low)
-    lm.swap_head(new, watch=2)
-    for _ in range(4):
-        lm.generate(PROMPT, **GREEDY)
-    assert lm._loaded.head is new and lm._watch is None
-    lm._loaded.answers.extend(high)
-    lm.swap_head(old, watch=2)
-    lm.generate(PROMPT, **GREEDY)
-    lm.swap_head(new)
-    for _ in range(4):
-        lm.generate(PROMPT, **GREEDY)
-    assert lm._loaded.head is new
-
-
-def test_a_head_is_not_returned_inside_a_generation(target):
-    old, new = head_of(target, "medusa", 1), head_of(target, "medusa", 2)
-    lm = decoder(target, old)
-    lm._loaded.answers.extend([{GROUP: (5, 15)}] * 3)
-    lm.swap_head(new, watch=2)
-    lm.generate(torch.cat([PROMPT, PROMPT[:, [0] * PROMPT.shape[1]]]), **GREEDY)
-    lm._watch.before[:] = [{GROUP: (5, 15)}] * 3
-    inner = []
-
-    def inside(sequences):
-        if not inner:
-            inner.append(None)
-            inner[0] = lm.generate(PROMPT, **GREEDY)
-
-    other = decoder(target, head_of(target, "medusa", 3))
-    other.observers.append(EachRound(inside))
-    other.generate(PROMPT, **GREEDY)
-    assert lm._loaded.head is new, "its own generation ran inside another one with the same target"
-    with pytest.warns(UserWarning, match="that one drafts again"):
-        lm.generate(PROMPT, **GREEDY)
-    assert lm._loaded.head is old
+    with pytest.raises(ValueError, match="use_head needs a decoder with a head"):
+        decoder(target, None, drafter="prompt-lookup").use_head(old)
 
 
 class Interruption(BaseException):
@@ -205,7 +141,7 @@ class Interruption(BaseException):
 
 
 def interrupted_at(line_number):
-    """A trace function that interrupts `swap_head` before its n-th line; `reached` says whether it came so far."""
+    """A trace function that interrupts `use_head` before its n-th line; `reached` says whether it came so far."""
     state = {"lines": 0, "reached": False}
 
     def in_frame(frame, event, argument):
@@ -217,7 +153,7 @@ def interrupted_at(line_number):
         return in_frame
 
     def trace(frame, event, argument):
-        if frame.f_code is SpeculativeLM.swap_head.__code__ and not state["reached"]:
+        if frame.f_code is SpeculativeLM.use_head.__code__ and not state["reached"]:
             return in_frame
         return None
 
@@ -237,22 +173,20 @@ def test_an_interruption_at_any_line_leaves_one_head_or_the_other(target):
     kept = []
     while True:
         number += 1
-        lm.swap_head(old)
-        lm._loaded.answers.extend([{GROUP: (5, 15)}] * 2)
+        lm.use_head(old)
         lm.generate(PROMPT, **GREEDY, tree="chain:1")
         trace, state = interrupted_at(number)
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            lm.swap_head(new, watch=2)
+            lm.use_head(new)
         except Interruption:
             pass
         finally:
             sys.settrace(before)
         if not state["reached"]:
             break
-        head = lm._loaded.head
-        assert (lm._watch is None) == (head is old)
+        head = lm.head
         calls = [lm.generate(PROMPT, **GREEDY), lm.generate(PROMPT, **GREEDY, tree="chain:1")]
         assert [call.stats.rows for call in calls] == expected[head], f"at line {number}"
         kept.append(head)

@@ -28,10 +28,11 @@ def record_answers(taught: Path, folder: Path) -> Path:
     save_head(head, folder / "head", CheckpointMetadata())
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
-        with lm.record(folder / name, format="float32", tokenizer=tokenizer) as running:
-            for number in range(ANSWERS):
-                kind = words[number % len(words)]
-                ids = tokenizer(f"{kind} {number % 7 + 3} {'please' * (number // 7)}", return_tensors="pt").input_ids
-                lm.generate(ids, kind=kind, **SETTINGS)
-        assert running.written == ANSWERS
+        for first, kind in enumerate(words):
+            numbers = range(first, ANSWERS, len(words))
+            with lm.record(folder / name, kind=kind, format="float32", tokenizer=tokenizer) as running:
+                for number in numbers:
+                    text = f"{kind} {number % 7 + 3} {'please' * (number // 7)}"
+                    lm.generate(tokenizer(text, return_tensors="pt").input_ids, **SETTINGS)
+            assert running.written == len(numbers)
     return folder

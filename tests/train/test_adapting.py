@@ -102,26 +102,12 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
         adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
-def test_training_goes_on_from_the_adaptation_before_and_the_head_that_drafts_is_compared(config, begun, tmp_path):
-    adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=150))
-    before = tmp_path / "new" / "training" / "best"
-    again = dataclasses.replace(
-        config, start=str(before), first_share=0.0, steps=1, lr=1e-12, output=str(tmp_path / "again")
-    )
-    assert adapt(again) is not None, "it learns nothing more, and drafts better than the head that has learned nothing"
-    trained = load_head(tmp_path / "again" / "training" / "best")[0].state_dict()
-    for name, weight in load_head(before)[0].state_dict().items():
-        torch.testing.assert_close(trained[name], weight)
-
-
 def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path, capsys):
     target = Target.from_pretrained(str(taught), torch.float32)
     other = build_head("medusa", {"num_heads": 3}, target.info)
     save_head(other, tmp_path / "other", CheckpointMetadata())
     with pytest.raises(ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"):
         adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
-    with pytest.raises(ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"):
-        adapt(dataclasses.replace(config, start=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
     head, _ = load_head(begun / "head")
     save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": str(tmp_path / "other")}))
@@ -262,20 +248,6 @@ def test_of_a_file_of_conversations_any_are_judged_on(config, tmp_path, monkeypa
     texts = [tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row]
     numbers = [int(re.search(r"number (\d+)", text)[1]) for text in texts]
     assert len(numbers) == 7 and min(numbers) < 10
-
-
-def test_states_of_replayed_conversations_are_computed_once(config, begun, conversations_file, tmp_path, monkeypatch):
-    kept = tmp_path / "kept"
-    options = {"replay": str(conversations_file), "replay_states": str(kept), "steps": 2}
-    adapt(dataclasses.replace(config, **options))
-    assert {path.name for path in kept.iterdir()} >= {"manifest.json"} and not recorded_files(kept)
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "load", None)
-        adapt(dataclasses.replace(config, **options, output=str(tmp_path / "again")))
-    manifest = json.loads((kept / "manifest.json").read_text())
-    (kept / "manifest.json").write_text(json.dumps({**manifest, "weights": "of another"}))
-    with pytest.raises(ValueError, match=r"kept' holds states with weights = 'of another', and .* replay what is of"):
-        adapt(dataclasses.replace(config, **options, output=str(tmp_path / "other")))
 
 
 def training_rows(folder):

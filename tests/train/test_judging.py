@@ -194,10 +194,11 @@ def recorded(spoken, endless, tmp_path):
         head = a_head(target, kind, tmp_path / "old")
         lm = SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False, **options})
         settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
-        with lm.record(tmp_path / "recorded", format="float32", tokenizer=tokenizer):
-            for number in range(12):
-                text = f"{('count to', 'say')[number % 2]} {number + 3}"
-                lm.generate(tokenizer(text, return_tensors="pt").input_ids, kind=text.split()[0], **settings)
+        for first, words in enumerate(("count to", "say")):
+            kind = words.split()[0]
+            with lm.record(tmp_path / "recorded", kind=kind, format="float32", tokenizer=tokenizer):
+                for number in range(first, 12, 2):
+                    lm.generate(tokenizer(f"{words} {number + 3}", return_tensors="pt").input_ids, **settings)
         return AdaptConfig(
             target=str(endless),
             head=str(tmp_path / "old"),
@@ -230,7 +231,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
         weight.data += 0.02 * torch.randn_like(weight)
     save_head(new, tmp_path / "changed", CheckpointMetadata())
     rows, found = judged(config, tmp_path, tmp_path / "changed")
-    assert [each.kind for each in found.kinds] == ["say", "count"] and found.whole.answers == len(rows) == 7
+    assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(rows) == 7
     assert len(found.whole.old) > 4 and found.chain.depth == old.max_depth
     assert found.tree.size == 32 and found.costs.origin == "measured where the answers were recorded: here"
     prompts = [torch.tensor(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows]

@@ -6,21 +6,18 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from recordings import NEW_TOKENS, SETTINGS, record_answers
+from recordings import NEW_TOKENS, record_answers
 
 from headstart.files import recorded_files
 from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.heads.checkpoints.save_load import save_head
+from headstart.inference import Target
 from headstart.train import adapting_data
 from headstart.train.adapting import adapt, alone_in
 from headstart.train.config import AdaptConfig
@@ -66,34 +63,6 @@ def test_a_run_that_is_killed_at_any_change_ends_as_one_that_is_not(taught, begu
     assert len(others) >= 5
     for other in others:
         assert other["files"] == whole["files"], other["point"]
-
-
-def test_it_learns_in_the_background_is_stopped_goes_on_and_is_taken(taught, begun, tmp_path, steps_logged, wait_for):
-    """With the weights that the command ends with in one go."""
-    given = options(taught, begun, tmp_path / "at once")
-    assert adapt(AdaptConfig(**given)) is not None
-    lm = SpeculativeLM.from_pretrained(str(taught), begun / "head", torch.float32, "chain:2", fallback=False)
-    more = {name: given[name] for name in given.keys() - {"target", "head", "recorded", "output"}}
-    output = tmp_path / "new"
-
-    def begin():
-        return lm.adapt_in_background(output, given["recorded"], niceness=0, **more)
-
-    adaptation = begin()
-    ids = load_tokenizer(taught)("count to 5 ", return_tensors="pt").input_ids
-    before = lm.generate(ids, **SETTINGS)
-    wait_for(adaptation._process, lambda: steps_logged(output / "training"), "steps")
-    adaptation.stop()
-    assert adaptation.state in ("stopped", "taken"), adaptation
-    assert steps_logged(output / "training") < 30 or adaptation.state == "taken"
-    adaptation = adaptation if adaptation.state == "taken" else begin()
-    assert adaptation.wait(200) == "taken", adaptation
-    after = lm.generate(ids, **SETTINGS)
-    assert torch.equal(after.sequences, before.sequences)
-    found, expected = lm._loaded.head.state_dict(), load_head(output / "best")[0].state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for name in ("best/model.safetensors", "recorded/training.jsonl", "recorded/judged.jsonl"):
-        assert (output / name).read_bytes() == (tmp_path / "at once" / name).read_bytes(), name
 
 
 def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(taught, begun, tmp_path, monkeypatch):
@@ -175,40 +144,3 @@ def test_answers_of_one_kind_say_nothing_of_others(taught, begun, tmp_path):
     adapt(AdaptConfig(**given))
     page = (tmp_path / "new" / "report.md").read_text()
     assert "All answers are of one kind: what the new head does to others was not measured." in page
-
-
-PARENT = """
-import sys
-from headstart.inference import SpeculativeLM
-lm = SpeculativeLM.from_pretrained(sys.argv[1], sys.argv[2], "float32", "chain:2", fallback=False)
-adaptation = lm.adapt_in_background(sys.argv[4], sys.argv[3], niceness=0, steps=1_000_000, new_tokens=12, held_out=0.35)
-print(adaptation._process.pid, flush=True)
-adaptation.wait()
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_trainer_does_not_outlive_the_program_that_started_it(taught, begun, tmp_path, steps_logged, wait_for):
-    """Killed, stopped by SIGTERM, or left by Ctrl-C: whatever is first."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        output = tmp_path / number.name
-        given = [taught, begun / "head", begun / "recorded", output]
-        command = [sys.executable, "-c", PARENT, *map(str, given)]
-        parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        try:
-            line = parent.stdout.readline()
-            while not line.strip().isdigit():
-                assert line, "the program ended early"
-                line = parent.stdout.readline()
-            stat = Path(f"/proc/{line.strip()}/stat")
-            wait_for(parent, partial(steps_logged, output / "training"), "steps")
-            parent.send_signal(number)
-            parent.wait(60)
-        finally:
-            parent.kill()
-        deadline = time.monotonic() + 60
-        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < deadline, f"it has outlived {number.name}"
-            time.sleep(0.05)
-        if number != signal.SIGINT:  # whose program waits for no more than seconds
-            assert list((output / "training" / "checkpoints").glob("step-*")), "it has saved its state"

@@ -43,19 +43,6 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class BatchDrafts:
-    """Rejected drafts of a batch's sequences, as `heads.base.RejectedDrafts`, with their states as they are stored."""
-
-    positions_M: Tensor
-    depths_M: Tensor
-    tokens_M: Tensor
-    next_tokens_M: Tensor
-    states_MD: Tensor
-    scales_M: Tensor | None = None
-    """Scales of states in int8."""
-
-
-@dataclass(frozen=True)
 class Batch:
     """Right-padded rows of one or, packed, several sequences. B batch, T time."""
 
@@ -69,8 +56,6 @@ class Batch:
     """The target's hidden states as a cache stores them, if they were read ahead."""
     scales_BTL: Tensor | None = None
     """Scales of states in int8."""
-    drafts: BatchDrafts | None = None
-    """Rejected drafts that are trained on in place of the text."""
     failure: str | None = None
     """Why states that must be read could not be."""
 
@@ -100,10 +85,6 @@ class Batch:
         tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
         found = {name: getattr(self, name) for name in tensors}
         pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
-        if self.drafts is not None:
-            given = vars(self.drafts).items()
-            drafts = {name: tensor.pin_memory() for name, tensor in given if tensor is not None}
-            pinned = replace(pinned, drafts=replace(self.drafts, **drafts))
         if self.positions_BT is not None:
             pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()  # where cached_property keeps it
         return pinned

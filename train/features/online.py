@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...console import ProgressBar, log
 from ...files import free_bytes
-from ...heads.base import DraftHead, RejectedDrafts, TargetFeatures
+from ...heads.base import DraftHead, TargetFeatures
 from ...inference.feature_cache import (
     FORMATS,
     FeatureCache,
@@ -30,7 +30,7 @@ from ...inference.feature_cache import (
 from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
 from ..config import FeaturesConfig
-from ..data.batches import Batch, BatchDrafts, budgeted, collate
+from ..data.batches import Batch, budgeted, collate
 from ..data.chat_template import Example
 from ..data.token_cache import lengths_of, tokens_of
 from ..engines import all_agree, any_process
@@ -240,20 +240,6 @@ def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD
         modules=target.modules,
         positions_BT=on_target(target, batch.positions_BT),
         documents_BT=batch.documents_BT,
-        rejected=None if batch.drafts is None else rejected_drafts(target, batch.drafts, last_BTD.dtype),
-    )
-
-
-def rejected_drafts(target: Target, drafts: BatchDrafts, dtype: torch.dtype) -> RejectedDrafts:
-    """The rejected drafts of a batch as a head reads them; what is counted by the host stays there."""
-    states_M1D = on_target(target, drafts.states_MD[:, None])
-    scales_M1 = None if drafts.scales_M is None else on_target(target, drafts.scales_M[:, None])
-    return RejectedDrafts(
-        positions_M=drafts.positions_M,
-        depths_M=drafts.depths_M,
-        tokens_M=on_target(target, drafts.tokens_M),
-        next_tokens_M=on_target(target, drafts.next_tokens_M),
-        last_MD=decoded(states_M1D, scales_M1)[:, 0].to(dtype),
     )
 
 

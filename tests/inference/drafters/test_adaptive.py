@@ -16,6 +16,7 @@ from headstart.inference import DynamicShape, SpeculativeLM, TreeShape
 from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.adaptive import (
     MARGIN,
+    PRIOR_STEPS,
     PROBE_SHARE,
     PROBE_STEPS,
     AdaptiveDrafter,
@@ -24,7 +25,6 @@ from headstart.inference.drafters.adaptive import (
     candidate_trees,
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
-from headstart.inference.drafters.priors import PRIOR_STEPS
 from headstart.inference.drafters.validated import validated
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
-from headstart.inference.drafters.adaptive import PROBE_STEPS, AdaptiveDrafter, Candidate, Speeds
+from headstart.inference.drafters.adaptive import PROBE_STEPS, AdaptiveDrafter, Candidate, Speeds, prompt_size
+from headstart.inference.drafters.answer_lengths import AnswerLengths
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.model_rows import ModelRows
-from headstart.inference.drafters.priors import AnswerLengths, Expected, TextClass
 from headstart.inference.tuning.round_costs import RoundCosts
 
 VOCAB = 20
@@ -137,35 +137,27 @@ def test_a_probe_pays_for_the_prompt_that_it_makes_a_head_read() -> None:
     assert speeds.budget < 11
 
 
-def test_each_class_of_texts_has_its_own_lengths() -> None:
-    """Two kinds in turns: good drafts on one, useless ones on the other, learned after an answer of each."""
+def test_each_size_of_prompts_has_its_own_lengths() -> None:
+    """Two sizes in turns: good drafts on one, useless ones on the other, learned after an answer of each."""
+    good_size = 3
+    useless_size = 5
     cost = [1.0, 1.2, 1.6]
     speeds = known(cost, [1.0, 1.4, 1.9])
     good = Text(speeds, cost, [1.0, 1.8, 3.0], 0.0)
     useless = Text(speeds, cost, [1.0, 1.0, 1.0], 0.0)
     for number in range(12):
-        speeds.turn_to("useless", None)
+        speeds.turn_to(useless_size)
         of_useless = useless.answer(64) / 64
-        speeds.turn_to("good", None)
+        speeds.turn_to(good_size)
         of_good = good.answer(64) / 64
         if number > 0:
             assert of_useless <= 1.15 and of_good <= 0.75
-    speeds.turn_to("useless", None)
+    speeds.turn_to(useless_size)
     speeds.choose()
     assert speeds.leader == 0
-    speeds.turn_to("good", None)
+    speeds.turn_to(good_size)
     speeds.choose()
     assert speeds.leader == 2
-
-
-def test_what_is_known_of_a_class_decides_the_first_choice() -> None:
-    cost = [1.0, 1.3, 1.7]
-    speeds = known(cost, [1.0, 1.5, 2.2])
-    speeds.turn_to("bad", [Expected(length, 48) for length in (1.0, 1.05, 1.1)])
-    assert speeds.choose() == 0
-    speeds = known(cost, [1.0, 1.1, 1.2])
-    speeds.turn_to("good", [Expected(length, 48) for length in (1.0, 1.9, 2.1)])
-    assert speeds.choose() == 1
 
 
 def test_how_long_answers_are_is_learned() -> None:
@@ -181,8 +173,8 @@ def test_how_long_answers_are_is_learned() -> None:
     assert cut.expected(256) == 256, "answers that were cut tell nothing of their ends"
 
 
-def test_prompts_of_similar_sizes_are_of_one_class() -> None:
-    sizes = [TextClass.of("", tokens).size for tokens in (1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024)]
+def test_prompts_of_similar_lengths_are_of_one_size() -> None:
+    sizes = [prompt_size(tokens) for tokens in (1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024)]
     assert sizes == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
 
 
