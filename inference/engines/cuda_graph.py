@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -294,7 +294,7 @@ class Leaves:
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(type(value))
+            others.append(cast(Any, type(value)))  # a class can be hashed, which mypy does not know
             for name in field_names(type(value)):
                 self._collect(getattr(value, name), others)
         else:
@@ -316,10 +316,17 @@ def holds_tensors(value: Any) -> bool:
     return any(_is_tensor_or_holds_one(getattr(value, name)) for name in field_names(type(value)))
 
 
-@functools.cache
 def field_names(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass; none of another class."""
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+        _FIELDS[kind] = names
+    return names
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+"""By class, what `field_names` returned: to ask dataclasses takes longer than to copy a tensor."""
 
 
 def _is_tensor_or_holds_one(value: Any) -> bool:
