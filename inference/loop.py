@@ -437,12 +437,11 @@ class Verification:
         # An infinite logit is the best one; but there are no probabilities to sample from.
         finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
         # A path ends before the first node after which no token can be chosen; with 3 accepted of A = 4 nodes:
-        #     finite            1 0 1 1
-        #     first not finite  1          A if all are
-        #     length            1          of 3: cut
-        most = path_BA.shape[1]
-        number_BA = torch.where(finite_BA, counting(1, path_BA.device, most), counting(most, path_BA.device))
-        lengths_B = torch.minimum(result.lengths_B, number_BA.amin(1))
+        #     finite                             1 0 1 1
+        #     accepted, or the node's number     3 1 3 3
+        #     length                             1, so the path is cut
+        number_A = counting(path_BA.shape[1], path_BA.device)
+        lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
         cut_B = lengths_B < result.lengths_B
         return path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B
 

@@ -82,8 +82,8 @@ class ModelRows:
         """By shape, caches of earlier generations, to be used again where they lie."""
         self._draft_vocab_D: Tensor | None = None
         self._watcher: Watcher | None = None
-        self._before: tuple[ModelState, int] | None = None
-        """State, and `Progress.longest`, before a step that was observed ahead; None after its `observe`."""
+        self._ahead: tuple[Tensor, int] | None = None
+        """Tokens [B] of a step that was observed ahead, and `Progress.longest` before; None after its `observe`."""
 
     def make_room(self, depth: int, expanded: int) -> None:
         """Serve another tree, too, from the next generation on."""
@@ -100,7 +100,7 @@ class ModelRows:
         other.progress = Progress()
         other._caches = {}
         other._watcher = None
-        other._before = None
+        other._ahead = None
         return other
 
     def use(self, engine: Engine) -> None:
@@ -214,9 +214,9 @@ class ModelRows:
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
             return
-        if self._before is None:
+        if self._ahead is None:
             self._commit(step)
-        self._before = None
+        self._ahead = None
         accepted = step.emitted_BA.shape[1]
         self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
@@ -231,17 +231,22 @@ class ModelRows:
         """Run the model on what a step accepted, before its tokens are known on the host."""
         if step.tree.max_depth == 0 or not isinstance(self.model, DraftHead):
             return
-        state = self.catch_up()
-        # Results of recordings are overwritten by their next call: what `take_back` needs is copied.
-        tensors = {name: self.runner.keep(value) for name, value in vars(state).items() if isinstance(value, Tensor)}
-        self._before = dataclasses.replace(state, **tensors), self.progress.longest
+        self.catch_up()
+        self._ahead = step.lengths_B, self.progress.longest
         self._commit(step)
 
     def take_back(self) -> None:
-        """Return to the state before `observe_ahead`."""
-        if self._before is not None:
-            self.progress.state, self.progress.longest = self._before
-            self._before = None
+        """Forget the tokens of `observe_ahead`.
+
+        All else in the state of a head follows from the tokens that it observes next: each row will get one at least.
+        """
+        if self._ahead is None:
+            return
+        lengths_B, self.progress.longest = self._ahead
+        self._ahead = None
+        state = self.progress.state
+        if hasattr(state, "lengths_B"):
+            self.progress.state = dataclasses.replace(state, lengths_B=state.lengths_B - lengths_B)
 
     def catch_up(self) -> ModelState:
         """The model's state after it has read everything that is pending, or its last part."""

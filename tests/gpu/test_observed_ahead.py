@@ -39,7 +39,7 @@ def test_every_step_may_be_observed_twice(on_cpu, there, device, monkeypatch, ki
 
     def twice(self, step):
         plain_ahead(self, step)
-        calls.append(self._before is not None)
+        calls.append(self._ahead is not None)
         self.take_back()
         plain_ahead(self, step)
 

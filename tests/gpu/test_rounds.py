@@ -27,18 +27,18 @@ WAITS, UPLOADS = 1, 2
 SAMPLED = 50
 """Operations more where tokens are drawn: by numbers for every token, computed on the device, of all depths at once."""
 CASES = {
-    "plain": ({}, 23),
-    **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 42) for kind in HEADS},
-    "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 56),
-    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 101),
-    "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 100),
-    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 200),
-    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 143),
-    "prompt lookup": ({"drafter": "prompt-lookup"}, 69),
-    "lookahead": ({"drafter": "lookahead"}, 69),
-    "n-grams": ({"drafter": "ngram:2"}, 37),
-    "random": ({"drafter": "random"}, 37),
-    "a second model": ({"drafter": "model"}, 42),
+    "plain": ({}, 28),
+    **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 47) for kind in HEADS},
+    "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 61),
+    "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 106),
+    "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 105),
+    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 205),
+    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 148),
+    "prompt lookup": ({"drafter": "prompt-lookup"}, 74),
+    "lookahead": ({"drafter": "lookahead"}, 74),
+    "n-grams": ({"drafter": "ngram:2"}, 42),
+    "random": ({"drafter": "random"}, 42),
+    "a second model": ({"drafter": "model"}, 47),
 }
 """What decodes, and how many operations of a round are its own, at most: those of the forwards of target and drafts are
 not counted."""
