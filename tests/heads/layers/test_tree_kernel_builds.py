@@ -20,6 +20,8 @@ from headstart.heads.layers import tree_kernel  # noqa: E402
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory that one program may use, by compute capability: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX 5090."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+LONG = 2**15
+"""Slots of a cache for which the largest blocks are chosen."""
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 ALIGNED = ("query", "keys", "values", "lengths", "output", "log_sums")
 STRIDES = ("query_row", "query_head", "query_node", "state_row", "state_group", "state_slot")
@@ -27,7 +29,7 @@ STRIDES = ("query_row", "query_head", "query_node", "state_row", "state_group", 
 
 def built(arch: int, dtype: str, rows: int, size: int, sliding: bool = False):
     """The compiled kernel for groups of so many rows, in the blocks that `tree_attention` would choose there."""
-    block = tree_kernel.block_shape(rows, size, ITEMSIZE[dtype], SHARED_BYTES[arch])
+    block = tree_kernel.block_shape(rows, LONG, size, ITEMSIZE[dtype], SHARED_BYTES[arch])
     constants = {"GROUPS": 8, "HEADS": 4, "HEAD_SIZE": size, "PADDED_SIZE": size, "PARTS": 8}
     constants |= {"BLOCK_ROWS": block.rows, "BLOCK_SLOTS": block.slots}
     constants |= {"SLIDING": sliding, "NODES_FOLLOW": True, "PRECISION": "ieee", "SUMS": tl.float32}
@@ -42,7 +44,7 @@ def built(arch: int, dtype: str, rows: int, size: int, sliding: bool = False):
         constexprs={place[name]: value for name, value in constants.items()},
         attrs={place[name]: [["tt.divisibility", 16]] for name in (*ALIGNED, *STRIDES)},
     )
-    options = {"num_warps": block.warps, "num_stages": block.stages}
+    options = {"num_warps": 4, "num_stages": block.stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -74,8 +76,9 @@ def loops(machine_code: bytes, folder: Path) -> list[list[str]]:
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("rows", [4, 32, 240])
-def test_blocks_are_chosen_to_fit(arch, size, itemsize, rows):
-    block = tree_kernel.block_shape(rows, size, itemsize, SHARED_BYTES[arch])
+@pytest.mark.parametrize("slots", [1024, 2**15])
+def test_blocks_are_chosen_to_fit(arch, size, itemsize, rows, slots):
+    block = tree_kernel.block_shape(rows, slots, size, itemsize, SHARED_BYTES[arch])
     assert block.rows >= 16 and block.slots >= 16
     assert block.shared_bytes(size, itemsize) <= SHARED_BYTES[arch]
 
