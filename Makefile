@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa check-versions format test test-gpu test-slow census peers test-peers demo docs dist clean
+.PHONY: help setup types check check-isa check-versions format test test-gpu test-kernels test-slow census peers test-peers demo docs dist clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,19 @@ test-gpu: $(STAMP)  ## the tests of decoding and training on an accelerator, on 
 check-isa: $(STAMP)  ## kernels, greedy identity and defaults as on a processor without AVX-512
 	HEADSTART_TEST_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m "isa and not slow"
 
+# Triton comes with torch's CUDA build alone. It interprets its kernels on a CPU, and compiles them for cards that are not
+# here; its interpreter fails with numpy 2.4. All else is borrowed from .venv.
+KERNELS := .venv-kernels
+test-kernels: $(STAMP)  ## the Triton kernels, interpreted, and compiled for cards from a T4 to a B200; no GPU needed
+	test -e $(KERNELS)/.installed || { \
+	    $(PYTHON) -m venv --clear $(KERNELS) && \
+	    $(KERNELS)/bin/python -m pip install --quiet triton==3.6.0 "numpy<2.4" && \
+	    echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	        > $$($(KERNELS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth && \
+	    touch $(KERNELS)/.installed; }
+	$(KERNELS)/bin/python -m pytest -q -n 2 --timeout=900 tests/heads/layers/test_fused.py tests/heads/layers/test_tree_kernel.py \
+	    tests/heads/layers/test_tree_kernel_builds.py
+
 test-slow: $(STAMP)  ## the tests on a real model (long)
 	$(PYTEST) -m slow --timeout=7200
 
@@ -89,5 +102,5 @@ dist: $(STAMP)  ## build the wheel and the source distribution into dist/, and c
 	rm -rf headstart.egg-info  # or its old metadata would be found before the installed one
 
 clean:  ## remove what was built, .venv too; runs/ stays
-	rm -rf $(VENV) .venv-peers .venv-vllm .venv-versions .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-kernels .venv-peers .venv-vllm .venv-versions .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

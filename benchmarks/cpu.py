@@ -79,7 +79,7 @@ def main() -> None:
             prompts[name] = [prompt_ids(tokenizer, messages) for messages in rows]
     if not prompts:
         parser.error("--prompts or --kinds is needed")
-    compile = False if args.eager else "auto"
+    compile = not args.eager
     began = time.perf_counter()
     lm = SpeculativeLM.from_pretrained(args.target, args.head, compile=compile)
     loaded = time.perf_counter() - began

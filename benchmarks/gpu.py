@@ -287,7 +287,7 @@ class Bench:
         if (rows, length) not in self.truths:
             target, _ = self.large
             prompt_BT = self.prompt(target, length, rows)
-            target.compile("auto")
+            target.compile(True)
             written_BT = answer(SpeculativeLM(target), prompt_BT, self.tokens).sequences
             for row_T in written_BT:  # one by one, as logits of many long rows are large
                 with torch.no_grad():
@@ -437,7 +437,7 @@ def identity(bench: Bench) -> None:
     prompt_1T = bench.prompt(target, 77)
     expected = reference(target, prompt_1T, 48)
     truth_1T = F.pad(expected[:, 77:], (0, 16))
-    modes: tuple[bool | str, ...] = (False, "auto")
+    modes = (False, True)
     for mode, nodes in itertools.product(modes, (1, 8, 60)):
         target.compile(mode)
         output = answer(forced(target, head, truth_1T, nodes, TREES[nodes]), prompt_1T, 48)
@@ -456,7 +456,7 @@ def identity(bench: Bench) -> None:
     many = target.info.num_attention_heads
     for dtype, groups in itertools.product((torch.float32, torch.bfloat16), (many // 4, many)):
         target, head = bench.pair(dtype, layers, groups)
-        target.compile("auto")
+        target.compile(True)
         lm = SpeculativeLM(target, tree_drafter(head, TreeShape.chain(3), target.draft_modules))
         past, text_1T, equal = Conversation(), bench.prompt(target, 21), True
         for more in (5, 6, 7, 9, 300):  # what is kept is no multiple of eight: attention begins anywhere
@@ -544,7 +544,7 @@ def rounds(bench: Bench) -> None:
     rate = round(64 / (whole[0] - begun[0]), 1)
     bench.add("rounds", engine="transformers generate", text=first, nodes=1, tokens_per_second=rate, equal=equal)
     # Eager rounds take as long after any text: what takes time is to launch them.
-    for mode, texts in {"auto": bench.options.texts, False: bench.options.texts[:1]}.items():
+    for mode, texts in {True: bench.options.texts, False: bench.options.texts[:1]}.items():
         target.compile(mode)
         for length, (nodes, accepted) in itertools.product(texts, TREES.items()):
             lm = forced(target, head, bench.truth(length), nodes, accepted)
@@ -661,7 +661,7 @@ def launched(bench: Bench, lm: SpeculativeLM, generate: Callable[[], Any]) -> di
 def kernels(bench: Bench) -> None:
     """Kernels of a round by the part of the round that launched them, and how long the device idled before each."""
     target, head = bench.large
-    target.compile("auto")
+    target.compile(True)
     length = bench.options.texts[0]
     prompt_1T = bench.prompt(target, length)
     truth_1T = bench.truth(length)
@@ -736,7 +736,7 @@ def compare(bench: Bench, part: str, ways: dict[str, Way], texts: list[int], tre
 def by_known_decoder(model: nn.Module) -> Target:
     """A target as it is by default: fused kernels between the model's linear layers."""
     target = Target(model)
-    target.compile("auto")
+    target.compile(True)
     return target
 
 
@@ -772,7 +772,7 @@ def real_head(bench: Bench) -> None:
         lms[name] = SpeculativeLM(target, tree_drafter(head, tree, target.draft_modules))
     lms["auto"] = SpeculativeLM.from_pretrained(target, str(EXAMPLE_HEAD))
     for name, lm in lms.items():
-        lm.compile("auto")
+        lm.compile(True)
         tokens, rounds, taken, equal = 0, 0, 0.0, 0
         for number, (ids_1T, expected_1T) in enumerate(zip([rows[0], *rows], [expected[0], *expected], strict=True)):
             output = lm.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **settings)

@@ -69,7 +69,7 @@ def main() -> None:
         default=[128, 256, 512, 1024, 2048],
         help="tokens of context after which acceptance is measured; training saw up to 512",
     )
-    parser.add_argument("--compile", action="store_true", help="compile on an accelerator too")
+    parser.add_argument("--eager", action="store_true", help="transformers' own operations")
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="heads that are trained already")
     parser.add_argument("--train-only", action="store_true", help="compare later, by the same command without this")
     args = parser.parse_args()
@@ -83,9 +83,9 @@ def main() -> None:
         return
     folders |= {name: Path(folder) for name, _, folder in (pair.partition("=") for pair in args.also)}
 
-    sides = cache(partial(loaded, folders, args.nodes, args.compile or "auto"))  # not before a piece is missing
+    sides = cache(partial(loaded, folders, args.nodes, not args.eager))  # not before a piece is missing
     measure = {"heads": [*folders], "limit": args.limit, "new_tokens": args.new_tokens, "nodes": args.nodes}
-    measure |= {"compile": args.compile}
+    measure |= {"compile": not args.eager}
     pieces: dict[str, Any] = {}
     after: dict[str, dict[str, Any]] = {}
     for path, (kind, rows) in zip(args.prompts, prompts.items(), strict=True):
@@ -122,7 +122,7 @@ def trained(name: str, given: list[str], minutes: float, steps: int | None, outp
     return train(dataclasses.replace(config, loop=loop)) / "best"
 
 
-def loaded(folders: dict[str, Path], nodes: int, compile: bool | str) -> dict[str, Side]:
+def loaded(folders: dict[str, Path], nodes: int, compile: bool) -> dict[str, Side]:
     """Every side by its name; heads with an adapter have a target, and a `generate`, of their own."""
     shared = Target.from_pretrained(TARGET)
     sides = {"generate": stock(shared), "plain": ours(SpeculativeLM.from_pretrained(shared, compile=compile))}

@@ -108,7 +108,7 @@ def main() -> None:
         torch.manual_seed(0)
         target = Target(build().eval())
         if args.compile:
-            target.compile("auto")
+            target.compile(True)
         lines += ["", f"## {name}", "", *rounds_table(target, args.accepted, args.rounds, args.repeats)]
         lines += ["", *trees_table(target, args.repeats)]
     save(args.output, lines)

@@ -43,9 +43,9 @@ def main() -> None:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "| recorded | launches | waits | uploads |", "|---|---|---|---|"]
     for name, options in RECORDED.items():
-        there.compile("auto")
+        there.compile(True)
         lm = lm_of(there, on_cpu, **options)
-        lm.compile("auto")
+        lm.compile(True)
         rounds, _ = recorded_rounds(lm)
         there.compile(False)
         launches, waits, uploads = zip(*rounds, strict=True)

@@ -87,7 +87,7 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
     target = Target.from_pretrained(TARGET, torch.bfloat16)
 
     def lm(**options: object) -> SpeculativeLM:
-        return SpeculativeLM.from_pretrained(target, compile=True, **({"fallback": False} | options))  # type: ignore[arg-type]
+        return SpeculativeLM.from_pretrained(target, **({"fallback": False} | options))  # type: ignore[arg-type]
 
     fast = lm(head=head)
     found: dict[str, SpeculativeLM | Target] = {

@@ -37,7 +37,7 @@ def custom_generate(
     head_revision: str | None = None,
     drafter: DrafterSource | None = None,
     fallback: bool = True,
-    compile: bool | str = "auto",
+    compile: bool = True,
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
 ) -> DecodingMethod:
@@ -94,7 +94,7 @@ def generate_from(
     generation_config: GenerationConfig | None = None,
     streamer: BaseStreamer | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    compile: bool | str = "auto",
+    compile: bool = True,
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
     **settings: Any,

@@ -182,7 +182,7 @@ class SpeculativeLM:
         revision: str | None = None,
         head_revision: str | None = None,
         lossy: bool = False,
-        compile: bool | str = "auto",
+        compile: bool = True,
         drafter: DrafterSource | None = None,
         fallback: bool = True,
         allow_adapter: bool = False,
@@ -205,8 +205,8 @@ class SpeculativeLM:
             revision: revision of the target's Hub id.
             head_revision: revision of the head's Hub id.
             lossy: allow a rule ("typical") that changes the output distribution.
-            compile: how forwards run, see the method `compile`: "auto" for our kernels on a CPU and CUDA graphs on a
-                GPU, True to fuse the forward by torch.compile on a GPU too, False for transformers' own.
+            compile: how forwards run, see the method `compile`: True for our kernels on a CPU and CUDA graphs on a
+                GPU, False for transformers' own operations.
             drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`, `Ngram()`, a
                 smaller model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of
                 your own, whose errors cannot change the output. With a head, its drafts are joined with the head's
@@ -233,8 +233,8 @@ class SpeculativeLM:
         target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
-        if compile != "auto" and not isinstance(compile, bool):
-            raise ValueError(f"compile must be True, False or 'auto', not {compile!r}")
+        if not isinstance(compile, bool):
+            raise ValueError(f"compile must be True or False, not {compile!r}")
 
         loaded_head = None
         provenance: dict[str, Any] = {}
@@ -264,8 +264,8 @@ class SpeculativeLM:
             lm._drafter = None
         return lm.compile(compile) if compile else lm
 
-    def compile(self, mode: bool | str = True) -> SpeculativeLM:
-        """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so with mode "auto".
+    def compile(self, mode: bool = True) -> SpeculativeLM:
+        """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so by default.
 
         On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
         weights in the shortest exact format, renewed when the weights change: every call compares a few elements of
@@ -273,8 +273,7 @@ class SpeculativeLM:
         nothing changes.
 
         On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second call, in as little time
-        as that takes, and read the weights where they lie. With mode True the target's forward is fused by
-        torch.compile before, which takes minutes per process.
+        as that takes, and read the weights where they lie.
         """
         with as_loaded(self.target.model):
             self.target.compile(mode)

@@ -163,7 +163,7 @@ class Target(TargetModel):
         model = load_model(source, dtype, device, revision, options)
         return cls(model, str(source), downloaded_commit(source, revision, options))
 
-    def compile(self, mode: bool | str = True) -> None:
+    def compile(self, mode: bool = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.
 
         Called again with the same mode, nothing changes unless weights or active adapters have, as far as `version`
@@ -181,7 +181,7 @@ class Target(TargetModel):
         self._compiled_version = version
 
     @property
-    def compile_mode(self) -> bool | str:
+    def compile_mode(self) -> bool:
         """The last argument of `compile`."""
         return self.engine.mode
 

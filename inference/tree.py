@@ -109,8 +109,7 @@ class DraftTree:
     def path_to(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
         """The nodes from the root to a node of each row, [B, max_depth + 1] with padding, and how many there are."""
         known = self.structure
-        # A compiled function serves trees of any shape.
-        if not torch.compiler.is_compiling() and known.paths_NA is not None and known.lengths_N is not None:
+        if known.paths_NA is not None and known.lengths_N is not None:
             return known.paths_NA[last_B], known.lengths_N[last_B]
         nodes = self.tokens_BN.shape[1]
         on_path_BN = known.ancestors_BNN[counting(len(last_B), last_B.device), last_B]

@@ -68,9 +68,9 @@ class DecodingOptions(TargetOptions):
     true}; null for none."""
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
-    compile: bool | typing.Literal["auto"] = "auto"
-    """How forwards run. auto: kernels of our own on a CPU, CUDA graphs on a GPU. true: on a GPU also
-    fused by torch.compile, which takes minutes. false: transformers' own operations."""
+    compile: bool = True
+    """How forwards run. true: kernels of our own on a CPU, CUDA graphs on a GPU. false: transformers'
+    own operations."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
     writes other text."""

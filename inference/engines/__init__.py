@@ -5,6 +5,7 @@ by_device    the choice of an engine
 eager        forwards of the transformers model over a tree, with attention of our own
 attention    that attention; headstart.heads.layers.tree_kernel, its Triton kernel for trees on a GPU
 cuda_graph   functions of tensors, recorded once and replayed with one launch
-inductor     the model's forward, fused by torch.compile
+known        decoders of Llama-like layers, recognised by their parts
+fused_decoder  a known decoder between whose linear layers fused kernels run; branches, parallel ones of a graph
 cpu          forwards in our CPU kernels (cpu_decoder, cpu_kernels)
 """

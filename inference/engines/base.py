@@ -92,7 +92,7 @@ class Engine(ABC):
     def __init__(self, target: TargetModel) -> None:
         self.target = target
         self.runner = Runner()
-        self.mode: bool | str = False
+        self.mode = False
         """The argument by which `chosen_engine` chose it."""
 
     @property

@@ -10,14 +10,13 @@ from .cuda_graph import GraphRunner
 from .eager import EagerEngine
 
 
-def chosen_engine(target: TargetModel, mode: bool | str, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
+def chosen_engine(target: TargetModel, mode: bool, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
     """The engine for a target on its device.
 
     Args:
         target: the target, whose weights are read where they lie, or copied.
-        mode: False for forwards as they are. "auto" and True for our kernels on a CPU, and for CUDA graphs on a GPU,
-            which are recorded within the first rounds; with True the recorded forward has been fused by torch.compile
-            before, which takes minutes, and other accelerators run it without graphs.
+        mode: False for forwards as they are. True for our kernels on a CPU, and for CUDA graphs on a GPU, which are
+            recorded within the first rounds; other accelerators run forwards as they are.
         eager: the class for forwards as they are.
         packed: the class for forwards with linear layers in our CPU kernels.
     """
@@ -26,14 +25,10 @@ def chosen_engine(target: TargetModel, mode: bool | str, eager: type[EagerEngine
     return engine
 
 
-def _chosen(target: TargetModel, mode: bool | str, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
-    if mode is False:
+def _chosen(target: TargetModel, mode: bool, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
+    if not mode:
         return eager(target)
     if target.device.type == "cpu":
         return cpu_engine(target, eager, packed)
     runner = GraphRunner(target.device) if cuda_graph.records(target.device) else None
-    if mode == "auto" or eager is not EagerEngine:
-        return eager(target, runner)
-    from .inductor import InductorEngine  # imports torch's compiler
-
-    return InductorEngine(target, runner)
+    return eager(target, runner)

@@ -65,7 +65,7 @@ def model_of(family: str, dtype: torch.dtype):
 def test_text_is_that_of_generate(device, family, dtype):
     model = model_of(family, dtype).to(device)
     target = Target(model)
-    target.compile("auto")
+    target.compile(True)
     head = copy.deepcopy(head_for(Target(model_of(family, torch.float32)), "eagle3")).to(device, dtype)
     prompts = [torch.arange(3, 3 + length) * 7 % VOCAB for length in (5, 31, 18)]
     expected = []
@@ -75,7 +75,7 @@ def test_text_is_that_of_generate(device, family, dtype):
         written = model.generate(prompt_1T, attention_mask=mask_1T, max_new_tokens=40, do_sample=False)
         expected.append(written[0, len(prompt) :].tolist())
     for tree in TREES:
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile="auto", fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, fallback=False)
         assert target.engine.decoder is not None
         alone = [written_after(lm, [prompt], 40, device)[0] for prompt in prompts]
         assert alone == expected
@@ -101,7 +101,7 @@ def test_a_hook_on_a_module_that_kernels_replace_is_called(device):
     dtype = DTYPES[0]
     model = model_of("llama", dtype).to(device)
     target = Target(model)
-    lm = SpeculativeLM.from_pretrained(target, compile="auto")
+    lm = SpeculativeLM.from_pretrained(target, compile=True)
     prompt = torch.arange(3, 20) % VOCAB
     before = written_after(lm, [prompt], 12, device)
     assert target.engine.decoder is not None

@@ -35,7 +35,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=[False, "auto"], ids=["eager", "recorded"])
+@pytest.fixture(params=[False, True], ids=["eager", "recorded"])
 def mode(request, there):
     """How rounds run on the accelerator: operation by operation, or recorded and replayed."""
     there.compile(False)

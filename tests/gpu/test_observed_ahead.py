@@ -24,7 +24,7 @@ def text_of(lm: SpeculativeLM, device) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
 def test_every_step_may_be_observed_twice(on_cpu, there, device, monkeypatch, kind):
     """A step that is taken back leaves a drafter as it was: drafts and acceptance are the same."""
-    there.compile("auto")
+    there.compile(True)
     head = copy.deepcopy(head_for(on_cpu, kind)).to(device)
     lm = SpeculativeLM.from_pretrained(there, head, tree="dynamic:8:3:2", fallback=False)
     expected = text_of(lm, device)

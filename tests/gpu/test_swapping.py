@@ -59,7 +59,7 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
     lms = []
     for target in (on_cpu, there):
         own = copy.deepcopy(old).to(target.device)
-        mode = "auto" if target is there else False
+        mode = target is there
         lms.append(SpeculativeLM.from_pretrained(target, own, tree=tree, fallback=False, compile=mode))
     drafted = []
     for heads in ((None, None), (new, copy.deepcopy(new)), (old, copy.deepcopy(old))):
@@ -84,7 +84,7 @@ def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
     new = other(head_for(on_cpu, kind))
     old = copy.deepcopy(head_for(on_cpu, kind)).to(device)
     replaced = weakref.ref(old)
-    lm = SpeculativeLM.from_pretrained(there, old, tree="chain:3", fallback=False, compile="auto")
+    lm = SpeculativeLM.from_pretrained(there, old, tree="chain:3", fallback=False, compile=True)
     del old
     for tree in (None, "branch:2x2"):
         for _ in range(3):  # the second call records
@@ -113,7 +113,7 @@ def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
 
 
 @pytest.mark.parametrize("slots", [None, 2])
-@pytest.mark.parametrize("mode", [False, "auto"])
+@pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_recorded_states_are_those_of_the_cpu(on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots):
     head = head_for(on_cpu, kind)

@@ -142,7 +142,7 @@ def in_training(dropout=0.3):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("spec", [{}, {"drafter": "prompt-lookup"}, {"drafter": "ngram", "tree": "branch:2x2"}])
 def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(checkpointing, compile, spec):
     model = in_training().eval()
@@ -165,7 +165,7 @@ def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(c
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("compile", [False, True])
 def test_autocast_is_off_while_it_decodes(compile):
     model = in_training().eval()
     expected = model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)

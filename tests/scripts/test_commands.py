@@ -265,17 +265,15 @@ def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, co
 @pytest.mark.parametrize(
     ("written", "value"),
     [
-        ([], "auto"),
+        ([], True),
         (["--compile"], True),
         (["--compile", "true"], True),
         (["--compile=true"], True),
         (["--compile", "false"], False),
-        (["--compile", "auto"], "auto"),
-        (["--compile=auto"], "auto"),
     ],
 )
-def test_compile_is_a_flag_that_may_be_auto(parsed, run, tmp_path, command, written, value):
-    assert parsed(command, *written, *REQUIRED[command]).compile is value or value == "auto"
+def test_compile_is_a_flag(parsed, run, tmp_path, command, written, value):
+    assert parsed(command, *written, *REQUIRED[command]).compile is value
     assert parsed(command, *REQUIRED[command], *written).compile == value
     (tmp_path / "options.yaml").write_text(f"compile: {json.dumps(value)}\n")
     assert parsed(command, "--config", str(tmp_path / "options.yaml"), *REQUIRED[command]).compile == value

@@ -272,7 +272,7 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     here = drafted_with(taught, head)
     save_tree(head, "chain:1", {}, machine_key(torch.device("cpu"), compiled=True))
     assert drafted_with(taught, head) == here  # the one that was found without compiling
-    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile="auto", fallback=False)
+    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=True, fallback=False)
     assert compiled.drafter.max_nodes == 2
     save_tree(head, "chain:2", {}, "elsewhere")
     assert drafted_with(taught, head) == here

@@ -289,7 +289,7 @@ def test_costs_that_this_machine_kept_serve_a_target_without_blocks(
     assert kept_costs(outer, head) is None
     assert known_costs(tmp_path, outer, head, head) is None
     whole = Target.from_pretrained(str(taught), torch.float32)
-    measured = SpeculativeLM.from_pretrained(whole, head, compile="auto" if compiled else False).costs
+    measured = SpeculativeLM.from_pretrained(whole, head, compile=compiled).costs
     found = known_costs(tmp_path, outer, head, head)
     assert (found.old, found.new) == (measured, measured)
     assert found.origin.startswith("kept from earlier on this machine: ")

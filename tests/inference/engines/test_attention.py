@@ -117,6 +117,6 @@ def test_a_model_whose_layers_have_hooks_that_move_inputs(tiny_target):
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     expected = target.model.generate(prompt_11, **settings)
     hooked = dispatch_model(copy.deepcopy(target.model), {"": "cpu"}, main_device="cpu", force_hooks=True)
-    for compile in (False, "auto"):
+    for compile in (False, True):
         lm = SpeculativeLM.from_pretrained(Target(hooked), drafter="prompt-lookup", compile=compile, fallback=False)
         assert torch.equal(lm.generate(prompt_11, **settings).sequences, expected)

@@ -544,13 +544,13 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, 
         assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
 
 
-def test_nothing_of_torchs_compiler_is_imported_before_something_is_compiled(target_folder):
+def test_nothing_of_torchs_compiler_is_imported(target_folder):
     code = (
         "import sys, torch\n"
         "from headstart.inference import SpeculativeLM\n"
         f"lm = SpeculativeLM.from_pretrained({str(target_folder)!r}, drafter='prompt-lookup')\n"
         "lm.generate(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3), max_new_tokens=4)\n"
-        "print({'headstart.inference.engines.inductor', 'torch._inductor.compile_fx'} & set(sys.modules))"
+        "print({'torch._inductor.compile_fx'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
