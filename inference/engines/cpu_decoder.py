@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from ...heads.base import DraftHead
 from ...heads.eagle3 import FusionLayer
@@ -26,9 +25,8 @@ from ...heads.layers.draft_cache import KVEntries
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
 from .cpu_kernels import PackedLinear, Weights, is_plain, kernels, library, linear, norm, pack, packed_copy, pointer
+from .known import SILU
 
-SILU = type(ACT2FN["silu"])
-"""The activation that the kernels implement."""
 WHOLE = 32
 """Widths must be multiples of this."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
