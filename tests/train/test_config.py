@@ -64,7 +64,6 @@ REFUSED = [
     (SelfMadeConfig, "answer_tokens", 0),
     (SelfMadeConfig, "prompt_tokens", 0),
     (SelfMadeConfig, "temperature", -0.5),
-    (SelfMadeConfig, "request_seconds", 0.5),
     (SelfMadeConfig, "prompt_temperature", -0.25),
     (SelfMadeConfig, "min_distinct", 1.5),
     (SelfMadeConfig, "prompt_min_p", -0.5),

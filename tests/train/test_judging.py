@@ -233,7 +233,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
     rows, found = judged(config, tmp_path, tmp_path / "changed")
     assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(rows) == 7
     assert len(found.whole.old) > 4 and found.chain.depth == old.max_depth
-    assert found.tree.size == 32 and found.costs.origin == "measured where the answers were recorded: here"
+    assert found.tree.size == 60 and found.costs.origin == "measured where the answers were recorded: here"
     prompts = [torch.tensor(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows]
     for tree in (found.chain, found.tree):
         for head, side in ((old, found.whole.old), (new, found.whole.new)):

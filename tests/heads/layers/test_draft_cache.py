@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def test_masked_queries_find_what_softmax_finds(
     monkeypatch: pytest.MonkeyPatch, few: int, heads: int, groups: int, queries: int, before: int
 ) -> None:
     """Also where the mask was repeated before, for groups of this size or of another."""
-    monkeypatch.setattr(draft_cache, "FEW", few)
+    monkeypatch.setattr(sys.modules[masked_attention.__module__], "FEW", few)
     random = torch.Generator().manual_seed(heads + queries)
     query, key, value = (
         torch.randn(2, *shape, SIZE, generator=random, dtype=torch.float64)

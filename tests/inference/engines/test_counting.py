@@ -213,7 +213,8 @@ def test_samples_have_the_targets_distribution(tools, name, tree):
 
     found = tools.every_branch(run)
     for text, weight in tools.exactly(target, prompt_1T[0], 2, 0.8).items():
-        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+        # BLOOM's softmax is in float32, whatever the model's dtype: a tree's sums differ there on some processors.
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-7 if name == "bloom" else 1e-9)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -298,7 +298,7 @@ def test_a_file_that_lost_what_was_written_is_refused(config, monkeypatch, damag
 
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])  # of all rounds: in prompts and answers of any batch
 def test_a_batch_in_which_a_stop_is_wanted_is_thrown_away(config, monkeypatch, place):
-    original, rounds, after = selfmade._Watch.__call__, [], 0
+    original, rounds, after = selfmade._Watch.round, [], 0
 
     def watch(self, out):
         original(self, out)
@@ -306,7 +306,7 @@ def test_a_batch_in_which_a_stop_is_wanted_is_thrown_away(config, monkeypatch, p
         if len(rounds) == after:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(selfmade._Watch, "__call__", watch)
+    monkeypatch.setattr(selfmade._Watch, "round", watch)
     whole = made(config, **elsewhere(config))
     after = 1 + int(place * len(rounds))
     rounds.clear()
