@@ -130,7 +130,7 @@ def test_the_more_kinds_the_further_one_must_fall():
 
 def test_a_head_that_is_not_faster_is_not_taken():
     """Its chain is better, and the tree that is fastest is no better."""
-    cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, draft=0.1)
+    cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, draft=0.1)
     before = {CHAIN: stats_of(BASE), TREE: stats_of(MUCH_MORE)}
     found = judgement(Comparison("a", before, {CHAIN: stats_of(MORE), TREE: stats_of(MUCH_MORE)}), costs=cheap)
     assert found.longer and not found.worse and not found.faster
@@ -224,7 +224,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
     target, _ = spoken
     config = recorded(kind)
     old = a_head(target, kind)
-    keep_costs(tmp_path / "recorded", head_shape(old), RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, 0.01), "here")
+    keep_costs(tmp_path / "recorded", head_shape(old), RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01), "here")
     torch.manual_seed(1)
     new = a_head(target, kind)
     for weight in new.parameters():
@@ -233,7 +233,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
     rows, found = judged(config, tmp_path, tmp_path / "changed")
     assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(rows) == 7
     assert len(found.whole.old) > 4 and found.chain.depth == old.max_depth
-    assert found.tree.size == 60 and found.costs.origin == "measured where the answers were recorded: here"
+    assert found.tree.size == 32 and found.costs.origin == "measured where the answers were recorded: here"
     prompts = [torch.tensor(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows]
     for tree in (found.chain, found.tree):
         for head, side in ((old, found.whole.old), (new, found.whole.new)):
@@ -248,7 +248,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
 def test_targets_that_check_chains_alone_are_judged_in_chains():
     chains = SimpleNamespace(stateful=None, engine=SimpleNamespace(chains_only=True))
     head = SimpleNamespace(max_depth=3)
-    cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.1}, 0.01)
+    cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01)
     assert judged_trees(chains, head, None) == [CHAIN]
     assert set(judged_trees(chains, head, cheap)) == {TreeShape.chain(length) for length in (1, 2, 3)}
     page = told(dataclasses.replace(judgement(comparison("a", BASE, MORE)), tree=None))[1]
