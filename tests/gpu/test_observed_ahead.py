@@ -15,6 +15,14 @@ pytestmark = pytest.mark.gpu
 PROMPTS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 2]])
 
 
+@pytest.fixture
+def recorded(there):
+    """The target, whose rounds are recorded."""
+    there.compile(True)
+    yield there
+    there.compile(False)
+
+
 def text_of(lm: SpeculativeLM, device) -> list[list[int]]:
     prompts = PROMPTS.to(device)
     output = lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
@@ -22,11 +30,10 @@ def text_of(lm: SpeculativeLM, device) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
-def test_every_step_may_be_observed_twice(on_cpu, there, device, monkeypatch, kind):
+def test_every_step_may_be_observed_twice(on_cpu, recorded, device, monkeypatch, kind):
     """A step that is taken back leaves a drafter as it was: drafts and acceptance are the same."""
-    there.compile(True)
     head = copy.deepcopy(head_for(on_cpu, kind)).to(device)
-    lm = SpeculativeLM.from_pretrained(there, head, tree="dynamic:8:3:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(recorded, head, tree="dynamic:8:3:2", fallback=False)
     expected = text_of(lm, device)
     proposed = []
     plain_ahead = ModelRows.observe_ahead
