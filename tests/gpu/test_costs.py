@@ -9,6 +9,7 @@ from helpers import DEVICE, head_for
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.engines.eager import EagerEngine
+from headstart.inference.engines.fused_decoder import FusedDecoder
 from headstart.inference.tuning import machine
 from headstart.inference.tuning.costs import measured_costs
 
@@ -29,12 +30,15 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", fallback=False)
     clock = [0.0]
     forwards = set()
-    forward, replay, record = EagerEngine._model_forward, simulated.SimGraph.replay, simulated.SimGraph.record
+    replay, record = simulated.SimGraph.replay, simulated.SimGraph.record
 
-    def slow_forward(*given):
-        clock[0] += 10.0
-        forwards.add(simulated._recorder)
-        return forward(*given)
+    def slow(forward):
+        def call(*given):
+            clock[0] += 10.0
+            forwards.add(simulated._recorder)
+            return forward(*given)
+
+        return call
 
     def timed_replay(graph):
         clock[0] += FORWARD if graph in forwards else OTHER
@@ -44,7 +48,8 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
         clock[0] += 10.0
         return record(graph, call)
 
-    monkeypatch.setattr(EagerEngine, "_model_forward", slow_forward)
+    monkeypatch.setattr(EagerEngine, "_model_forward", slow(EagerEngine._model_forward))
+    monkeypatch.setattr(FusedDecoder, "__call__", slow(FusedDecoder.__call__))
     monkeypatch.setattr(simulated.SimGraph, "replay", timed_replay)
     monkeypatch.setattr(simulated.SimGraph, "record", slow_record)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
