@@ -353,11 +353,6 @@ class DraftHead(nn.Module, ABC):
         """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its model card."""
         self.register_buffer("token_map", None)
 
-    @property
-    def test_steps(self) -> int:
-        """Steps of training-time test in training; 1 where the head does not read its own outputs in it."""
-        return 1
-
     @classmethod
     def from_pretrained(
         cls,

@@ -242,6 +242,13 @@ class PrecomputedSampler(RandomSampler):
         return PrecomputedSampler(uniform_BU=self.uniform_BU)
 
 
+def sampler_by(numbers: Tensor) -> PositionSampler | PrecomputedSampler:
+    """The sampler that uses random numbers: exponential ones by position [B, N, V], or uniform ones [B, U]."""
+    if numbers.ndim == 3:
+        return PositionSampler(exponential_BNV=numbers)
+    return PrecomputedSampler(uniform_BU=numbers)
+
+
 class TreeLogitsProcessor:
     """Applies a call's logits processors to the nodes of a tree, each node with its own prefix."""
 

@@ -35,6 +35,7 @@ from .logits import (
     RandomSampler,
     Sampler,
     TreeLogitsProcessor,
+    sampler_by,
 )
 from .observers import ObservedCall, RoundObserver, observing
 from .sequences import Conversation, Sequences, shared_length
@@ -419,12 +420,8 @@ class Verification:
         self, tree: DraftTree, features_BNF: Tensor, scores_BNV: Tensor, numbers: Tensor | Sampler | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The fields of a `StepResult` from `path_BA` to `cut_B`."""
-        if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
-            if numbers.ndim == 3:
-                numbers = PositionSampler(exponential_BNV=numbers)
-            else:
-                numbers = PrecomputedSampler(uniform_BU=numbers)
-        result = self.rule(tree, scores_BNV, numbers or UNUSED)
+        sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
+        result = self.rule(tree, scores_BNV, sampler or UNUSED)
         path_BA = result.path_BA
         emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
         if tree.in_order:

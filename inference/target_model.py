@@ -80,6 +80,11 @@ class TargetModel:
         self._model = weakref.ref(self.model)
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of attention of each layer, where all layers are attention."""
+        return tuple(getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers)
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """The tokens at which the model's generation config ends a text."""
         return end_tokens_of(self.model.generation_config)

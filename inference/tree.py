@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..heads.layers.constants import constants, counting, upload
+from ..heads.layers.tree_slots import seen_in_chain
 from .tuning.tree_spec import TreeKind, TreeShape
 
 FLOAT_DEPTH = 60
@@ -157,8 +158,7 @@ class NewNodes:
 @constants
 def _chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Framed attention and depths of a chain."""
-    seen_1NN = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
-    return framed(seen_1NN), torch.arange(nodes, device=device)[None]
+    return framed(seen_in_chain(nodes, device)), torch.arange(nodes, device=device)[None]
 
 
 @constants

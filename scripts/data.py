@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headstart.addons.serve.options import AnswersConfig, without_servers
+from headstart.addons.serve.options import AnswersConfig, options_of
 from headstart.console import log
 from headstart.scripts.command_line import options
 from headstart.train.config import SelfMadeConfig
@@ -42,7 +42,7 @@ def write_conversations(command: DataCommand) -> None:
     if command.server is not None:
         from headstart.addons.serve.answers import ask_servers
 
-        ask_servers(without_servers(command, AnswersConfig))
+        ask_servers(options_of(command, AnswersConfig))
         return
     from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
 
@@ -53,4 +53,4 @@ def write_conversations(command: DataCommand) -> None:
         monitor = Monitor(model=command.target, head=command.head or "")
         log.info(f"metrics: http://127.0.0.1:{monitor.serve(command.metrics_port)}/metrics")
         observers.append(monitor)
-    make_conversations(without_servers(command, SelfMadeConfig), observers)
+    make_conversations(options_of(command, SelfMadeConfig), observers)

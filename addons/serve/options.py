@@ -121,15 +121,15 @@ def training_source(config: ServedTrainConfig) -> tuple[TrainConfig, OpenSource 
     """
     features = config.features
     if features.from_server is None and features.server is None:
-        features_alone = without_servers(features, FeaturesConfig)
-        return without_servers(config, TrainConfig, features=features_alone), None
+        features_alone = options_of(features, FeaturesConfig)
+        return options_of(config, TrainConfig, features=features_alone), None
     if features.from_server is None and features.mode == "stored":
         return config, None
     return config, partial(open_server, features)
 
 
-def without_servers(config: object, kind: Callable[..., Options], **changes: object) -> Options:
-    """The options that a class of options of the core has."""
+def options_of(config: object, kind: Callable[..., Options], **changes: object) -> Options:
+    """The options of a class, taken from those of a class with more."""
     values = {option.name: getattr(config, option.name) for option in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{**values, **changes})
 

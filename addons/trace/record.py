@@ -24,7 +24,7 @@ from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.base import StepResult
 from ...inference.drafters.model_rows import DraftModel
 from ...inference.drafters.tree_policies import draft_models
-from ...inference.logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, finest
+from ...inference.logits import PositionSampler, RandomSampler, Sampler, finest, sampler_by
 from ...inference.observers import ObservedCall, RoundObserver
 from ...inference.stats import PARTS, RoundRecord, Stats
 from ...inference.tuning.tree_spec import TreeKind
@@ -85,10 +85,8 @@ def repeated_draws(rule: AcceptanceRule, step: StepResult) -> RecordingSampler |
     numbers = step.numbers
     if numbers is None:
         return None
-    if isinstance(numbers, Tensor):  # [B, N, V] by position, else [B, U] uniform
-        by_position = numbers.ndim == 3
-        numbers = PositionSampler(exponential_BNV=numbers) if by_position else PrecomputedSampler(uniform_BU=numbers)
-    sampler = RecordingSampler(numbers.from_start())
+    drawing = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers.from_start()
+    sampler = RecordingSampler(drawing)
     assert step.scores_BNV is not None
     rule(step.tree, step.scores_BNV, sampler)
     return sampler

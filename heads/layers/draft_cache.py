@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .constants import constants, counting
+from .constants import counting
 from .masked_attention import masked_attention
 from .tree_attention import attend_to_slots
-from .tree_slots import TreeSlots
+from .tree_slots import TreeSlots, seen_in_chain
 
 STEP = 64
 """Slots by which the attended part of a cache grows, so that shapes do not change in every round."""
@@ -114,7 +114,7 @@ class DraftCache:
         # Padding after the end of a short prompt is overwritten later; it only must not lie outside.
         slots_BA = (self.nodes + positions_BA).clamp(max=self.slots - 1)
         if self.by_slots:
-            ancestors_BAA = _chain(new_tokens, device).expand(len(lengths_B), -1, -1)
+            ancestors_BAA = seen_in_chain(new_tokens, device).expand(len(lengths_B), -1, -1)
             sees = TreeSlots(ancestors_BAA, lengths_B, text_slot=self.nodes)
             return positions_BA, KVEntries(self, None, slots_BA, sees=sees)
         slot_S = counting(self.attended_slots, device)
@@ -158,9 +158,3 @@ class KVEntries:
         assert self.mask_BTS is not None
         attended = self.mask_BTS.shape[-1]
         return masked_attention(query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None])
-
-
-@constants
-def _chain(tokens: int, device: torch.device) -> Tensor:
-    """Which tokens of a chain each of them sees: itself and those before it, [1, A, A]."""
-    return torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()

@@ -1,9 +1,11 @@
 """Fused operations between the linear layers of a block: Triton kernels on CUDA, elsewhere torch's operations.
 
-What they compute is said in fused_reference.py.
+fused_reference.py says what they compute.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 from torch import Tensor
 
@@ -16,47 +18,37 @@ MOST_BEST = 16
 
 
 def add_norm(x_BND: Tensor, out_BND: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The RMSNorm of x + out, or of x alone, and that sum."""
-    if x_BND.is_cuda:
-        from . import fused_kernels  # imports Triton
-
-        return fused_kernels.add_norm(x_BND, out_BND, norm)
-    return fused_reference.add_norm(x_BND, out_BND, norm)
+    """`fused_reference.add_norm`."""
+    normed_BND, sum_BND = _operations(x_BND).add_norm(x_BND, out_BND, norm)
+    return normed_BND, sum_BND
 
 
 def rotary_store(
-    projected: Projected,
-    rotary: tuple[Tensor, Tensor],
-    place: Place,
-    norms: tuple[Norm, Norm] | None = None,
+    projected: Projected, rotary: tuple[Tensor, Tensor], place: Place, norms: tuple[Norm, Norm] | None = None
 ) -> Tensor:
-    """Queries [B, H, N, E] after norm and rotary embedding; keys and values are stored.
-
-    `rotary` holds cosines and sines [B, N, E], `norms` those of queries and keys.
-    """
-    if projected.query_BNX.is_cuda:
-        from . import fused_kernels
-
-        return fused_kernels.rotary_store(projected, rotary, place, norms)
-    return fused_reference.rotary_store(projected, rotary, place, norms)
+    """`fused_reference.rotary_store`."""
+    query_BHNE: Tensor = _operations(projected.query_BNX).rotary_store(projected, rotary, place, norms)
+    return query_BHNE
 
 
 def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    if gate_BNI.is_cuda:
-        from . import fused_kernels
-
-        return fused_kernels.silu_product(gate_BNI, up_BNI)
-    return fused_reference.silu_product(gate_BNI, up_BNI)
+    """`fused_reference.silu_product`."""
+    product_BNI: Tensor = _operations(gate_BNI).silu_product(gate_BNI, up_BNI)
+    return product_BNI
 
 
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` highest log-probabilities of each node, float32 at least, and their indices, [B, W, width].
+    """`fused_reference.top_log_probs`."""
+    fits = width <= MOST_BEST and logits_BWV.dtype in KERNEL_DTYPES["cuda"]
+    operations = _operations(logits_BWV) if fits else fused_reference
+    values_BWR, indices_BWR = operations.top_log_probs(logits_BWV, width)
+    return values_BWR, indices_BWR
 
-    The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first is not said.
-    """
-    if logits_BWV.is_cuda and width <= MOST_BEST and logits_BWV.dtype in KERNEL_DTYPES["cuda"]:
-        from . import fused_kernels
 
-        return fused_kernels.top_log_probs(logits_BWV, width)
-    return fused_reference.top_log_probs(logits_BWV, width)
+def _operations(tensor: Tensor) -> ModuleType:
+    """The module whose functions compute with such a tensor."""
+    if not tensor.is_cuda:
+        return fused_reference
+    from . import fused_kernels  # imports Triton
+
+    return fused_kernels

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .constants import counting
+from .constants import constants, counting
 from .masked_attention import masked_attention
 
 LARGEST_HEAD = 256
@@ -38,6 +38,12 @@ class TreeSlots:
     """Slot of a row's first committed token."""
     node_slot: int | None = None
     """Slot of the first uncommitted node; None where the nodes follow each row's committed tokens."""
+
+
+@constants
+def seen_in_chain(tokens: int, device: torch.device) -> Tensor:
+    """Which tokens of a chain each of them sees: itself and those before it, bool [1, N, N]."""
+    return torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril()
 
 
 def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -57,6 +57,8 @@ class Progress:
     """Tokens that the model has read of any row, at most."""
     skipped: int = 0
     """Tokens before the first one that the model has read; of a row, where it is the only one."""
+    ahead: tuple[Tensor, int] | None = None
+    """Tokens [B] of a step that was observed ahead, and `longest` before it; None after its `observe`."""
 
 
 class ModelRows:
@@ -82,8 +84,6 @@ class ModelRows:
         """By shape, caches of earlier generations, to be used again where they lie."""
         self._draft_vocab_D: Tensor | None = None
         self._watcher: Watcher | None = None
-        self._ahead: tuple[Tensor, int] | None = None
-        """Tokens [B] of a step that was observed ahead, and `Progress.longest` before; None after its `observe`."""
 
     def make_room(self, depth: int, expanded: int) -> None:
         """Serve another tree, too, from the next generation on."""
@@ -100,7 +100,6 @@ class ModelRows:
         other.progress = Progress()
         other._caches = {}
         other._watcher = None
-        other._ahead = None
         return other
 
     def use(self, engine: Engine) -> None:
@@ -214,9 +213,9 @@ class ModelRows:
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
             return
-        if self._ahead is None:
+        if self.progress.ahead is None:
             self._commit(step)
-        self._ahead = None
+        self.progress.ahead = None
         accepted = step.emitted_BA.shape[1]
         self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
 
@@ -232,7 +231,7 @@ class ModelRows:
         if step.tree.max_depth == 0 or not isinstance(self.model, DraftHead):
             return
         self.catch_up()
-        self._ahead = step.lengths_B, self.progress.longest
+        self.progress.ahead = step.lengths_B, self.progress.longest
         self._commit(step)
 
     def take_back(self) -> None:
@@ -240,10 +239,10 @@ class ModelRows:
 
         All else in the state of a head follows from the tokens that it observes next: each row will get one at least.
         """
-        if self._ahead is None:
+        if self.progress.ahead is None:
             return
-        lengths_B, self.progress.longest = self._ahead
-        self._ahead = None
+        lengths_B, self.progress.longest = self.progress.ahead
+        self.progress.ahead = None
         state = self.progress.state
         if hasattr(state, "lengths_B"):
             self.progress.state = dataclasses.replace(state, lengths_B=state.lengths_B - lengths_B)

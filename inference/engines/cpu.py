@@ -30,8 +30,7 @@ def cpu_engine(target: TargetModel, eager: type[EagerEngine], packed: type[Eager
     """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
     if cpu_kernels.library() is None or has_hooks(target.model):  # kernels would not call them
         return eager(target)
-    layers = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
-    decoder = packed_decoder(target.model, layers) if eager is EagerEngine else None
+    decoder = packed_decoder(target.model, target.layer_kinds) if eager is EagerEngine else None
     return packed(target) if decoder is None else CpuEngine(target, decoder)
 
 

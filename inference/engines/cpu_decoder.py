@@ -1,7 +1,6 @@
 """Forward of a Llama-like decoder over a tree in the CPU kernels: one call for all layers.
 
-A model is recognized by its parts (RMSNorm, rotary embedding, gated MLP with SiLU; optionally biases and query and key
-norms) and then tried: a packed decoder is used only if its logits are the model's.
+A packed decoder is used for the models of `known.py`, and only if its logits are the model's.
 
 Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width of the chosen layers
 side by side.
@@ -25,20 +24,12 @@ from ...heads.layers.draft_cache import KVEntries
 from ..kv_cache import StateShape, TreeCache
 from ..models.changes import WeightWatch
 from .cpu_kernels import PackedLinear, Weights, is_plain, kernels, library, linear, norm, pack, packed_copy, pointer
-from .known import SILU
+from .known import SILU, KnownDecoder, agrees, known_decoder
 
 WHOLE = 32
 """Widths must be multiples of this."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Tolerance of logits relative to the largest: sums are taken in another order than by the model."""
-PARTS = {
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    *(f"self_attn.{part}_norm.weight" for part in "qk"),
-    *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
-    *(f"mlp.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")),
-}
-"""Parameters that a decoder layer may have."""
 LlamaLayer = Any
 """A decoder layer of any class that has these parts, or a head's."""
 INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -168,16 +159,16 @@ class PackedLayers:
 class PackedDecoder:
     """Forward of a causal LM over nodes of a tree."""
 
-    def __init__(self, model: PreTrainedModel, kinds: Sequence[str]) -> None:
-        """Pack a model's weights; `kinds` names the attention mask of each layer."""
-        decoder = model.get_decoder()
-        self.embed, self.rotary, self.dtype = decoder.embed_tokens, decoder.rotary_emb, model.dtype
-        self.eps = float(decoder.norm.variance_epsilon)
-        self.layers = PackedLayers(decoder.layers, self.eps, model.dtype)
-        self.kinds = kinds
-        self.norm_D = decoder.norm.weight.detach().float().contiguous()
-        head = model.get_output_embeddings()
-        self.lm_head = PackedLinear(head)
+    def __init__(self, known: KnownDecoder, dtype: torch.dtype) -> None:
+        """Pack the weights of a decoder of this dtype."""
+        self.embed = known.embed
+        self.rotary = known.rotary
+        self.kinds = known.kinds
+        self.dtype = dtype
+        self.eps = float(known.norm.variance_epsilon)
+        self.layers = PackedLayers(known.layers, self.eps, dtype)
+        self.norm_D = known.norm.weight.detach().float().contiguous()
+        self.lm_head = PackedLinear(known.lm_head)
         shape = StateShape(self.layers.groups, self.layers.size, self.dtype, torch.device("cpu"))
         self.state_shapes = [shape] * (2 * len(self.layers.structs))
 
@@ -281,19 +272,30 @@ def is_packed(head: DraftHead) -> bool:
 
 def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
     """A packed decoder whose logits are the model's; None for a model of another architecture."""
-    decoder = model.get_decoder()
-    known = all(hasattr(decoder, part) for part in ("embed_tokens", "rotary_emb", "layers", "norm"))
-    if not known or model.dtype not in CLOSE or not hasattr(decoder.norm, "variance_epsilon"):
+    known = known_decoder(model, kinds)
+    if known is None or model.dtype not in CLOSE:
         return None
     if not all(is_plain(weight) for weight in model.parameters()):
         return None
-    needed = {name for name in PARTS if name.endswith("weight") and "_norm" not in name.split(".")[-2]}
-    for layer in decoder.layers:
-        parts = {name for name, _ in layer.named_parameters()}
-        if not needed <= parts <= PARTS or any(True for _ in layer.buffers()) or not _fits(layer):
-            return None
-    packed = PackedDecoder(model, kinds)
-    return packed if _agrees(packed, model) else None
+    if not all(_has_plain_linears(layer) and _fits(layer) for layer in known.layers):
+        return None
+    packed = PackedDecoder(known, model.dtype)
+
+    def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+        seen_1NS = torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None]
+        return packed(tokens_1N, cache.slots_BN, dict.fromkeys(packed.kinds, seen_1NS), cache, (), None)
+
+    return packed if agrees(model, packed.state_shapes, forward, CLOSE[model.dtype]) else None
+
+
+def _has_plain_linears(layer: LlamaLayer) -> bool:
+    """Whether a layer's linear modules are a matrix and perhaps a bias, which the kernels can copy."""
+    attention = layer.self_attn
+    mlp = layer.mlp
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    names = [{name for name, _ in linear.named_parameters()} for linear in linears]
+    return all({"weight"} <= held <= {"weight", "bias"} for held in names) and not any(True for _ in layer.buffers())
 
 
 def _fits(layer: LlamaLayer) -> bool:
@@ -302,20 +304,3 @@ def _fits(layer: LlamaLayer) -> bool:
     widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
     norms = [getattr(getattr(attention, f"{part}_norm", None), "weight", None) for part in "qk"]
     return all(width % WHOLE == 0 for width in widths) and all(norm is None or norm.shape == (size,) for norm in norms)
-
-
-@torch.inference_mode()
-def _agrees(packed: PackedDecoder, model: PreTrainedModel) -> bool:
-    """Whether a text, read in two parts, gets the model's logits."""
-    length, part = 12, 7
-    tokens_BN = torch.arange(1, length + 1)[None] * 37 % packed.lm_head.packed.outputs
-    expected_BNV = model(tokens_BN, use_cache=False).logits.float()
-    cache = TreeCache(packed.state_shapes, 1, torch.device("cpu"))
-    found = []
-    for start, stop in ((0, part), (part, length)):
-        cache.reserve(stop - start, start)
-        seen = dict.fromkeys(packed.kinds, torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None])
-        found.append(packed(tokens_BN[:, start:stop], cache.slots_BN, seen, cache, (), None)[0])
-        cache.advance(torch.tensor([stop - start]))
-    difference = (torch.cat(found, dim=1) - expected_BNV).abs().max()
-    return bool(difference <= CLOSE[packed.dtype] * expected_BNV.abs().max())

@@ -30,8 +30,8 @@ from ..tree import DraftTree, NewNodes
 from .attention import Mark, PlanlessRunner, causal_mask, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner
-from .fused_decoder import Attend, FusedDecoder, agrees, fused_head
-from .known import known_decoder
+from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
+from .known import agrees, known_decoder
 
 PADDING_ON_CPU = 64
 """Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
@@ -146,17 +146,22 @@ class EagerEngine(Engine):
 
     @cached_property
     def decoder(self) -> FusedDecoder | None:
-        """Runs forwards over trees in place of the model's code, where that is known; tried against the model."""
-        if type(self) is not EagerEngine or not self.tree_kernel:
-            return None
+        """Runs forwards over trees in place of the model's code, where that is known and has no hooks."""
         target = self.target
-        kinds = getattr(target.config, "layer_types", None) or target.attention_kinds * target.info.num_layers
-        known = known_decoder(self.model, kinds)
+        if type(self) is not EagerEngine or self.hooked or not self.tree_kernel:
+            return None
+        known = known_decoder(self.model, target.layer_kinds)
         if known is None or target.before_lm_head is not None:
             return None
         decoder = FusedDecoder(known)
-        with torch.inference_mode():
-            return decoder if agrees(decoder, self.model, self.state_shapes, self._attention_to) else None
+        layers = (*range(target.info.num_layers - 1), -1)
+
+        def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+            attend = self._attention_to(NewNodes.of_chain(tokens_1N), cache.lengths_B)
+            return decoder(tokens_1N, cache.slots_BN, attend, cache, layers)
+
+        tolerance = TOLERANCE[target.dtype]
+        return decoder if agrees(self.model, self.state_shapes, forward, tolerance, layers) else None
 
     def renew(self) -> None:
         super().renew()
@@ -267,38 +272,21 @@ class EagerEngine(Engine):
         # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
-        if self.decoder is not None and cache.position_offsets is None and not self.hooked:
-            positions_BN = node_positions(self.target, nodes, lengths_B)
-            attend = self._attention_to(nodes, lengths_B)
-            logits_BNV, features_BNF = self.decoder(nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K)
-            logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
-            return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
         if self.tree_kernel:
             positions_BN = node_positions(self.target, nodes, lengths_B)
-            masks = as_the_model_takes({k: tree_mask(slots) for k, slots in self._tree_slots(nodes, lengths_B).items()})
         else:
             positions_BN, visible = visible_slots(self.target, nodes, lengths_B, slots)
-            masks = self._masks(visible)
-        kept: int | Tensor = 0
-        if kept_K is not None and not self.spread:
-            kept = kept_K
-        logits_BNV, features_BNF = self._forward_over_nodes(nodes.tokens_BN, positions_BN, masks, cache, layers, kept)
-        if kept_K is not None and self.spread:
-            logits_BNV = logits_BNV[:, kept_K]
+        if self.decoder is not None and cache.position_offsets is None:
+            attend = self._attention_to(nodes, lengths_B)
+            logits_BNV, features_BNF = self.decoder(nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K)
+        else:
+            masks = self._tree_masks(nodes, lengths_B) if self.tree_kernel else self._masks(visible)
+            kept: int | Tensor = 0 if kept_K is None or self.spread else kept_K
+            logits_BNV, features_BNF = self._model_forward(nodes.tokens_BN, positions_BN, masks, cache, layers, kept)
+            if kept_K is not None and self.spread:
+                logits_BNV = logits_BNV[:, kept_K]
         logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
-
-    def _forward_over_nodes(
-        self,
-        tokens_BN: Tensor,
-        positions_BN: Tensor,
-        masks: Masks,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        logits_to_keep: int | Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The model's logits and features of the nodes of a tree."""
-        return self._model_forward(tokens_BN, positions_BN, masks, cache, layers, logits_to_keep)
 
     def _model_forward(
         self,
@@ -346,6 +334,11 @@ class EagerEngine(Engine):
             window = self.target.config.sliding_window if kind == "sliding_attention" else None
             slots[kind] = TreeSlots(ancestors_BNM, lengths_B, nodes.depths_BM, window)
         return slots
+
+    def _tree_masks(self, nodes: NewNodes, lengths_B: Tensor) -> Masks:
+        """Masks without values, for the tree kernel."""
+        slots = self._tree_slots(nodes, lengths_B)
+        return as_the_model_takes({kind: tree_mask(seen) for kind, seen in slots.items()})
 
     def _attention_to(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, Attend]:
         """The attention of new nodes after `lengths_B` committed tokens, by kind."""

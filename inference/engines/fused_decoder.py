@@ -37,8 +37,7 @@ from ...heads.layers.draft_cache import KVEntries
 from ...heads.layers.fused import add_norm, rotary_store, silu_product
 from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
-from ..kv_cache import StateShape, TreeCache
-from ..tree import NewNodes
+from ..kv_cache import TreeCache
 from .branches import side_by_side
 from .known import SILU, KnownDecoder, has_attention_norms
 
@@ -125,43 +124,6 @@ def attention_norms(layer: Any) -> tuple[Norm, Norm] | None:
     if not has_attention_norms(layer) or isinstance(layer.self_attn.q_norm, nn.Identity):
         return None
     return norm_of(layer.self_attn.q_norm), norm_of(layer.self_attn.k_norm)
-
-
-def agrees(
-    decoder: FusedDecoder,
-    model: Any,
-    state_shapes: list[StateShape],
-    attend_to: Callable[[NewNodes, Tensor], dict[str, Attend]],
-) -> bool:
-    """Whether a text, read in two parts, gets the model's logits and its states after every block.
-
-    `attend_to` makes the attention over new nodes after so many committed tokens.
-    """
-    length, part = 12, 7
-    device = model.device
-    vocab_size = model.config.get_text_config().vocab_size
-    tokens_1T = (torch.arange(1, length + 1, device=device) * 37 % vocab_size)[None]
-    expected = model(tokens_1T, use_cache=False, output_hidden_states=True)
-    layers = (*range(len(decoder.known.layers) - 1), -1)
-    logits: list[Tensor] = []
-    features: list[Tensor] = []
-    cache = TreeCache(state_shapes, 1, device)
-    for start, stop in ((0, part), (part, length)):
-        cache.reserve(stop - start, start)
-        nodes = NewNodes.of_chain(tokens_1T[:, start:stop])
-        attend = attend_to(nodes, cache.lengths_B)
-        part_logits, part_features = decoder(nodes.tokens_BN, cache.slots_BN, attend, cache, layers)
-        logits.append(part_logits)
-        features.append(part_features)
-        cache.advance(torch.tensor([stop - start], device=device))
-    states_1TF = torch.cat(expected.hidden_states[1:], dim=-1)
-    tolerance = TOLERANCE[model.dtype]
-    pairs = ((torch.cat(logits, dim=1), expected.logits), (torch.cat(features, dim=1), states_1TF))
-    for computed, wanted in pairs:
-        difference = (computed.double() - wanted.double()).abs().max()
-        if not difference <= tolerance * wanted.double().abs().max():
-            return False
-    return True
 
 
 class FusedBlock(nn.Module):

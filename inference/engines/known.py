@@ -6,19 +6,22 @@
     logits = lm_head(norm(x))
 
 A model is recognised by its parts: RMSNorm, rotary embedding, gated MLP with SiLU; optionally biases, and norms of
-queries and keys. Whoever runs it then tries it against the model, because the same parts may be put together in another
-way (a scaled residual, a norm of 1 + weight).
+queries and keys. It is then tried against the model (`agrees`), because the same parts may be put together in another
+way (a scaled residual, a norm of 1 + weight). The CPU kernels and the fused decoder of a GPU run such models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+
+from ..kv_cache import StateShape, TreeCache
 
 SILU = type(ACT2FN["silu"])
 """The activation that our kernels implement."""
@@ -27,6 +30,8 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 ATTENTION_NORMS = {"q_norm", "k_norm"}
 """Norms of each head's queries and keys, which some families have."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+TRIED_PARTS = (7, 5)
+"""Tokens of the text that a decoder is tried on, by the forward that reads them: the second finds a cache."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class KnownDecoder:
     rotary: nn.Module
     layers: Sequence[Any]
     norm: Any
-    lm_head: nn.Module
+    lm_head: Any
     kinds: tuple[str, ...]
     """The kind of attention of each layer."""
 
@@ -48,13 +53,53 @@ def known_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> KnownDecoder 
     parts = ("embed_tokens", "rotary_emb", "layers", "norm")
     if not all(hasattr(decoder, part) for part in parts) or not _is_rms_norm(decoder.norm):
         return None
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if "mrope_section" in rope:  # positions in several dimensions
-        return None
     lm_head = model.get_output_embeddings()
     if lm_head is None or len(kinds) != len(decoder.layers) or not all(map(_is_known_layer, decoder.layers)):
         return None
     return KnownDecoder(decoder.embed_tokens, decoder.rotary_emb, decoder.layers, decoder.norm, lm_head, tuple(kinds))
+
+
+@torch.inference_mode()
+def agrees(
+    model: PreTrainedModel,
+    state_shapes: list[StateShape],
+    forward: Callable[[Tensor, TreeCache], tuple[Tensor, Tensor]],
+    tolerance: float,
+    layers: tuple[int, ...] = (),
+) -> bool:
+    """Whether a text, read in two parts, gets the model's logits, and its states after these `layers`.
+
+    Args:
+        model: the model, which reads the text at once.
+        state_shapes: of the cache.
+        forward: returns logits [1, N, V] and features [1, N, F] of tokens [1, N], which go to the cache's `slots_BN`
+            and attend to themselves and all before them.
+        tolerance: relative to the largest of the model's numbers: sums are taken in another order.
+        layers: whose features are compared.
+    """
+    device = model.device
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens_1T = (torch.arange(1, sum(TRIED_PARTS) + 1, device=device) * 37 % vocab_size)[None]
+    expected: Any = model(tokens_1T, use_cache=False, output_hidden_states=bool(layers))
+    cache = TreeCache(state_shapes, 1, device)
+    logits: list[Tensor] = []
+    features: list[Tensor] = []
+    for part_1N in tokens_1T.split(TRIED_PARTS, dim=1):
+        size = part_1N.shape[1]
+        cache.reserve(size, cache.prefilled)
+        logits_1NV, features_1NF = forward(part_1N, cache)
+        logits.append(logits_1NV)
+        features.append(features_1NF)
+        cache.advance_prompt(size)
+    pairs = [(torch.cat(logits, dim=1), expected.logits)]
+    if layers:
+        states = [expected.hidden_states[1:][layer] for layer in layers]
+        pairs.append((torch.cat(features, dim=1), torch.cat(states, dim=-1)))
+    for computed, wanted in pairs:
+        difference = (computed.double() - wanted.double()).abs().max()
+        if not difference <= tolerance * wanted.double().abs().max():
+            return False
+    return True
 
 
 def has_attention_norms(layer: Any) -> bool:
@@ -81,8 +126,8 @@ def _is_known_layer(layer: nn.Module) -> bool:
 
 
 def _consists_of(module: nn.Module, parts: set[str]) -> bool:
-    """Whether a module has these parts and nothing else, no weights of its own either."""
-    names = {name for name, part in module.named_children() if part is not None}
+    """Whether a module has these parts and nothing else but dropout, no weights of its own either."""
+    names = {name for name, part in module.named_children() if not isinstance(part, nn.Dropout)}
     return names == parts and not any(True for _ in (*module.parameters(False), *module.buffers(False)))
 
 

@@ -46,7 +46,7 @@ def test_every_step_may_be_observed_twice(on_cpu, recorded, device, monkeypatch,
 
     def twice(self, step):
         plain_ahead(self, step)
-        calls.append(self._ahead is not None)
+        calls.append(self.progress.ahead is not None)
         self.take_back()
         plain_ahead(self, step)
 
