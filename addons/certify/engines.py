@@ -160,7 +160,7 @@ def transformers_engine(target: Target, asked: Asked, assistant: Target | None) 
 
 
 def headstart_engine(lm: SpeculativeLM, asked: Asked) -> LocalEngine:
-    """This package's decoder."""
+    """A `SpeculativeLM` as the engine of a certificate, without defaults of its generation config."""
     target = lm.target
     without_defaults(target)
     generator = torch.Generator(target.device).manual_seed(asked.seed)
@@ -196,7 +196,7 @@ def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[
 
 
 class ServerEngine:
-    """An OpenAI-compatible server."""
+    """An engine behind an OpenAI-compatible server (vLLM, SGLang), which is asked for answers and log-probabilities."""
 
     def __init__(
         self,

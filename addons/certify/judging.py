@@ -60,7 +60,7 @@ class Weights:
 
     @property
     def dtype(self) -> str:
-        """The engine's dtype."""
+        """The dtype in which the engine computes, as its provenance states it."""
         return str(self.provenance["dtype"])
 
 

@@ -99,7 +99,7 @@ class Monitor(RoundObserver):
         self.add(stats)
 
     def add(self, stats: Stats) -> None:
-        """Count a generation."""
+        """Add a generation's tokens, rounds, drafts and seconds to the counters."""
         records = [record for row in stats.rows for record in row]
         amounts: dict[tuple[str, ...], float] = {
             ("generations",): 1,

@@ -84,7 +84,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One trace."""
+    """The figures of one trace: a row of the report's table of prompts."""
 
     prompt: str
     tokens: int

@@ -95,7 +95,7 @@ def _prompts(report: TraceReport) -> ReportTable:
 
 
 def print_report(report: TraceReport) -> None:
-    """Print the tables."""
+    """Print the report's tables to the terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -133,7 +133,7 @@ def report_page(report: TraceReport, drafter: str) -> str:
 
 
 def cells(row: Sequence[Any], name: str) -> str:
-    """A row's cells."""
+    """The cells of a row of an HTML table, as elements of this name (td, th)."""
     return "".join(f"<{name}>{html.escape(str(cell))}</{name}>" for cell in row)
 
 

@@ -28,7 +28,7 @@ class Done:
     """An event of a copy that is over."""
 
     def query(self) -> bool:
-        """Whether it is."""
+        """Whether the copy is over."""
         return True
 
 
