@@ -54,10 +54,11 @@ from headstart.heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from headstart.heads.objective import Objective
 from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer
 from headstart.inference.chat_template import prompt_ids
-from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult, selected_rows
+from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, selected_rows
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.prompt_files import read_prompts
 from headstart.inference.provenance import provenance
+from headstart.inference.round import Round
 from headstart.inference.tuning.machine import turns
 from headstart.inference.tuning.tree_search import best_static_tree, default_accuracy
 from headstart.scripts.measuring.bandwidth import now, weight_bytes
@@ -378,15 +379,15 @@ class ForcedDrafter(BatchDrafter):
         rows_B = torch.arange(len(self.written), device=self.forced_BTK.device)
         return self.forced_BTK[rows_B, torch.tensor(self.written, device=self.forced_BTK.device)]
 
-    def observe_ahead(self, step: StepResult) -> None:
-        self.head.observe_ahead(step)
+    def observe_ahead(self, finished: Round) -> None:
+        self.head.observe_ahead(finished)
 
     def take_back(self) -> None:
         self.head.take_back()
 
-    def observe(self, step: StepResult) -> None:
-        self.head.observe(step)
-        self.written = [before + len(new) for before, new in zip(self.written, step.tokens, strict=True)]
+    def observe(self, finished: Round) -> None:
+        self.head.observe(finished)
+        self.written = [before + len(new) for before, new in zip(self.written, finished.tokens, strict=True)]
 
 
 def forced(target: Target, head: Eagle3Head, truth_BT: Tensor, nodes: int, accepted: int) -> SpeculativeLM:

@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headstart.inference import SpeculativeLM
-from headstart.inference.drafters.base import StepResult
 from headstart.inference.engines.base import Runner
 from headstart.inference.observers import RoundObserver
+from headstart.inference.round import Round
 
 PREFIX = "round: "
 """Of a range's name in a trace."""
@@ -82,7 +82,7 @@ def profiled_rounds(lm: SpeculativeLM, generate: Callable[[], Any]) -> profile |
     class Profiling(RoundObserver):
         """Starts and stops the profiler after so many rounds."""
 
-        def round(self, step: StepResult) -> None:
+        def round(self, finished: Round) -> None:
             number = next(numbers)
             if number not in (SKIPPED, SKIPPED + PROFILED):
                 return

@@ -19,7 +19,7 @@ import torch
 from common import HEAD, TARGET, Side, arguments, compared, encoded, ratio, save
 from torch import Tensor
 
-from headstart.inference import SpeculativeLM, Stats, StepResult, TreeShape, load_tokenizer
+from headstart.inference import Round, SpeculativeLM, Stats, TreeShape, load_tokenizer
 from headstart.inference.provenance import hardware
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.inference.tuning.tree_spec import SampledShape
@@ -49,14 +49,16 @@ def order_rates(lm: SpeculativeLM, prompts: list[Tensor], settings: dict[str, An
     accepted, judged = [0] * 8, [0] * 8
     observe: Any = lm.drafter.observe
 
-    def counted(step: StepResult) -> None:
-        parents, path = step.tree.parents_BN[0].tolist(), step.path_BA[0, : step.lengths_B[0]].tolist()
+    def counted(finished: Round) -> None:
+        verdict = finished.verdict
+        parents = finished.verified.parents_BN[0].tolist()
+        path = verdict.path_BA[0, : verdict.lengths_B[0]].tolist()
         for node, child in zip_longest(path, path[1:]):
             siblings = [other for other, parent in enumerate(parents) if parent == node]
             for order, sibling in enumerate(siblings):
                 judged[order] += 1
                 accepted[order] += sibling == child
-        observe(step)
+        observe(finished)
 
     lm.drafter.observe = counted  # type: ignore[method-assign]
     answer = seeded(lm)

@@ -3,11 +3,12 @@
 from .chat import Chat
 from .custom_generate import custom_generate, generate_from, refresh
 from .detokenizer import TextStream
-from .drafters.base import DraftContext, Drafter, PrefillChunk, StepResult
+from .drafters.base import DraftContext, Drafter, PrefillChunk
 from .drafters.specs import Lookahead, Ngram, PromptLookup, RandomTokens, Retrieval, SmallerModel
 from .models.loading import load_tokenizer, tokenizer_provenance
 from .observers import ObservedCall, RoundObserver
 from .output import GenerateDictOutput, GenerateOutput
+from .round import Round, Verdict
 from .sequences import Conversation
 from .speculative_lm import SpeculativeLM
 from .stats import Stats
@@ -34,16 +35,17 @@ __all__ = [
     "PromptLookup",
     "RandomTokens",
     "Retrieval",
+    "Round",
     "RoundObserver",
     "SampledShape",
     "SmallerModel",
     "SpeculativeLM",
     "Stats",
-    "StepResult",
     "Target",
     "TextStream",
     "TreePolicy",
     "TreeShape",
+    "Verdict",
     "custom_generate",
     "generate_from",
     "load_tokenizer",

@@ -4,7 +4,7 @@
         def begin(self, call: ObservedCall) -> None:
             self.sequences = call.sequences
 
-        def round(self, step: StepResult) -> None:
+        def round(self, finished: Round) -> None:
             print(f"{self.sequences.tokens} tokens so far")
 
     lm.observers.append(Progress())
@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .drafters.base import BatchDrafter, PrefillChunk, StepResult
+from .drafters.base import BatchDrafter, PrefillChunk
 from .logits import TreeLogitsProcessor
+from .round import Round
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .target import Target
@@ -41,7 +42,7 @@ class ObservedCall:
     process_logits: TreeLogitsProcessor
     sequences: Sequences
     """The rows, live: `prompts` and new tokens (`rows`) by their number in the call, and which of them are `active`:
-    `active[b]` is the row in place b of a step's batch."""
+    `active[b]` is the row in place b of a round's batch."""
     stats: Stats
     """The call's statistics so far, live: in `round` the newest round is counted."""
     past: Conversation | None
@@ -76,7 +77,7 @@ class RoundObserver(Protocol):
         """
         return None
 
-    def round(self, step: StepResult) -> None:
+    def round(self, finished: Round) -> None:
         """A round has ended, whose tokens have been appended."""
         return None
 

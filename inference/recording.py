@@ -30,12 +30,13 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
+from .decoding import Decoding
+from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, replaced_rows, selected_rows
 from .feature_cache import FORMATS, cache_manifest, kept_layers
-from .loop import Decoding
 from .models.encoder_decoder import Seq2SeqTarget
 from .models.loading import tokenizer_provenance
 from .recorded_folder import AnswerMarks, End, RecordedFolder
+from .round import Round
 from .sequences import Conversation, Sequences
 from .streaming import StreamClosed
 from .target import Target
@@ -356,17 +357,15 @@ class RecordingDrafter(BatchDrafter):
         self.lengths = [len(self.sequences.rows[row]) for row in self.rows]
         return self.drafter.propose(roots_B)
 
-    def host_values(self, step: StepResult) -> Tensor | None:
-        return self.drafter.host_values(step)
-
-    def observe(self, step: StepResult) -> None:
+    def observe(self, step: Round) -> None:
         # The host has waited for this step's tokens, and so for the states of all steps before.
         self._hand_over("complete")
-        self._count(step.tree)
-        self._keep(step.features_BAF, [len(tokens) for tokens in step.tokens])
+        self._count(step.verified)
+        self._keep(step.verdict.features_BAF, [len(tokens) for tokens in step.tokens])
         features_BNF = self._own(step.output.features_BNF)
         output = replace(step.output, features_BNF=features_BNF)
-        self.drafter.observe(replace(step, output=output, features_BAF=self._own(step.features_BAF)))
+        verdict = replace(step.verdict, features_BAF=self._own(step.verdict.features_BAF))
+        self.drafter.observe(replace(step, output=output, verdict=verdict))
 
     def select(self, rows_R: Tensor) -> None:
         self.rows = selected_rows(self.rows, rows_R)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
-from ..heads.layers.constants import Download, upload
-from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
+from ..heads.layers.constants import upload
+from .drafters.base import BatchDrafter, DraftContext, PrefillChunk
 from .kv_cache import TreeCache
+from .round import Round
 from .stats import RoundRecord, Stats
 
 
@@ -69,6 +69,11 @@ class Sequences:
         return sum(map(len, self.rows))
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row that is being decoded: the prompt's and the new ones, the newest (the root) included."""
+        return [len(self.prompts[row]) + len(self.rows[row]) for row in self.active if row not in self.idle]
+
+    @property
     def decoded(self) -> list[int | None]:
         """The row in each place of the batch; None in the places of idle rows."""
         return [None if row in self.idle else row for row in self.active]
@@ -98,64 +103,43 @@ class Sequences:
             answers.append(ended)
         return answers[len(tokens) - 1]
 
-    @staticmethod
-    def read(
-        step: StepResult, values_BK: Tensor | None = None, meanwhile: Callable[[], None] | None = None
-    ) -> StepResult:
-        """The step with its tokens, and the drafter's integers `values_BK`, on the host.
-
-        `meanwhile` launches what needs none of them, so that the device goes on while the host reads and decides.
-        """
-        columns = [step.lengths_B[:, None], step.cut_B[:, None], step.emitted_BA]
-        if values_BK is not None:
-            columns.append(values_BK)
-        download = Download(torch.cat(columns, dim=1))
-        if meanwhile is not None:
-            meanwhile()
-        # sync: the only one of a round; the host must know what to return and when to stop
-        rows = download.tolist()
-        most = step.emitted_BA.shape[1]
-        step = replace(
-            step,
-            tokens=[row[2 : 2 + row[0]] for row in rows],
-            cut=[bool(row[1]) for row in rows],
-            host_values=[row[2 + most :] for row in rows],
-        )
-        if not any(step.cut):
-            return step
-        last_B1 = (step.lengths_B - 1).clamp(min=0)[:, None]
-        return replace(step, next_tokens_B=step.emitted_BA.gather(1, last_B1)[:, 0])
-
-    def add(self, rows: Sequence[int | None], step: StepResult, stats: Stats | None = None) -> None:
-        """Append the tokens that a step emitted in `rows`; without `stats`, those that follow their prompts.
+    def add(self, rows: Sequence[int | None], finished: Round, stats: Stats | None = None) -> None:
+        """Append the tokens that a round emitted in `rows`; without `stats`, those that follow their prompts.
 
         None stands in the place of an idle row.
 
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
         """
-        scores_BNV = step.scores_BNV
-        assert scores_BNV is not None
+        path_BA = finished.verdict.path_BA
+        scores_BNV = finished.scores_BNV
+        logits_BNV = finished.output.logits_BNV
+        tree = finished.verified
 
         def score(slot: int, i: int) -> Tensor:
-            return scores_BNV[slot, step.path_BA[slot, i]]
+            return scores_BNV[slot, path_BA[slot, i]]
 
-        for slot, (row, tokens) in enumerate(zip(rows, step.tokens, strict=True)):
+        for slot, (row, tokens) in enumerate(zip(rows, finished.tokens, strict=True)):
             if row is None:
                 continue
             if not tokens:
-                root = step.path_BA[slot, 0]
-                self._refuse(row, step.output.logits_BNV[slot, root], scores_BNV[slot, root])
+                root = path_BA[slot, 0]
+                self._refuse(row, logits_BNV[slot, root], scores_BNV[slot, root])
             count = self._append(row, tokens, partial(score, slot))
-            for kept, values_BNV in ((self.scores, scores_BNV), (self.logits, step.output.logits_BNV)):
-                if kept is not None:
-                    kept[row].append(values_BNV[slot, step.path_BA[slot, :count]])
+            if self.scores is not None:
+                self.scores[row].append(scores_BNV[slot, path_BA[slot, :count]])
+            if self.logits is not None:
+                self.logits[row].append(logits_BNV[slot, path_BA[slot, :count]])
             if stats is not None:
-                tree, number = step.tree, len(stats.round_seconds)
-                nodes = tree.tokens_BN.shape[1]
-                stats.rows[row].append(
-                    RoundRecord(len(tokens) - 1, count, tree.max_depth, number, tree.fallback, nodes)
+                record = RoundRecord(
+                    accepted=len(tokens) - 1,
+                    returned=count,
+                    drafted=tree.max_depth,
+                    number=len(stats.round_seconds),
+                    fallback=tree.fallback,
+                    nodes=tree.tokens_BN.shape[1],
                 )
+                stats.rows[row].append(record)
 
     def _append(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> int:
         """Append tokens, of which the i-th has scores_of(i), up to where the row ends; return how many."""
@@ -177,9 +161,7 @@ class Sequences:
         for values_V, whose in ((logits_V, "the target's logits"), (scores_V, "the logits processors' scores")):
             broken = "the model's weights or its number format are" if values_V is logits_V else "a processor is"
             if values_V.isnan().any():
-                raise ValueError(
-                    f"{whose} for {where} are no numbers (NaN): {broken} broken, so nothing can be drawn from them"
-                )
+                raise ValueError(f"{whose} for {where} contain NaN: {broken} broken, so nothing can be drawn from them")
             if values_V.isposinf().any():
                 hint = "" if values_V is logits_V else ", or the temperature too low for float32"
                 raise ValueError(

@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
 from .chat import Chat
+from .decoding import Decoding
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
@@ -52,7 +53,7 @@ from .inputs import (
 )
 from .kv_cache import free_memory
 from .logits import RandomSampler, Sampler, TreeLogitsProcessor
-from .loop import Decoding, Verification, speculate, verification_by
+from .loop import speculate
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
@@ -69,6 +70,7 @@ from .tuning.costs import head_shape, measured_costs
 from .tuning.machine import check_threads, hardware
 from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
+from .verification import Verification, verification_by
 from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
 

@@ -8,7 +8,9 @@ acceptance rate, depth d how often the accepted path reaches depth d + 1, given 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +53,16 @@ class Stats:
     """For each generation, the time in which its first prompts were read, up to their first tokens."""
     cache_bytes: int = 0
     """Memory of the target's KV cache; the largest one if there were several generations."""
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to `seconds[part]`.
+
+        On a GPU this is the time to launch the work, except for the part that waits for its result.
+        """
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def drop_unfinished(self) -> None:
         """Drop what is counted of a round that an error ended."""

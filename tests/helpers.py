@@ -18,11 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
-from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult
+from headstart.inference.decoding import Decoding
+from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
 from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
-from headstart.inference.loop import Decoding, Verification, speculate
+from headstart.inference.loop import speculate
 from headstart.inference.observers import ObservedCall, RoundObserver
+from headstart.inference.round import Round
 from headstart.inference.sequences import Sequences
+from headstart.inference.verification import Verification
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
 """Where tests/gpu runs: "sim", "cuda", or "" for nowhere."""
@@ -140,8 +143,8 @@ class Oracle(BatchDrafter):
         parents = torch.tensor(self.shape.parents).expand(batch, -1)
         return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
 
-    def observe(self, step: StepResult) -> None:
-        for written, tokens in zip(self.written, step.tokens, strict=True):
+    def observe(self, finished: Round) -> None:
+        for written, tokens in zip(self.written, finished.tokens, strict=True):
             written.extend(tokens)
 
     def _row(self, root: int, written: list[int], truth: list[int]) -> list[int]:
@@ -306,7 +309,7 @@ class EachRound(RoundObserver):
     def begin(self, call: ObservedCall) -> None:
         self.sequences = call.sequences
 
-    def round(self, step: StepResult) -> None:
+    def round(self, finished: Round) -> None:
         self.after(self.sequences)
 
 

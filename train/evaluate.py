@@ -25,10 +25,10 @@ from ..console import ProgressBar
 from ..heads.base import DraftHead
 from ..heads.objective import Objective
 from ..inference.detokenizer import text_pieces
-from ..inference.drafters.base import StepResult
 from ..inference.models.replay import BEYOND, ReplayTarget
 from ..inference.observers import ObservedCall, RoundObserver
 from ..inference.output import GenerateOutput
+from ..inference.round import Round
 from ..inference.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
 from ..inference.stats import RoundRecord, Stats, acceptance_figures
@@ -275,7 +275,7 @@ class TokensShown(RoundObserver):
     def begin(self, call: ObservedCall) -> None:
         self._call = call
 
-    def round(self, step: StepResult) -> None:
+    def round(self, finished: Round) -> None:
         self.bar.update(self._call.sequences.tokens)
 
 

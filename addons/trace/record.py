@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
-from ...inference.drafters.base import StepResult
 from ...inference.drafters.model_rows import DraftModel
 from ...inference.drafters.tree_policies import draft_models
 from ...inference.logits import PositionSampler, RandomSampler, Sampler, finest, sampler_by
 from ...inference.observers import ObservedCall, RoundObserver
+from ...inference.round import Round
 from ...inference.stats import PARTS, RoundRecord, Stats
 from ...inference.tuning.tree_spec import TreeKind
 from ...inference.verify import (
@@ -80,15 +80,14 @@ class RecordingSampler(RandomSampler):
         return drawn
 
 
-def repeated_draws(rule: AcceptanceRule, step: StepResult) -> RecordingSampler | None:
-    """The draws of a rule in a step: it decides once more, by the same random numbers. None if it draws nothing."""
-    numbers = step.numbers
+def repeated_draws(rule: AcceptanceRule, finished: Round) -> RecordingSampler | None:
+    """The draws of a rule in a round: it decides once more, by the same random numbers. None if it draws nothing."""
+    numbers = finished.numbers
     if numbers is None:
         return None
     drawing = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers.from_start()
     sampler = RecordingSampler(drawing)
-    assert step.scores_BNV is not None
-    rule(step.tree, step.scores_BNV, sampler)
+    rule(finished.verified, finished.scores_BNV, sampler)
     return sampler
 
 
@@ -115,10 +114,10 @@ class Tracer(RoundObserver):
         single_row = len(call.sequences.rows) == 1
         self.running.append(Recorder(call) if single_row else None)
 
-    def round(self, step: StepResult) -> None:
+    def round(self, finished: Round) -> None:
         recorder = self.running[-1]
         if recorder is not None:
-            recorder.record(step)
+            recorder.record(finished)
 
     def end(self, stats: Stats, error: BaseException | None) -> None:
         recorder = self.running.pop()
@@ -162,18 +161,18 @@ class Recorder:
         """Keep what a draft model was asked, and its answer."""
         self._expansions.append(Expansion(tokens_BW[0], parents_BW[0], logits_BWD[0]))
 
-    def record(self, step: StepResult) -> None:
+    def record(self, finished: Round) -> None:
         """Record a round that has ended."""
         stats, rule = self.call.stats, self.call.rule
         done, number = stats.rows[0][-1], len(self.rounds)
         parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
         self._seconds = dict(stats.seconds)
-        found = on_host(self._columns(step))
-        levels = len(self._expansions) if step.tree.max_depth > 0 else 0  # a round may be repeated without drafts
+        found = on_host(self._columns(finished))
+        levels = len(self._expansions) if finished.drafted else 0  # a round may be repeated without drafts
         self._expansions = []
         path = [int(node) for node in found["path"][: int(found["length"])]]
         tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
-        tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), step.tree.max_depth)
+        tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), finished.verified.max_depth)
         q, likely = drafts_of(tree, found, levels)
         draws = draws_of(rule, tree, found, q)
         follows = draws[0]["kind"] in ("best", "sample") and is_rule(rule, greedy, point_mass)
@@ -205,20 +204,19 @@ class Recorder:
         )
         self.drafted += places(number, done)
 
-    def _columns(self, step: StepResult) -> dict[str, Tensor]:
-        """Tensors to record of a step, on its device."""
-        tree, rule = step.tree, self.call.rule
-        sampler = repeated_draws(rule, step)
-        assert step.scores_BNV is not None
-        scores_NV = step.scores_BNV[0]
+    def _columns(self, finished: Round) -> dict[str, Tensor]:
+        """Tensors to record of a round, on its device."""
+        tree, rule = finished.verified, self.call.rule
+        sampler = repeated_draws(rule, finished)
+        scores_NV = finished.scores_BNV[0]
         probs_NV, above_N, tokens_N = scores_NV.softmax(-1), tree.parents_BN[0].clamp(min=0), tree.tokens_BN[0]
         columns = {
             "tokens": tokens_N,
             "parents": tree.parents_BN[0],
             "size": tree.sizes_B[0],
-            "path": step.path_BA[0],
-            "length": step.lengths_B[0],
-            "next": step.next_tokens_B[0],
+            "path": finished.verdict.path_BA[0],
+            "length": finished.verdict.lengths_B[0],
+            "next": finished.verdict.next_tokens_B[0],
             "p": probs_NV[above_N, tokens_N],
             **best_of("best", probs_NV),
         }

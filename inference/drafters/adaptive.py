@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from ...heads.base import DraftHead
+from ..round import Round
 from ..tree import DraftTree
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
 from .answer_lengths import AnswerLengths
-from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult, replaced_rows, selected_rows
+from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_rows
 from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01
@@ -432,19 +433,16 @@ class AdaptiveDrafter(BatchDrafter):
         for length in lengths:
             self.answers.add(length, self._limit)
 
-    def host_values(self, step: StepResult) -> Tensor | None:
-        return self.reader.host_values(step)
-
-    def observe_ahead(self, step: StepResult) -> None:
-        self.reader.observe_ahead(step)
+    def observe_ahead(self, finished: Round) -> None:
+        self.reader.observe_ahead(finished)
 
     def take_back(self) -> None:
         self.reader.take_back()
 
-    def observe(self, step: StepResult) -> None:
+    def observe(self, finished: Round) -> None:
         now = self.clock()
-        self.reader.observe(step)
-        emitted = [len(tokens) for tokens in step.tokens]
+        self.reader.observe(finished)
+        emitted = [len(tokens) for tokens in finished.tokens]
         self._written = [before + count for before, count in zip(self._written, emitted, strict=True)]
         self._idle = {row for row, count in enumerate(emitted) if count == 0}
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft

@@ -13,13 +13,13 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..engines.base import TargetOutput
 from ..logits import Sampler
+from ..round import Round
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
 
@@ -48,6 +48,8 @@ class DraftContext:
     """Tokens of the longest prompt of these rows; 0 if unknown."""
     new_tokens: int | None = None
     """Most tokens that each row may get; None if unknown."""
+    chains_only: bool = False
+    """Whether the target verifies chains alone: of a tree it reads the longest path, the first of several."""
 
 
 @dataclass(frozen=True)
@@ -62,47 +64,13 @@ class PrefillChunk:
     """Valid tokens of each row, the rest is padding; 0 where the prompt ended in an earlier chunk."""
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """A finished speculation step."""
-
-    tree: DraftTree
-    output: TargetOutput
-    path_BA: Tensor
-    """The accepted nodes, see `VerifyResult`."""
-    lengths_B: Tensor
-    """Valid nodes of each path."""
-    next_tokens_B: Tensor
-    """The bonus token of each row."""
-    emitted_BA: Tensor
-    """The emitted tokens: after each node of `path_BA`, the token that follows it."""
-    features_BAF: Tensor
-    """The accepted nodes' features."""
-    cut_B: Tensor
-    """Whether a path ends before an accepted node after which no token can be chosen: a score is NaN, or none is above
-    -inf; in sampling one is inf."""
-    tokens: Sequence[list[int]] = ()
-    """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
-    Copied with everything else that the host needs of a step, in one synchronization. An idle row, which has ended and
-    keeps its place in the batch, emits none."""
-    cut: Sequence[bool] = ()
-    """On the host: `cut_B`."""
-    host_values: Sequence[list[int]] = ()
-    """On the host: each row of what `BatchDrafter.host_values` returned."""
-    scores_BNV: Tensor | None = field(default=None, kw_only=True)
-    """What the rule decided on: the target's logits after every logits processor, in at least float32."""
-    numbers: Tensor | Sampler | None = field(default=None, kw_only=True)
-    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a sampler that draws for
-    itself; None where the rule draws none."""
-
-
 @runtime_checkable
 class Drafter(Protocol):
     """A source of draft trees, to be written by a user: `max_nodes` and two methods.
 
     It makes top-k drafts, on any device. Whatever it does, the output is the target's: after an
     error or an invalid tree the text is decoded without drafts, with a warning. On a GPU a row that
-    has ended may keep its place in a batch: its steps then emit no tokens, and its drafts are
+    has ended may keep its place in a batch: its rounds then emit no tokens, and its drafts are
     dropped.
 
     It may also have the attribute `feature_layers`, the target's layers whose features it reads,
@@ -119,8 +87,8 @@ class Drafter(Protocol):
         """Draft what follows each row's newest token [B], the root of its tree."""
         raise NotImplementedError
 
-    def observe(self, step: StepResult) -> None:
-        """Read what a step emitted, whichever drafts it verified."""
+    def observe(self, finished: Round) -> None:
+        """Read what a round emitted; of its drafts a part may have been verified, see `Round`."""
         return None
 
 
@@ -203,21 +171,17 @@ class BatchDrafter(Drafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         """Draft what follows each row's newest token [B]; the tree lies on the device of the roots."""
 
-    def host_values(self, step: StepResult) -> Tensor | None:
-        """Integers [B, K] that `observe` needs on the host; they arrive as `StepResult.host_values`."""
-        return None
+    def observe_ahead(self, finished: Round) -> None:
+        """Launch what `observe` will do on the device, before the host knows the round's tokens.
 
-    def observe_ahead(self, step: StepResult) -> None:
-        """Launch what `observe` will do on the device, before the host knows the step's tokens.
-
-        A drafter that does so does it no more in the `observe` of that step, which follows unless `take_back` does.
+        A drafter that does so does it no more in the `observe` of that round, which follows unless `take_back` does.
         """
 
     def take_back(self) -> None:
-        """Undo `observe_ahead`: the step is repeated."""
+        """Undo `observe_ahead`: the round is repeated."""
 
-    def observe(self, step: StepResult) -> None:
-        """Read what a step emitted."""
+    def observe(self, finished: Round) -> None:
+        """Read what a round emitted."""
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only, in this order; an index may repeat: `replace` then overwrites the copies."""
@@ -268,8 +232,8 @@ class NewestTokens:
             if length > 0:
                 self.tokens[row] = next_tokens[row][length - 1]
 
-    def observe(self, step: StepResult) -> None:
-        for row, emitted in enumerate(step.tokens):
+    def observe(self, finished: Round) -> None:
+        for row, emitted in enumerate(finished.tokens):
             if emitted:  # a row that is not idle
                 self.tokens[row] = emitted[-1]
 

@@ -9,12 +9,11 @@ K^depth over its nodes, modulo 2^64. If two paths had the same hash, a draft wou
 parent: it would be rejected, and the output still be exact.
 
 Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M
-of both, A accepted, R selected rows.
+of both, R selected rows.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from ctypes import c_int64
 from typing import Any, Self
@@ -23,12 +22,11 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import constants, counting, upload
+from ..round import Round
 from ..tree import DraftTree
-from .base import BatchDrafter, DraftContext, PrefillChunk, StepResult
+from .base import BatchDrafter, DraftContext, PrefillChunk
 from .prompt_lookup import PromptLookupDrafter, Trie
 
-OWNERS = ("head", "source", "both")
-HEAD, SOURCE, BOTH = range(3)
 FACTOR = 0x9E3779B97F4A7C15
 """K: odd and large."""
 WORD = 1 << 64
@@ -54,17 +52,12 @@ class HeadAndLookup(BatchDrafter):
         self.parts = (head, lookup)
         self.feature_layers = head.feature_layers
         self.max_nodes = head.max_nodes + lookup.max_nodes - 1
-        self.accepted: Counter[str] = Counter()
-        """Accepted tokens by who drafted them."""
-        self._owners_BM: Tensor | None = None
 
     def begin(self, context: DraftContext) -> None:
-        self._owners_BM = None
         self.head.begin(context)
         self.lookup.begin(context)
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        self._owners_BM = None
         self.head.resume(context, kept, state, whole)
         self.lookup.begin(context)
         self.lookup.prefill(kept)
@@ -80,21 +73,11 @@ class HeadAndLookup(BatchDrafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         tree = self.head.propose(roots_B)
         tries = [self.lookup.candidates(text) for text in self.lookup.texts]
-        joint, self._owners_BM = joined(tree, tries)
-        return joint
+        return joined(tree, tries)
 
-    def host_values(self, step: StepResult) -> Tensor | None:
-        """Who drafted the accepted tokens [B, A]."""
-        if self._owners_BM is None or step.tree.max_depth == 0:  # or this step had no drafts
-            return None
-        return self._owners_BM.gather(1, step.path_BA)
-
-    def observe(self, step: StepResult) -> None:
-        for owners, tokens in zip(step.host_values, step.tokens, strict=True):
-            for owner in owners[1 : len(tokens)]:
-                self.accepted[OWNERS[owner]] += 1
-        self.head.observe(step)
-        self.lookup.observe(step)
+    def observe(self, finished: Round) -> None:
+        self.head.observe(finished)
+        self.lookup.observe(finished)
 
     def select(self, rows_R: Tensor) -> None:
         self.head.select(rows_R)
@@ -108,17 +91,13 @@ class HeadAndLookup(BatchDrafter):
         return type(self)(self.head.fresh(), self.lookup.fresh())
 
 
-def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
-    """A tree with the nodes of one trie per row added.
-
-    Returns:
-        the tree, and who drafted each node, [B, M]: `HEAD`, `SOURCE` or `BOTH`.
-    """
+def joined(tree: DraftTree, tries: Sequence[Trie]) -> DraftTree:
+    """A tree with the nodes of one trie per row added."""
     batch, nodes = tree.tokens_BN.shape
     device = tree.tokens_BN.device
     more = max(len(trie.tokens) for trie in tries) - 1
     if more == 0:
-        return tree, torch.full_like(tree.tokens_BN, HEAD)
+        return tree
     size = nodes + more
     looked_up = upload([_row(trie, more) for trie in tries], device)
     tokens_BS, parents_BS, paths_BS = looked_up.split(more, dim=1)
@@ -138,7 +117,6 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     new_place_BS = tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1)
     place_BS = torch.where(is_shared_BS, same_BSN.byte().argmax(-1), new_place_BS)
     into_BS = torch.where(is_new_BS, place_BS, size)
-    shared_BS = torch.where(is_shared_BS, place_BS, size)
     root_B1 = torch.zeros_like(place_BS[:, :1])
     place_of_parent_BS = torch.cat([root_B1, place_BS], dim=1).gather(1, parents_BS)
     # What stays empty is read, too: the root is a token of the text, while token 0 might have
@@ -149,8 +127,6 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     tokens_BM = tokens_BM.scatter(1, into_BS, tokens_BS)
     parents_BM = torch.cat([tree.parents_BN, zeros_BM], dim=1)
     parents_BM = parents_BM.scatter(1, into_BS, place_of_parent_BS)
-    owners_BM = torch.full_like(tree.tokens_BN[:, :1], HEAD).repeat(1, size + 1)
-    owners_BM = owners_BM.scatter(1, into_BS, SOURCE).scatter(1, shared_BS, BOTH)
 
     depth = tree.max_depth
     for trie in tries:
@@ -158,8 +134,7 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> tuple[DraftTree, Tensor]:
     sizes_B = tree.sizes_B + is_new_BS.sum(-1)
     if device.type == "cpu":  # no synchronization there: nothing is computed for nodes that stay empty
         size = int(sizes_B.max())
-    joint = DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
-    return joint, owners_BM[:, :size]
+    return DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
 
 
 @constants

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from torch import Tensor
-
-from .base import StepResult
+from ..round import Round
+from .base import DraftContext
 from .ngram_index import NgramIndex
 from .prompt_lookup import NgramDrafter, Trie
 
@@ -38,7 +37,7 @@ class Window(NgramIndex):
         self.grams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
         """First token to the continuations of its n-grams, the newest last."""
         self.below: list[int] = []
-        """Nodes of the newest row in the last tree."""
+        """Nodes of the newest row in the tree that was proposed last."""
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add tokens to the text; its n-grams are candidates, too (section 4)."""
@@ -65,9 +64,16 @@ class Window(NgramIndex):
             trie.add(path)
         return trie
 
-    def update(self, outputs: list[int]) -> None:
-        """Add the target's outputs at every node: the next row, and an n-gram for each column."""
-        new = [outputs[node] for node in self.below]
+    def newest_gram(self) -> Trie:
+        """The newest n-gram that begins with the text's last token, which is the root."""
+        trie = Trie(self.tokens[-1:])
+        for path in reversed(self.grams.get(self.tokens[-1], OrderedDict())):
+            trie.add(path)
+            break
+        return trie
+
+    def update(self, new: list[int]) -> None:
+        """Add the target's outputs at the nodes `below`: the next row, and an n-gram for each column."""
         if len(self.rows) == self.gram - 1:
             for gram in zip(*self.rows, new, strict=True):
                 self.keep(gram)
@@ -100,19 +106,31 @@ class LookaheadDrafter(NgramDrafter):
         self.width = width
         self.gram = gram
         self.most_candidates = candidates
+        self.chains_only = False
+        """Whether the target verifies one path: then n-grams of the text are drafted, and no window."""
 
     def new_text(self) -> Window:
         return Window(self.width, self.gram, self.most_candidates)
 
+    def begin(self, context: DraftContext) -> None:
+        self.chains_only = context.chains_only
+        super().begin(context)
+
     def candidates(self, text: Window) -> Trie:
-        return text.tree()
+        return text.newest_gram() if self.chains_only else text.tree()
 
-    def host_values(self, step: StepResult) -> Tensor:
-        """The target's best token at every node: drafts need not be sampled."""
-        return step.output.logits_BNV.argmax(-1)
+    def observe(self, finished: Round) -> None:
+        self._update_windows(finished)
+        super().observe(finished)
 
-    def observe(self, step: StepResult) -> None:
-        if step.tree.max_depth > 0:  # else this step had no drafts
-            for window, outputs in zip(self.texts, step.host_values, strict=True):
-                window.update(outputs)
-        super().observe(step)
+    def _update_windows(self, finished: Round) -> None:
+        """Give each window the target's output at its nodes, unless some were not verified: then it stays."""
+        if not finished.drafted or self.chains_only:
+            return
+        verified = finished.output.logits_BNV.shape[1]
+        node_of = {node: place for place, node in enumerate(finished.nodes or range(verified))}
+        # The target's best tokens; drafts need not be sampled.
+        best_tokens = finished.output.logits_BNV.argmax(-1).tolist()  # sync: the round is over on the device, too
+        for window, outputs in zip(self.texts, best_tokens, strict=True):
+            if all(node in node_of for node in window.below):
+                window.update([outputs[node_of[node]] for node in window.below])

@@ -23,7 +23,8 @@ from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
 from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
-from .base import DraftContext, PrefillChunk, StepResult
+from ..round import Round
+from .base import DraftContext, PrefillChunk
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
 
@@ -50,7 +51,7 @@ class Progress:
     chunks: list[PrefillChunk] = field(default_factory=list)
     """Prompts to read."""
     steps: list[PrefillChunk] = field(default_factory=list)
-    """Tokens of steps without drafts, one of each row, to read at once."""
+    """Tokens of rounds without drafts, one of each row, to read at once."""
     pending: int = 0
     """Tokens of a row in both."""
     longest: int = 0
@@ -58,7 +59,7 @@ class Progress:
     skipped: int = 0
     """Tokens before the first one that the model has read; of a row, where it is the only one."""
     ahead: tuple[Tensor, int] | None = None
-    """Tokens [B] of a step that was observed ahead, and `longest` before it; None after its `observe`."""
+    """Tokens [B] of a round that was observed ahead, and `longest` before it; None after its `observe`."""
 
 
 class ModelRows:
@@ -199,40 +200,42 @@ class ModelRows:
         if not self.lazy or self.progress.pending > PENDING_TOKENS:
             self.catch_up()
 
-    def observe(self, step: StepResult) -> None:
-        """Read what a step emitted; tokens of steps without drafts are kept to be read at once."""
-        if step.tree.max_depth == 0:
-            kept = PrefillChunk(
-                self.runner.keep(step.tree.tokens_BN),
-                self.runner.keep(step.emitted_BA),
-                self.runner.keep(step.features_BAF),
-                self.runner.keep(step.lengths_B),
+    def observe(self, finished: Round) -> None:
+        """Read what a round emitted; tokens of rounds without drafts are kept to be read at once."""
+        verdict = finished.verdict
+        if not finished.drafted:
+            token_of_each_row = PrefillChunk(
+                self.runner.keep(finished.verified.tokens_BN),
+                self.runner.keep(verdict.emitted_BA),
+                self.runner.keep(verdict.features_BAF),
+                self.runner.keep(verdict.lengths_B),
             )
-            self.progress.steps.append(kept)
+            self.progress.steps.append(token_of_each_row)
             self.progress.pending += 1
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
             return
         if self.progress.ahead is None:
-            self._commit(step)
+            self._commit(finished)
         self.progress.ahead = None
-        accepted = step.emitted_BA.shape[1]
-        self.progress.longest -= accepted - max(map(len, step.tokens), default=accepted)
+        most = verdict.emitted_BA.shape[1]
+        self.progress.longest -= most - max(map(len, finished.tokens), default=most)
 
-    def _commit(self, step: StepResult) -> None:
-        """Run the model on what a step accepted; each row is taken to be as long as the longest might be."""
+    def _commit(self, finished: Round) -> None:
+        """Run the model on what a round accepted; each row is taken to be as long as the longest might be."""
+        verdict = finished.verdict
         state = self.catch_up()
-        self._extend(step.emitted_BA.shape[1])
-        accepted = (step.features_BAF, step.emitted_BA, step.lengths_B)
+        self._extend(verdict.emitted_BA.shape[1])
+        accepted = (verdict.features_BAF, verdict.emitted_BA, verdict.lengths_B)
         self.progress.state = self.runner(self.model.observe, (), state, *accepted)
 
-    def observe_ahead(self, step: StepResult) -> None:
-        """Run the model on what a step accepted, before its tokens are known on the host."""
-        if step.tree.max_depth == 0 or not isinstance(self.model, DraftHead):
+    def observe_ahead(self, finished: Round) -> None:
+        """Run the model on what a round accepted, before its tokens are known on the host."""
+        if not finished.drafted or not isinstance(self.model, DraftHead):
             return
         self.catch_up()
-        self.progress.ahead = step.lengths_B, self.progress.longest
-        self._commit(step)
+        self.progress.ahead = finished.verdict.lengths_B, self.progress.longest
+        self._commit(finished)
 
     def take_back(self) -> None:
         """Forget the tokens of `observe_ahead`.

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..logits import RandomSampler
+from ..round import Round
 from ..tree import DraftTree
-from .base import BatchDrafter, DraftContext, NewestTokens, NoDraft, PrefillChunk, StepResult
+from .base import BatchDrafter, DraftContext, NewestTokens, NoDraft, PrefillChunk
 
 
 class HostDrafter(BatchDrafter):
@@ -51,19 +52,19 @@ class HostDrafter(BatchDrafter):
         tree = self.drafter.propose(torch.tensor(self._newest.tokens))
         return tree.to(roots_B.device)
 
-    def observe(self, step: StepResult) -> None:
+    def observe(self, finished: Round) -> None:
         roots = NoDraft().propose(torch.tensor(self._newest.tokens))
-        self._newest.observe(step)
-        rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in step.tokens]
+        self._newest.observe(finished)
+        rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in finished.tokens]
         emitted_BA = pad_sequence(rows, batch_first=True)
-        on_host = replace(
-            step,
-            tree=replace(roots, max_depth=step.tree.max_depth),
-            lengths_B=torch.tensor([len(tokens) for tokens in step.tokens]),
+        verdict = replace(
+            finished.verdict,
+            lengths_B=torch.tensor([len(tokens) for tokens in finished.tokens]),
             emitted_BA=emitted_BA,
             features_BAF=torch.empty(*emitted_BA.shape, 0),
         )
-        self.drafter.observe(on_host)
+        verified = replace(roots, max_depth=finished.verified.max_depth)
+        self.drafter.observe(replace(finished, verified=verified, verdict=verdict))
 
     def select(self, rows_R: Tensor) -> None:
         on_host = rows_R.cpu()  # sync: when rows end

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import upload
+from ..round import Round
 from ..tree import DraftTree
-from .base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
+from .base import BatchDrafter, DraftContext, PrefillChunk, replaced_rows, selected_rows
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
 
 CONTINUATIONS = 16
@@ -124,8 +125,8 @@ class NgramDrafter(BatchDrafter):
         tries = [self.candidates(text) for text in self.texts]
         return draft_tree(tries, roots_B.device)
 
-    def observe(self, step: StepResult) -> None:
-        for text, tokens in zip(self.texts, step.tokens, strict=True):
+    def observe(self, finished: Round) -> None:
+        for text, tokens in zip(self.texts, finished.tokens, strict=True):
             text.append(tokens)
 
     def select(self, rows_R: Tensor) -> None:

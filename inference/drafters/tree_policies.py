@@ -28,10 +28,11 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
 from ..logits import RandomSampler, Sampler
+from ..round import Round
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape
-from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, StepResult
+from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk
 from .model_rows import DraftModel, ModelRows, ModelState
 
 
@@ -112,14 +113,14 @@ class HeadDrafter(BatchDrafter):
     def prefill(self, chunk: PrefillChunk) -> None:
         self.rows.prefill(chunk)
 
-    def observe_ahead(self, step: StepResult) -> None:
-        self.rows.observe_ahead(step)
+    def observe_ahead(self, finished: Round) -> None:
+        self.rows.observe_ahead(finished)
 
     def take_back(self) -> None:
         self.rows.take_back()
 
-    def observe(self, step: StepResult) -> None:
-        self.rows.observe(step)
+    def observe(self, finished: Round) -> None:
+        self.rows.observe(finished)
 
     def select(self, rows_R: Tensor) -> None:
         self.rows.select(rows_R)

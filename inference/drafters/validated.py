@@ -16,6 +16,7 @@ from typing import Self
 
 from torch import Tensor
 
+from ..round import Round
 from ..tree import DraftTree
 from .base import (
     BatchDrafter,
@@ -27,7 +28,6 @@ from .base import (
     NoDraft,
     PrefillChunk,
     ReadsPrompts,
-    StepResult,
 )
 
 
@@ -55,7 +55,7 @@ class ValidatedDrafter(BatchDrafter):
         name = type(drafter).__name__
         if not isinstance(drafter, Drafter) or not hasattr(drafter, "max_nodes"):
             raise ValueError(
-                f"a drafter of your own needs max_nodes, propose(roots_B) and observe(step); {name} lacks some of them"
+                f"a drafter of your own needs max_nodes, propose(roots_B) and observe(round); {name} lacks some of them"
             )
         kind = getattr(drafter, "kind", "top_k")
         if kind != "top_k":
@@ -95,11 +95,11 @@ class ValidatedDrafter(BatchDrafter):
                 return tree.to(roots_B.device)
         return NoDraft("drafter_failed").propose(roots_B)
 
-    def observe(self, step: StepResult) -> None:
-        self._newest.observe(step)
+    def observe(self, finished: Round) -> None:
+        self._newest.observe(finished)
         if not self.failed:
             with self._fence():
-                self.drafter.observe(step)
+                self.drafter.observe(finished)
 
     def select(self, rows_R: Tensor) -> None:
         self._newest.select(rows_R)

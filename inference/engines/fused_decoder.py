@@ -21,10 +21,9 @@ chosen layers side by side, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +37,7 @@ from ...heads.layers.fused import add_norm, rotary_store, silu_product
 from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
 from ..kv_cache import TreeCache
+from ..models.twin import twin_of
 from .branches import side_by_side
 from .known import SILU, KnownDecoder, has_attention_norms
 
@@ -188,15 +188,13 @@ def fused_head(head: DraftHead) -> DraftHead:
     """A head that shares all weights with `head` and runs its decoder layers by fused operations, where they fit."""
     if not head.attends_by_slots or head.window is not None:
         return head
-    return with_fused_blocks(head)
+    return cast(DraftHead, twin_of(head, fused_block))
 
 
-def with_fused_blocks(module: Any) -> Any:
-    """A module that shares everything with another but its decoder layers, which are fused."""
+def fused_block(module: nn.Module) -> nn.Module | None:
+    """The fused form of a decoder layer; None for any other module, which is copied."""
     if isinstance(module, FusedBlock):  # of a head that drafts here already
         return module
     if isinstance(module, DecoderLayer | FusionLayer) and type(module.mlp.act) is SILU:
         return FusedBlock(module)
-    twin = copy.copy(module)
-    twin.__dict__["_modules"] = {name: with_fused_blocks(child) for name, child in module.named_children()}
-    return twin
+    return None

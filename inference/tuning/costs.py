@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ...heads.base import DraftHead, dtype_name
-from ..drafters.base import DraftContext, PrefillChunk, StepResult
+from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
 from ..engines.cpu_decoder import is_packed
 from ..engines.eager import EagerEngine
 from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
+from ..round import Round, Verdict
 from ..stats import Stats
 from ..target import Target
 from ..tree import DraftTree
@@ -126,21 +127,20 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
         output = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, [])
         features = output.features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
-        step = StepResult(
-            DraftTree.of_shape(TreeShape.chain(depth), text_1T[:, : depth + 1]),
-            output,
+        chain = DraftTree.of_shape(TreeShape.chain(depth), text_1T[:, : depth + 1])
+        verdict = Verdict(
             path_BA=torch.zeros_like(text_1T[:, :1]),
             lengths_B=one_1,
             next_tokens_B=text_1T[:, 0],
             emitted_BA=text_1T[:, :1],
             features_BAF=features[:, -1:],
             cut_B=torch.zeros_like(text_1T[:, 0], dtype=torch.bool),
-            tokens=[[0]],
         )
+        finished = Round(chain, chain, None, output, verdict, output.logits_BNV, tokens=[[0]])
 
         def draft() -> Tensor:
-            """Read a token, as after a step, and draft a chain."""
-            drafter.observe(step)
+            """Read a token, as after a round, and draft a chain."""
+            drafter.observe(finished)
             return drafter.propose(text_1T[:, 0]).tokens_BN
 
         context = DraftContext(1, READ + 1 + drafter.max_nodes, RandomSampler(None), None)

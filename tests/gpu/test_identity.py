@@ -156,9 +156,9 @@ def test_a_drafter_of_ones_own(on_cpu, there, device, mode, slots):
 
 
 def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):
-    from headstart.inference import loop
+    from headstart.inference import prefill
 
-    monkeypatch.setattr(loop, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 7)
     here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3")
     rows = torch.randint(1, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     expected = text(here, rows).sequences

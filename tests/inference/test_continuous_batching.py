@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.loop import similar_lengths
+from headstart.inference.prefill import similar_lengths
 from headstart.inference.sequences import Sequences
 
 VOCAB = 20

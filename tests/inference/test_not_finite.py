@@ -21,7 +21,7 @@ from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
 from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
-from headstart.inference.loop import padded_prompts
+from headstart.inference.prefill import padded_prompts
 from headstart.inference.verify import RULES
 
 VOCAB, NEW, BAD = 24, 9, 0
@@ -320,8 +320,8 @@ class TreesSeen(RoundObserver):
     def __init__(self):
         self.trees = []
 
-    def round(self, step):
-        self.trees.append(step.tree)
+    def round(self, finished):
+        self.trees.append(finished.verified)
 
 
 def test_a_repeated_round_is_shown_without_drafts():
@@ -416,7 +416,7 @@ def test_padding_is_a_token_of_the_text():
     assert padded_prompts(rows, torch.device("cpu")).tolist() == [[5, 6, 7], [8, 8, 8]]
     tree = draft_tree([Trie([9]), merged(4, [[1, 2], [3]], 8)], torch.device("cpu"))
     assert tree.tokens_BN[0].tolist() == [9] * 4 and tree.sizes_B.tolist() == [1, 4]
-    joint, _ = joined(tree, [merged(9, [[1]], 4), merged(4, [[1, 2], [5, 6, 7]], 8)])
+    joint = joined(tree, [merged(9, [[1]], 4), merged(4, [[1, 2], [5, 6, 7]], 8)])
     assert set(joint.tokens_BN[0].tolist()) == {9, 1}
 
 
@@ -442,7 +442,7 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
             return torch.full_like(scores, math.nan)
 
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match=r"processors' scores for new token 0 of row 0 are no numbers"):
+    with pytest.raises(ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
 
 

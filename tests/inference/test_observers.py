@@ -61,10 +61,12 @@ class Reader(RoundObserver):
             assert start == self.starts.setdefault(row, start) + before
         self.keep(rows, chunk.features_BTF, chunk.lengths_B.tolist())
 
-    def round(self, step):
+    def round(self, finished):
         self.told.append("round")
-        self.keep(self.call.sequences.active, step.features_BAF, [len(tokens) for tokens in step.tokens])
-        assert step.output.features_BNF.shape[-1] == step.features_BAF.shape[-1]
+        self.keep(
+            self.call.sequences.active, finished.verdict.features_BAF, [len(tokens) for tokens in finished.tokens]
+        )
+        assert finished.output.features_BNF.shape[-1] == finished.verdict.features_BAF.shape[-1]
 
     def end(self, stats, error):
         self.told.append("end")
@@ -115,16 +117,16 @@ class Again(RoundObserver):
         self.rule = call.rule
         self.rounds = 0
 
-    def round(self, step):
-        numbers = step.numbers
+    def round(self, finished):
+        numbers = finished.numbers
         if isinstance(numbers, torch.Tensor):
             by_position = numbers.ndim == 3
             numbers = (
                 PositionSampler(exponential_BNV=numbers) if by_position else PrecomputedSampler(uniform_BU=numbers)
             )
-        verdict = self.rule(step.tree, step.scores_BNV, numbers)
-        assert torch.equal(verdict.lengths_B, step.lengths_B)
-        assert torch.equal(verdict.next_tokens_B, step.next_tokens_B)
+        verdict = self.rule(finished.verified, finished.scores_BNV, numbers)
+        assert torch.equal(verdict.lengths_B, finished.verdict.lengths_B)
+        assert torch.equal(verdict.next_tokens_B, finished.verdict.next_tokens_B)
         self.rounds += 1
 
 

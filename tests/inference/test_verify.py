@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from headstart.inference import DraftTree
 from headstart.inference.engines.base import TargetOutput
-from headstart.inference.loop import Verification
+from headstart.inference.verification import Verification
 from headstart.inference.verify import VerifyResult, emitted_tokens, follow, greedy, point_mass
 
 PROCESSORS = {
@@ -165,8 +165,6 @@ def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token()
     tree = DraftTree(torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2)
     result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    *_, emitted_BA, features_BAF, _ = Verification(lambda *_: result).verify(
-        tree, output.features_BNF, output.logits_BNV, None
-    )
-    assert emitted_BA.tolist() == [[6, 4, 9]]
-    assert features_BAF.flatten().tolist() == [0, 2, 3]
+    verdict = Verification(lambda *_: result).verify(tree, output.features_BNF, output.logits_BNV, None)
+    assert verdict.emitted_BA.tolist() == [[6, 4, 9]]
+    assert verdict.features_BAF.flatten().tolist() == [0, 2, 3]

@@ -17,8 +17,8 @@ import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.chat_template import prompt_ids
-from headstart.inference.loop import Verification
 from headstart.inference.prompt_files import read_prompts
+from headstart.inference.verification import Verification
 from headstart.inference.verify import point_mass
 from headstart.scripts.measuring.comparison import first_difference
 

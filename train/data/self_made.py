@@ -26,10 +26,10 @@ from ...console import ProgressBar, log
 from ...files import write_whole
 from ...heads.base import dtype_name
 from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
-from ...inference.drafters.base import StepResult
 from ...inference.load import load_speculative_lm
 from ...inference.models.loading import target_facts, tokenizer_provenance
 from ...inference.observers import ObservedCall, RoundObserver
+from ...inference.round import Round
 from ...inference.sequences import Sequences
 from ...inference.speculative_lm import SpeculativeLM
 from ...options import check_options
@@ -274,7 +274,7 @@ class _Watch(RoundObserver):
         """Count a generation."""
         self.generations.append(call.sequences)
 
-    def round(self, step: StepResult) -> None:
+    def round(self, finished: Round) -> None:
         """Show the progress after a round."""
         out = self.generations[-1]
         part = len(self.generations)

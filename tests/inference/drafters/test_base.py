@@ -66,8 +66,8 @@ class Alone:
         parents = torch.tensor([-1, 0, 1]).expand(len(roots_B), -1)
         return DraftTree(tokens, parents, torch.full_like(roots_B, 3), max_depth=2)
 
-    def observe(self, step):
-        self.emitted += step.tokens
+    def observe(self, finished):
+        self.emitted += finished.tokens
 
 
 @pytest.mark.filterwarnings("error")
@@ -96,8 +96,8 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
             assert [row[-1] for row in self.rows] == roots_B.tolist()
             return super().propose(roots_B)
 
-        def observe(self, step):
-            for row, tokens in zip(self.rows, step.tokens, strict=True):
+        def observe(self, finished):
+            for row, tokens in zip(self.rows, finished.tokens, strict=True):
                 row += tokens
 
         def select(self, rows_R):
@@ -118,7 +118,7 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
     "own", [3, type("Half", (), {"max_nodes": 2, "propose": None})(), type("Mine", (Drafter,), {})()]
 )
 def test_what_is_not_a_drafter_is_refused(target, own):
-    with pytest.raises(ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(step\); .* lacks some"):
+    with pytest.raises(ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(round\); .* lacks some"):
         SpeculativeLM(target, own)
 
 

@@ -196,7 +196,7 @@ TREE = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_drafts_after_images_are_those_of_generate(tools, name, count, monkeypatch):
-    monkeypatch.setattr("headstart.inference.loop.PREFILL_TOKENS", 9)  # an image is never cut
+    monkeypatch.setattr("headstart.inference.prefill.PREFILL_TOKENS", 9)  # an image is never cut
     model, prompt = build(name)
     inputs = prompt(count)
     truth = truth_of(model, inputs)

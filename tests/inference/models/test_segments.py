@@ -137,7 +137,7 @@ def test_a_text_is_that_of_generate_wherever_it_lies(tools, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt_that_is_read_in_pieces(tools, name, monkeypatch):
-    monkeypatch.setattr("headstart.inference.loop.PREFILL_TOKENS", 7)
+    monkeypatch.setattr("headstart.inference.prefill.PREFILL_TOKENS", 7)
     model = build(name)
     target = Target(model)
     for length in (20, BORDER + 3, 2 * BORDER + 9):
@@ -165,7 +165,7 @@ def test_batches_of_rows_on_both_sides(name, drafter):
 
 @pytest.mark.parametrize("name", ["longrope", "longrope, read again at the border", "llama 4"])
 def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
-    monkeypatch.setattr("headstart.inference.loop.SHARED_TOKENS", 8)
+    monkeypatch.setattr("headstart.inference.prefill.SHARED_TOKENS", 8)
     model = build(name)
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
     for length in (12, BORDER - 2, 40):  # a common beginning is read once where that changes nothing
