@@ -27,9 +27,9 @@ from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import HeadDrafter, over_target
-from headstart.inference.logits import RandomSampler
 from headstart.inference.prompt_files import read_prompts
 from headstart.inference.provenance import provenance
+from headstart.inference.sampling import RandomSampler
 from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
 

@@ -21,8 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 from ..heads.base import DraftHead
 from .drafters.by_name import DrafterSource
 from .inputs import Prompts, with_tokenizer
-from .logits import RandomSampler
 from .output import GenerateDictOutput, GenerateOutput
+from .sampling import RandomSampler
 from .speculative_lm import Call, SpeculativeLM
 from .tuning.tree_spec import TreeSpec
 

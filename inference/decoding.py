@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from .drafters.base import BatchDrafter
-from .logits import PositionNoise, Sampler, TreeLogitsProcessor
+from .logits import TreeLogitsProcessor
+from .noise import PositionNoise
 from .observers import RoundObserver
+from .sampling import Sampler
 from .target import Target
 from .verification import Verification
 

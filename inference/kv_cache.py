@@ -80,6 +80,16 @@ class StateShape:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class CacheInterface:
+    """How a model's forward takes and returns its KV cache."""
+
+    name: str
+    """The argument that takes it, and the output that returns it."""
+    state_shapes: list[StateShape]
+    """Shapes of each layer's keys, then of the values."""
+
+
 @dataclass
 class Pool:
     """Blocks of unused caches, the newest last.

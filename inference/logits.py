@@ -1,4 +1,4 @@
-"""Logits processors for trees, and the samplers that draw from the probabilities.
+"""Logits processors for trees.
 
 A processor that reads the logits alone runs on all nodes of a tree at once. One that reads the text runs once per row
 and depth of the tree, each node with the text that it would have if its path were accepted. One that may keep a state
@@ -11,19 +11,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
-from ..heads.layers.constants import constants, counting, upload
+from ..heads.layers.constants import upload
 from ..heads.layers.decoder_layer import at_least_fp32
-from .engines import cpu_kernels
 from .tree import DraftTree
 
 PREFIX_FREE = (
@@ -59,194 +56,8 @@ READS_TEXT = (
 """Processors that read the tokens before."""
 CALLS_USER = (known.PrefixConstrainedLogitsProcessor,)
 """Processors that call a function of the user's, which may keep a state."""
-
-
 SMALLEST_TEMPERATURE = 1e-38
 """About the smallest normal number in float32; what lies below rounds to few digits, or to 0."""
-
-
-def finest(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has no other: Apple's."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-@dataclass(eq=False)
-class RandomSampler:
-    """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
-
-    generator: torch.Generator | None = None
-    live: tuple[bool, ...] | None = field(default=None, init=False)
-    """For each place of the batch, whether its row is being decoded; None if all are. An idle row gets the numbers of
-    the first that is: those of the others are as without it."""
-
-    def draw_for(self, live: tuple[bool, ...] | None) -> None:
-        """Draw for these places of the batch from now on."""
-        self.live = live
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Uniform numbers in [0, 1), float64 where the device has it."""
-        drawn = torch.rand(self._drawn(shape), dtype=finest(device), device=device, generator=self.generator)
-        return self._in_places(drawn)
-
-    def _drawn(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape of numbers for the rows that are being decoded, of a shape for the whole batch."""
-        return shape if self.live is None else (sum(self.live), *shape[1:])
-
-    def _in_places(self, drawn: Tensor) -> Tensor:
-        """The numbers of each row in its place of the batch."""
-        return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
-
-    def on_host(self) -> RandomSampler:
-        """A sampler for tensors on the host, seeded from this one."""
-        if self.generator is None or self.generator.device.type == "cpu":
-            return self
-        seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
-        return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
-
-    def from_start(self) -> RandomSampler:
-        """A sampler whose numbers begin again, where they are fixed."""
-        return self
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        """One class per distribution, [..., V] to [...], by inverse transform sampling."""
-        cumulative = probs.cumsum(-1, dtype=finest(probs.device))
-        uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
-        # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
-        return drawn.clamp(max=probs.shape[-1] - 1)  # for NaN probabilities, which the caller detects
-
-    def accept(self, probs: Tensor) -> Tensor:
-        """True with each of these probabilities; same shape."""
-        return self.uniform(probs.shape, probs.device) < probs
-
-    def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
-
-        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]. Impossible
-        classes come last.
-        """
-        if count == 1:
-            return self.categorical(probs)[..., None]
-        times = self._in_places(probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator))
-        return (probs / times).topk(count, dim=-1).indices
-
-
-@constants
-def _rank_among_live(live: tuple[bool, ...], device: torch.device) -> Tensor:
-    """For each place of a batch, how many rows before it are being decoded; 0 for an idle one."""
-    ranks = [sum(live[:place]) if live[place] else 0 for place in range(len(live))]
-    return upload(ranks, device)
-
-
-Sampler = RandomSampler
-"""The interface of samplers; a test's enumerates instead of sampling."""
-SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
-"""SplitMix64 (Steele, Lea, Flood 2014): the increment of its counter, and the two factors that mix it."""
-GOLDEN, MIX_1, MIX_2 = SPLITMIX
-SIGNED_GOLDEN, *SIGNED_MIX = SPLITMIX.view(np.int64).tolist()
-"""The same bits as torch's int64."""
-
-
-class PositionNoise:
-    """For each position of each row, and each token v, a number E_v, exponential of rate 1 and independent.
-
-    The token at a position is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere,
-    and depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a
-    probability of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
-
-    The numbers are computed from one seed a row and not stored: they are the same on every device.
-    """
-
-    def __init__(
-        self, sampler: RandomSampler, texts: list[list[int]], positions: int, vocab_size: int, device: torch.device
-    ) -> None:
-        """Draw a seed for each row; `texts` are their new tokens, of which one step decides `positions` at most."""
-        source = device if sampler.generator is None else sampler.generator.device
-        bounds = -(2**63), 2**63 - 1
-        seeds_R = torch.randint(*bounds, (len(texts),), generator=sampler.generator, device=source)
-        self._seeds_R = seeds_R.cpu().numpy().astype(np.uint64)  # sync: once a call
-        self._ahead_P = np.arange(positions, dtype=np.uint64)
-        self._texts, self._vocab_size, self._device = texts, vocab_size, device
-
-    def move_to(self, rows: Sequence[int]) -> None:
-        """Move to the next position of each row of the batch."""
-        next_B = np.array([len(self._texts[row]) for row in rows], dtype=np.uint64)
-        z_BP = self._seeds_R[np.array(rows), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
-        z_BP = (z_BP ^ (z_BP >> 30)) * MIX_1
-        z_BP = (z_BP ^ (z_BP >> 27)) * MIX_2
-        keys_BP = (z_BP ^ (z_BP >> 31)).astype(np.int64)
-        self._keys_BP = upload(keys_BP, self._device)
-        self._ready_BKV = torch.empty(len(rows), 0, self._vocab_size, device=self._device)
-
-    def next(self, count: int) -> Tensor:
-        """E_BKV of the next K = `count` positions of each row; float32."""
-        known = self._ready_BKV.shape[1]
-        if known < count:
-            more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
-            self._ready_BKV = more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
-        return self._ready_BKV[:, :count]
-
-    def sampler(self, tree: DraftTree) -> PositionSampler:
-        """The sampler of a tree's nodes: one at depth d of a row with n new tokens decides the token at n + d."""
-        numbers_BKV = self.next(tree.max_depth + 1)
-        if tree.in_order:
-            return PositionSampler(exponential_BNV=numbers_BKV)
-        rows_B1 = counting(len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True)
-        return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
-
-
-@constants
-def _steps(width: int, device: torch.device) -> Tensor:
-    """Offsets of SplitMix64's counter for `width` numbers."""
-    return torch.arange(width, device=device) * SIGNED_GOLDEN
-
-
-def exponential(keys_BK: Tensor, width: int) -> Tensor:
-    """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
-    if cpu_kernels.in_use(keys_BK.device):
-        minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
-    else:
-        z = keys_BK[..., None] + _steps(width, keys_BK.device)
-        for shift, factor in zip((30, 27), SIGNED_MIX, strict=True):
-            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> keeps the sign
-        z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))
-        minus_u = ((z + 0.5) * -(2.0**-53)).float()
-    # u that rounds to 1 would be infinite, and all tokens alike
-    return minus_u.clamp_(min=-(1 - 2.0**-24)).log1p_().neg_()
-
-
-@dataclass(eq=False)
-class PositionSampler(RandomSampler):
-    """One draw per node, a race by the random numbers of the node's position; see `PositionNoise`."""
-
-    exponential_BNV: Tensor = field(kw_only=True)
-
-    def categorical(self, probs: Tensor) -> Tensor:
-        return (probs / self.exponential_BNV).argmax(-1)
-
-
-@dataclass(eq=False)
-class PrecomputedSampler(RandomSampler):
-    """Samples with precomputed uniform numbers, each used once; the batch is the first dimension."""
-
-    uniform_BU: Tensor = field(kw_only=True)
-    used: int = 0
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        count = math.prod(shape[1:])
-        taken_BU = self.uniform_BU[:, self.used : self.used + count]
-        self.used += count
-        return taken_BU.reshape(shape)
-
-    def from_start(self) -> PrecomputedSampler:
-        return PrecomputedSampler(uniform_BU=self.uniform_BU)
-
-
-def sampler_by(numbers: Tensor) -> PositionSampler | PrecomputedSampler:
-    """The sampler that uses random numbers: exponential ones by position [B, N, V], or uniform ones [B, U]."""
-    if numbers.ndim == 3:
-        return PositionSampler(exponential_BNV=numbers)
-    return PrecomputedSampler(uniform_BU=numbers)
 
 
 class TreeLogitsProcessor:

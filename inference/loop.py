@@ -41,10 +41,11 @@ from .decoding import Decoding
 from .drafters.base import BatchDrafter, NoDraft
 from .engines.base import TargetOutput
 from .kv_cache import TreeCache
-from .logits import PositionNoise, RandomSampler, Sampler
+from .noise import PositionNoise
 from .observers import ObservedCall, observing
 from .prefill import prefill_all, prefill_slots, similar_lengths
 from .round import Round, read_by_host
+from .sampling import RandomSampler, Sampler
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .target_limits import Limits, at_border, forward_without_spoiled, reread

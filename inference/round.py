@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..heads.layers.constants import Download
 from .engines.base import TargetOutput
-from .logits import Sampler
+from .sampling import Sampler
 from .tree import DraftTree
 
 

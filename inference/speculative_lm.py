@@ -52,7 +52,7 @@ from .inputs import (
     without_padding,
 )
 from .kv_cache import free_memory
-from .logits import RandomSampler, Sampler, TreeLogitsProcessor
+from .logits import TreeLogitsProcessor
 from .loop import speculate
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
@@ -62,6 +62,7 @@ from .observers import RoundObserver
 from .output import GenerateDictOutput, GenerateOutput, collected
 from .recorded_folder import keep_costs
 from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
+from .sampling import RandomSampler, Sampler
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .streaming import streamed

@@ -27,6 +27,7 @@ keys and values, E head size, A accepted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +36,57 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..heads.layers.constants import counting, upload
-from .kv_cache import Pool, TreeCache, TreeLayer
-from .models.states import CachedLayer, RowState, StatefulInterface
+from .kv_cache import CacheInterface, Pool, TreeCache, TreeLayer
 
 KEPT_SNAPSHOTS = 2
 """Ends of prompts, the newest ones, to which a conversation can go back."""
 Path = list[int]
 """Nodes of a tree from its root on."""
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Shape of one state of one row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """Contents of the cache for one layer."""
+
+    has_keys: bool
+    convolutions: dict[int, RowState]
+    """The windows of its convolutions, by number."""
+    recurrences: dict[int, RowState]
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.convolutions or self.recurrences)
+
+
+@dataclass(frozen=True)
+class StatefulInterface:
+    """How a model with states takes and returns its cache, and what that keeps for every layer."""
+
+    cache: CacheInterface
+    """Its name, and the shapes of the keys and values of those layers that have them."""
+    layers: list[CachedLayer]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps more than the window of a convolution."""
+        return any(layer.recurrences for layer in self.layers)
+
+    def row_bytes(self) -> int:
+        """Bytes of the states of a row."""
+        total = 0
+        for layer in self.layers:
+            for state in (*layer.convolutions.values(), *layer.recurrences.values()):
+                total += math.prod(state.shape) * state.dtype.itemsize
+        return total
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from .kv_cache import Pool
+from .kv_cache import CacheInterface, Pool
 from .models.as_loaded import as_loaded
 from .models.info import attention_kinds, before_lm_head, target_info, target_modules
-from .models.interface import CacheInterface, cache_interface, first_block_index, fitting_logits
+from .models.interface import cache_interface, first_block_index, fitting_logits
 from .models.loading import end_tokens_of
 from .models.positions import counts_positions
 from .models.segments import segments_of, tokens_read_at_border

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..heads.layers.constants import counting
 from .engines.base import Runner
 from .kv_cache import TreeCache
-from .logits import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, sampler_by
 from .round import Verdict
+from .sampling import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, sampler_by
 from .stats import Stats
 from .tree import DraftTree
 from .verify import AcceptanceRule, emitted_tokens, greedy, point_mass

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..heads.layers.constants import constants, counting
-from .logits import Sampler
+from .sampling import Sampler
 from .tree import DraftTree
 from .tuning.tree_spec import ROOT, TreeKind, TreeShape
 

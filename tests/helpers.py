@@ -20,10 +20,11 @@ from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
 from headstart.inference.decoding import Decoding
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
-from headstart.inference.logits import RandomSampler, TreeLogitsProcessor
+from headstart.inference.logits import TreeLogitsProcessor
 from headstart.inference.loop import speculate
 from headstart.inference.observers import ObservedCall, RoundObserver
 from headstart.inference.round import Round
+from headstart.inference.sampling import RandomSampler
 from headstart.inference.sequences import Sequences
 from headstart.inference.verification import Verification
 

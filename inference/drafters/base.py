@@ -18,8 +18,8 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..logits import Sampler
 from ..round import Round
+from ..sampling import Sampler
 from ..tree import DraftTree
 from ..tuning.tree_spec import ROOT, TreeKind
 

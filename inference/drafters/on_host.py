@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..logits import RandomSampler
 from ..round import Round
+from ..sampling import RandomSampler
 from ..tree import DraftTree
 from .base import BatchDrafter, DraftContext, NewestTokens, NoDraft, PrefillChunk
 

@@ -27,8 +27,8 @@ from ...heads.base import TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
-from ..logits import RandomSampler, Sampler
 from ..round import Round
+from ..sampling import RandomSampler, Sampler
 from ..tree import DraftTree
 from ..tuning.tree_search import prune
 from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape

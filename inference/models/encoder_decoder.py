@@ -18,9 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..engines.counting import CountingEngine
 from ..engines.cpu import PackedLinearEngine
 from ..engines.eager import Masks
-from ..kv_cache import TreeCache
+from ..kv_cache import CacheInterface, TreeCache
 from ..target import Target
-from .interface import CacheInterface, cache_interface
+from .interface import cache_interface
 from .loading import config_of
 
 FAMILIES = (

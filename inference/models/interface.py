@@ -7,7 +7,7 @@ Versions name the KV cache differently (`past_key_values`, then `cache`), and co
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,20 +16,10 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...heads.base import TargetModules
-from ..kv_cache import StateShape
+from ..kv_cache import CacheInterface, StateShape
 
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of the KV cache that transformers is known to use, for error messages alone."""
-
-
-@dataclass(frozen=True)
-class CacheInterface:
-    """How a model's forward takes and returns its KV cache."""
-
-    name: str
-    """The argument that takes it, and the output that returns it."""
-    state_shapes: list[StateShape]
-    """Shapes of each layer's keys, then of the values."""
 
 
 def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterface:

@@ -9,8 +9,6 @@ Letters in tensor names: T time, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..kv_cache import StateShape
-from .interface import CacheInterface
+from ..kv_cache import CacheInterface, StateShape
+from ..state_cache import CachedLayer, RowState, StatefulInterface
 
 STATE_LAYERS = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 """transformers' names of layers with a state."""
@@ -39,51 +37,6 @@ READ_BEFORE = 6
 STATE_TOLERANCE = 0.05
 """Largest relative difference of states. An empty state makes one of 0.3 and more. Nemotron-H and Zamba2 bound the step
 size of the recurrence from below where several tokens are read, and not for a single one: up to 0.006."""
-
-
-@dataclass(frozen=True)
-class RowState:
-    """Shape of one state of one row."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class CachedLayer:
-    """Contents of the cache for one layer."""
-
-    has_keys: bool
-    convolutions: dict[int, RowState]
-    """The windows of its convolutions, by number."""
-    recurrences: dict[int, RowState]
-
-    @property
-    def has_state(self) -> bool:
-        return bool(self.convolutions or self.recurrences)
-
-
-@dataclass(frozen=True)
-class StatefulInterface:
-    """How a model with states takes and returns its cache, and what that keeps for every layer."""
-
-    cache: CacheInterface
-    """Its name, and the shapes of the keys and values of those layers that have them."""
-    layers: list[CachedLayer]
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether a layer keeps more than the window of a convolution."""
-        return any(layer.recurrences for layer in self.layers)
-
-    def row_bytes(self) -> int:
-        """Bytes of the states of a row."""
-        total = 0
-        for layer in self.layers:
-            for state in (*layer.convolutions.values(), *layer.recurrences.values()):
-                total += math.prod(state.shape) * state.dtype.itemsize
-        return total
 
 
 def keeps_states(model: PreTrainedModel) -> bool:

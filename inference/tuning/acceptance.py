@@ -18,7 +18,7 @@ from ...heads.base import DraftHead, TargetFeatures
 from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import DynamicTree
 from ..engines.base import TargetOutput
-from ..logits import RandomSampler
+from ..sampling import RandomSampler
 from ..target import Target
 from .tree_spec import DynamicShape
 

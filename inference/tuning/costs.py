@@ -23,9 +23,9 @@ from ..drafters.base import DraftContext, PrefillChunk
 from ..drafters.tree_policies import StaticTree
 from ..engines.cpu_decoder import is_packed
 from ..engines.eager import EagerEngine
-from ..logits import RandomSampler
 from ..models.encoder_decoder import Seq2SeqTarget
 from ..round import Round, Verdict
+from ..sampling import RandomSampler
 from ..stats import Stats
 from ..target import Target
 from ..tree import DraftTree

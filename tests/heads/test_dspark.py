@@ -16,7 +16,7 @@ from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.early_exit import EarlyExitChain
-from headstart.inference.logits import RandomSampler
+from headstart.inference.sampling import RandomSampler
 from headstart.inference.tuning.tree_spec import EarlyExitShape
 
 OPTIONS = [

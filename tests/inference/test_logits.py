@@ -8,7 +8,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from headstart.inference import DraftTree
-from headstart.inference.logits import PREFIX_FREE, RandomSampler, TreeLogitsProcessor
+from headstart.inference.logits import PREFIX_FREE, TreeLogitsProcessor
+from headstart.inference.sampling import RandomSampler
 
 V = 11
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM
-from headstart.inference.logits import PrecomputedSampler
+from headstart.inference.sampling import PrecomputedSampler
 from headstart.inference.verify import RULES
 
 

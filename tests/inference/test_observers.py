@@ -7,7 +7,7 @@ import torch
 from helpers import Ended, build_model, head_for
 
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, loop
-from headstart.inference.logits import PositionSampler, PrecomputedSampler
+from headstart.inference.sampling import PositionSampler, PrecomputedSampler
 from headstart.inference.streaming import StreamClosed
 
 

@@ -10,7 +10,8 @@ from helpers import padded_batch
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.engines import cpu_kernels
-from headstart.inference.logits import PositionNoise, PositionSampler, RandomSampler, exponential
+from headstart.inference.noise import PositionNoise, exponential
+from headstart.inference.sampling import PositionSampler, RandomSampler
 
 VOCAB, NEW = 20, 24
 ROWS = [torch.tensor(row) for row in ([1, 2, 3], [4, 5, 6, 7, 8], [9])]

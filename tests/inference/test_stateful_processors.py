@@ -20,8 +20,9 @@ from transformers import (
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape, custom_generate
 from headstart.inference.decoding import Decoding
-from headstart.inference.logits import PrecomputedSampler, RandomSampler, TreeLogitsProcessor
+from headstart.inference.logits import TreeLogitsProcessor
 from headstart.inference.loop import score_accepted
+from headstart.inference.sampling import PrecomputedSampler, RandomSampler
 from headstart.inference.sequences import Sequences
 from headstart.inference.tree import DraftTree
 from headstart.inference.verification import Verification

@@ -16,7 +16,7 @@ from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_pol
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree
-from headstart.inference.logits import RandomSampler
+from headstart.inference.sampling import RandomSampler
 from headstart.inference.verify import emitted_tokens, point_mass
 
 ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())

@@ -13,8 +13,8 @@ from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.logits import RandomSampler
 from headstart.inference.models.encoder_decoder import Seq2SeqTarget
+from headstart.inference.sampling import RandomSampler
 from headstart.inference.speculative_lm import Call
 
 VOCAB = 12
