@@ -129,7 +129,7 @@ def prefills(target: Target, text_1T: Tensor) -> str:
     """Time of prefill and the last logits, ours and the stock model's."""
 
     def ours() -> None:
-        target.read_chunk(text_1T, text_1T.shape[1], target.new_cache(1), (), [text_1T.shape[1] - 1])
+        target.engine.read_chunk(text_1T, text_1T.shape[1], target.engine.new_cache(1), (), [text_1T.shape[1] - 1])
 
     def stock() -> None:
         target.model(text_1T, use_cache=True, logits_to_keep=1)

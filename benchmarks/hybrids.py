@@ -155,8 +155,8 @@ def run(target: Target, length: int, accepted: float, rounds: int, pending: int)
     target.engine.most_pending = pending
     random = torch.Generator().manual_seed(0)
     text_1T = torch.randint(target.info.vocab_size, (1, TEXT), generator=random)
-    cache = target.new_cache(1, TEXT + rounds * (length + 1))
-    target.read_chunk(text_1T, TEXT, cache, (), [TEXT - 1])
+    cache = target.engine.new_cache(1, TEXT + rounds * (length + 1))
+    target.engine.read_chunk(text_1T, TEXT, cache, (), [TEXT - 1])
     counts = run_lengths(length, accepted, rounds) if length else [1] * rounds
     written = TEXT
     path_1A = torch.arange(length + 1)[None]
@@ -164,7 +164,7 @@ def run(target: Target, length: int, accepted: float, rounds: int, pending: int)
     for count in counts:
         tokens_1N = torch.randint(target.info.vocab_size, (1, length + 1), generator=random)
         tree = DraftTree.of_shape(TreeShape.chain(length) if length else TreeShape.from_paths([]), tokens_1N)
-        target.forward_tree(tree, written, cache, ())
+        target.engine.forward_tree(tree, written, cache, ())
         cache.accept(path_1A, torch.tensor([count]), in_order=True)
         written += count
     seconds = (time.process_time() - began) / rounds
@@ -191,15 +191,15 @@ def forward(target: Target, shape: TreeShape, pending: int) -> float:
     target.engine.most_pending = 10**9
     random = torch.Generator().manual_seed(0)
     text_1T = torch.randint(target.info.vocab_size, (1, TEXT), generator=random)
-    cache = target.new_cache(1, TEXT + 64)
-    target.read_chunk(text_1T, TEXT, cache, (), [TEXT - 1])
+    cache = target.engine.new_cache(1, TEXT + 64)
+    target.engine.read_chunk(text_1T, TEXT, cache, (), [TEXT - 1])
     if pending:
         tokens_1N = torch.randint(target.info.vocab_size, (1, pending + 1), generator=random)
-        target.forward_tree(DraftTree.of_shape(TreeShape.chain(pending), tokens_1N), TEXT, cache, ())
+        target.engine.forward_tree(DraftTree.of_shape(TreeShape.chain(pending), tokens_1N), TEXT, cache, ())
         cache.accept(torch.arange(pending + 1)[None], torch.tensor([pending]), in_order=True)
     tokens_1N = torch.randint(target.info.vocab_size, (1, shape.size), generator=random)
     began = time.process_time()
-    target.forward_tree(DraftTree.of_shape(shape, tokens_1N), TEXT + pending, cache, ())
+    target.engine.forward_tree(DraftTree.of_shape(shape, tokens_1N), TEXT + pending, cache, ())
     seconds = time.process_time() - began
     cache.release()
     return seconds

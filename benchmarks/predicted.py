@@ -120,8 +120,8 @@ def judged(
 def along(target: Target, drafter: HeadDrafter, text_1T: Tensor, first: int, depth: int) -> list[tuple[Tensor, Tensor]]:
     """For places of an answer: the overlap at each depth, and the signs of each draft."""
     length = text_1T.shape[1]
-    output = target.read_chunk(
-        text_1T, length, target.new_cache(1), drafter.feature_layers, list(range(first - 1, length))
+    output = target.engine.read_chunk(
+        text_1T, length, target.engine.new_cache(1), drafter.feature_layers, list(range(first - 1, length))
     )
     p_TV = at_least_fp32(output.logits_BNV[0]).softmax(-1)  # row i: after token first - 1 + i
     drafter.begin(DraftContext(1, length + depth + 1, RandomSampler(None), None))

@@ -89,15 +89,15 @@ def main() -> None:
 def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
     """Differences between the two kinds of forward in the gap between the two best logits, along an answer."""
     generator = torch.Generator().manual_seed(0)
-    alone, grown = target.new_cache(1), target.new_cache(1)
+    alone, grown = target.engine.new_cache(1), target.engine.new_cache(1)
     for cache in (alone, grown):
-        target.read_chunk(text_T[None, : prompt - 1], prompt - 1, cache, (), [])
+        target.engine.read_chunk(text_T[None, : prompt - 1], prompt - 1, cache, (), [])
     changes = []
     for start in range(prompt - 1, len(text_T) - PATH, PATH):
         path_T = text_T[start : start + PATH]
         single = []
         for place, token in enumerate(path_T):
-            output = target.forward_tree(NoDraft().propose(token[None]), start + place, alone, ())
+            output = target.engine.forward_tree(NoDraft().propose(token[None]), start + place, alone, ())
             alone.advance(torch.ones(1, dtype=torch.int64))
             single.append(output.logits_BNV[0, 0])
         others = torch.randint(target.info.vocab_size, (NODES - PATH,), generator=generator)
@@ -105,7 +105,7 @@ def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
         tree = DraftTree(
             torch.cat([path_T, others])[None], torch.tensor([parents]), torch.tensor([NODES]), max_depth=PATH
         )
-        logits_NV = target.forward_tree(tree, start, grown, ()).logits_BNV[0]
+        logits_NV = target.engine.forward_tree(tree, start, grown, ()).logits_BNV[0]
         grown.advance(torch.full((1,), PATH))  # the path's nodes lie first
         for one_V, other_V in zip(single, logits_NV[:PATH], strict=True):
             first, second = one_V.topk(2).indices

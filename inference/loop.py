@@ -4,7 +4,7 @@ A round has these steps, which are numbered in `speculation_round` and `verify_r
 
     1  proposed = drafter.propose(roots)                 what may follow each row's newest token, the root
     2  verified, nodes = limits.cut(proposed)            the part that the target can verify now
-    3  output = target.forward_tree(verified, cache)     one forward over all nodes
+    3  output = engine.forward_tree(verified, cache)     one forward over all nodes
     4  scores = process(output.logits, verified)         logits processors, each node with its own prefix
     5  verdict = verify_and_commit(verified, scores)     the accepted path and one token more; the KV cache keeps it
     6  finished = read_by_host(Round(...))               the round's only wait for the device
@@ -269,7 +269,7 @@ def forward(
     longest = max(lengths) - 1  # committed tokens: all but the root
     if tree.fallback == "not_finite" and tree.max_depth > 0:
         return forward_without_spoiled(target, min(lengths) - 1, tree, longest, cache, layers)
-    return target.forward_tree(tree, longest, cache, layers)
+    return target.engine.forward_tree(tree, longest, cache, layers)
 
 
 def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> bool:

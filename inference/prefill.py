@@ -146,7 +146,7 @@ def prefill(
     stages = _stages(tokens_BT, lengths, kept, target.shares_prompts and not whole)
     if cache is None:
         room = (max(lengths), len(prompts)) if batch_size is None else (capacity, batch_size)
-        cache = target.new_cache(len(stages[0].rows), *room)
+        cache = target.engine.new_cache(len(stages[0].rows), *room)
     last: dict[int, tuple[Tensor, Tensor]] = {}
     for number, stage in enumerate(stages):
         if number:
@@ -257,7 +257,7 @@ def _read_stage(
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         if inputs is None:
-            output = target.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+            output = target.engine.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
         else:
             output = target.engine.read_prompt(read_RT, cache, wanted, kept, inputs)
         features_BTF = output.features_BNF
@@ -265,7 +265,7 @@ def _read_stage(
             width = target.info.hidden_size
             states_BTD = features_BTF.split(width, dim=-1)[wanted.index(-1)]
             chosen_KD = torch.stack([states_BTD[index, end] for index, end in prompt_ends.items()])
-            logits = target.logits(chosen_KD).unbind()
+            logits = target.engine.logits(chosen_KD).unbind()
             features_BTF = features_BTF[..., : len(layers) * width]
         else:
             logits = tuple(output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items())

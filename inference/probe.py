@@ -38,7 +38,7 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
     served = copy.deepcopy(head).to(target.device, target.dtype).eval()
     length = PROBE_ENDS[-1] + head.max_depth
     text_1T = probe_text(target.info.vocab_size, length)[None].to(target.device)
-    output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
+    output = target.engine.read_chunk(text_1T, length, target.engine.new_cache(1), head.feature_layers, [0])
     tokens: list[float] = []
     scores: list[float] = []
     for end in PROBE_ENDS:

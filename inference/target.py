@@ -23,13 +23,12 @@ from transformers import PreTrainedModel
 from ..extras import require_extra
 from ..heads.base import TargetModules, dtype_name
 from .engines.attention import kernels_without_plans
-from .engines.base import Engine, TargetOutput
+from .engines.base import Engine
 from .engines.by_device import chosen_engine
 from .engines.counting import CountingEngine, PackedCountingEngine
 from .engines.cpu import PackedLinearEngine
 from .engines.eager import EagerEngine
 from .engines.stateful import PackedStatefulEngine, StatefulEngine
-from .kv_cache import TreeCache
 from .models.as_loaded import as_loaded
 from .models.changes import WeightWatch, code_of
 from .models.dtypes import chosen_dtype
@@ -45,7 +44,6 @@ from .models.loading import (
 )
 from .models.trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
 from .target_model import TargetModel
-from .tree import DraftTree, NewNodes
 
 
 class CurrentLMHead(nn.Module):
@@ -276,7 +274,7 @@ class Target(TargetModel):
         with self.lock, as_loaded(self.model), torch.inference_mode():
             self.renew()  # weights may have changed since the last generation
             trained_BTD, _ = self.states(tokens_1T, (-1,))
-            decoded = self.engine.read_chunk(tokens_1T, length, self.new_cache(1), (-1,), [length - 1])
+            decoded = self.engine.read_chunk(tokens_1T, length, self.engine.new_cache(1), (-1,), [length - 1])
         by_median = tolerance(self.model) == ROUNDING_IN_16_BITS
         different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
         if different is not None and different > tolerance(self.model):
@@ -292,35 +290,6 @@ class Target(TargetModel):
         other = type(self)(model, self.name, self.commit)
         other.hold_weakly()  # a target and its engine hold each other: the model would be freed long after its owner
         return other, other.engine
-
-    def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
-        """An empty cache for this model; the arguments are those of `TreeCache`."""
-        return self.engine.new_cache(batch_size, tokens, rows)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V] of features [..., D] of layer -1; see `computes_logits`."""
-        return self.engine.logits(states)
-
-    def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
-    ) -> TargetOutput:
-        """Read the next tokens of prompts; see `Engine.read_chunk`."""
-        return self.engine.read_chunk(tokens_BT, longest, cache, layers, kept)
-
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-        """One forward over all nodes of a tree; see `Engine.forward_tree`."""
-        return self.engine.forward_tree(tree, longest, cache, layers)
-
-    def forward_chain(
-        self,
-        tokens_BN: Tensor,
-        longest: int,
-        cache: TreeCache,
-        layers: tuple[int, ...],
-        kept_K: Tensor | None = None,
-    ) -> TargetOutput:
-        """One forward over a chain of tokens; see `Engine.forward_nodes`."""
-        return self.engine.forward_nodes(NewNodes.of_chain(tokens_BN), longest, cache, layers, kept_K)
 
     def states(
         self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None

@@ -137,7 +137,7 @@ def reread(target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, 
     cache.lengths_B = torch.zeros_like(committed_B)
     cache.prefilled = 0
     last = len(text_T) - 1
-    output = target.read_chunk(text_T[None].to(target.device), len(text_T), cache, layers, [last])
+    output = target.engine.read_chunk(text_T[None].to(target.device), len(text_T), cache, layers, [last])
     cache.lengths_B = committed_B
     cache.slots_BN = committed_B[:, None]
     return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
@@ -158,10 +158,10 @@ def forward_without_spoiled(
         while path[0] > 0:
             path.insert(0, tree.shape.parents[path[0]])
         cache.erase_uncommitted(shortest)
-        output = target.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
+        output = target.engine.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
         spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))
     spoiled_BN = torch.stack(spoiled, dim=1)
     tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
     cache.erase_uncommitted(shortest)
-    output = target.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
+    output = target.engine.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
     return replace(output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from headstart.heads import DraftHead, build_head
-from headstart.inference import Conversation, SpeculativeLM, Target, loop
+from headstart.inference import Conversation, SpeculativeLM, Target, prefill
 
 VOCAB = 37
 """Tokens of prompts and settings; the model may have more."""
@@ -172,7 +172,7 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
     padded, mask = padded_batch(rows, case["side"])
     lm = drafting(target, case)
     target.check_decoding()  # which reads any token, the one with a planted embedding too
-    monkeypatch.setattr(loop, "PREFILL_TOKENS", case["chunk"])
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", case["chunk"])
 
     def tokens_of(decoder: SpeculativeLM, **more: Any) -> list[list[int]]:
         """New tokens of each row, drawn with the seed of the case."""

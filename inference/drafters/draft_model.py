@@ -82,7 +82,7 @@ class AssistantModel:
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> AssistantState:
         root_BV = torch.zeros(batch_size, self.draft_vocab_size, dtype=self.model.dtype, device=self.model.device)
-        return AssistantState(self.model.new_cache(batch_size), 0, root_BV, nodes)
+        return AssistantState(self.model.engine.new_cache(batch_size), 0, root_BV, nodes)
 
     def observe(
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
@@ -99,7 +99,7 @@ class AssistantModel:
         cache = state.cache
         # The drafts of the round before may hold NaN, which a weight of 0 does not remove.
         cache.erase_next(min(state.nodes, cache.capacity - state.longest))
-        output = self.model.forward_chain(within(self.model, tokens_BA), state.longest, cache, (), kept_K)
+        output = self.model.engine.forward_chain(within(self.model, tokens_BA), state.longest, cache, (), kept_K)
         cache.advance(lengths_B)
         root_BV = state.root_BV
         if wanted:

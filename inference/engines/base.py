@@ -164,6 +164,12 @@ class Engine(ABC):
         The longest row has `longest` committed tokens. Returns the logits of the new nodes `kept_K`, None for all.
         """
 
+    def forward_chain(
+        self, tokens_BN: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept_K: Tensor | None = None
+    ) -> TargetOutput:
+        """One forward over a chain of tokens after the committed ones; see `forward_nodes`."""
+        return self.forward_nodes(NewNodes.of_chain(tokens_BN), longest, cache, layers, kept_K)
+
     def draft_head(self, head: DraftHead) -> DraftHead:
         """A head as it drafts here."""
         return head

@@ -133,7 +133,7 @@ class ReplayEngine(Engine):
         return False
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.target.original.logits(states)
+        return self.target.original.engine.logits(states)
 
     def forward_nodes(self, *given: Any, **named: Any) -> TargetOutput:
         raise AssertionError("only whole trees are looked up")

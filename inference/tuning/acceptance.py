@@ -85,7 +85,7 @@ def dynamic_lengths(
         text_1T = answer.tokens_T[None]
         tokens = answer.tokens_T.tolist()
         length = len(tokens)
-        output = target.read_chunk(text_1T, length, target.new_cache(1), head.feature_layers, [0])
+        output = target.engine.read_chunk(text_1T, length, target.engine.new_cache(1), head.feature_layers, [0])
         drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
         drafter.prefill(_chunk(text_1T, output, 0, answer.prompt_length))
         accepted: dict[Size, list[int]] = {key: [] for key in rounds}

@@ -124,7 +124,7 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
         drafter.rows.use(target.engine)
         capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
         drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))
-        output = target.read_chunk(text_1T, TEXT, target.new_cache(1), layers, [])
+        output = target.engine.read_chunk(text_1T, TEXT, target.engine.new_cache(1), layers, [])
         features = output.features_BNF
         drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
         chain = DraftTree.of_shape(TreeShape.chain(depth), text_1T[:, : depth + 1])
@@ -272,14 +272,14 @@ def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callabl
 
     It returns their logits [B, N, V].
     """
-    length, cache = text_BT.shape[1], target.new_cache(len(text_BT))
+    length, cache = text_BT.shape[1], target.engine.new_cache(len(text_BT))
     for chunk_BT in text_BT.split(CHUNK_TOKENS, dim=1):
-        target.read_chunk(chunk_BT, length, cache, layers, [])
+        target.engine.read_chunk(chunk_BT, length, cache, layers, [])
 
     @torch.inference_mode()
     def check(size: int) -> Tensor:
         # The text's own tokens: a mixture of experts would send equal ones to the same experts.
         tokens_BN = text_BT[:, torch.arange(size, device=text_BT.device) % length]
-        return target.forward_chain(tokens_BN, length, cache, layers).logits_BNV
+        return target.engine.forward_chain(tokens_BN, length, cache, layers).logits_BNV
 
     return check

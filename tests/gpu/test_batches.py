@@ -102,13 +102,13 @@ def test_rows_that_end_in_turn_are_recorded_in_few_sizes(lms, monkeypatch, kind,
         return record(function, fixed, *rest)
 
     monkeypatch.setattr(runner, "_record", noted)
-    forward_tree, lengths = away.target.forward_tree, []
+    forward_tree, lengths = away.target.engine.forward_tree, []
 
     def watched(tree, longest, cache, layers):
         lengths.append(cache.lengths_B.tolist())
         return forward_tree(tree, longest, cache, layers)
 
-    monkeypatch.setattr(away.target, "forward_tree", watched)
+    monkeypatch.setattr(away.target.engine, "forward_tree", watched)
     prompts = prompts_of(count)
     _, expected = written(SpeculativeLM(here.target), prompts, **SETTINGS[name])
     output, found = written(away, prompts.to(away.target.device), **SETTINGS[name])

@@ -240,13 +240,13 @@ def test_weights_that_change_are_not_read_where_they_were(on_cpu, device, mode, 
     target = Target(copy.deepcopy(model).to(device))
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=mode, fallback=False)
-    drafted, forward = [], target.forward_tree
+    drafted, forward = [], target.engine.forward_tree
 
     def noted(tree, *rest):
         drafted.append(tree.tokens_BN.tolist())
         return forward(tree, *rest)
 
-    monkeypatch.setattr(target, "forward_tree", noted)
+    monkeypatch.setattr(target.engine, "forward_tree", noted)
     first = text(lm, PADDED.to(device), tokens=20)
     before = drafted.copy()
     drafted.clear()

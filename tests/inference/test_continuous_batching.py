@@ -51,18 +51,18 @@ def prompts(count, vocab=VOCAB):
 @pytest.mark.parametrize(("tree", "apart"), [("chain:3", 1), ("dynamic:9:3:3", 64)])
 def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
-    monkeypatch.setattr(target.engine, "least_padding", apart)
     rows = prompts(11)
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
     settings |= {"pad_token_id": 0}
     alone = [written_alone(target.model, row, **settings) for row in rows]
     assert len({len(row) for row in alone}) > 3  # they end at different times
-    widths, original = [], target.forward_tree
-    monkeypatch.setattr(
-        target, "forward_tree", lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest)
-    )
     lm = SpeculativeLM.from_pretrained(
         target, head_of(name, target), tree=tree if HEADS[name] else "auto", fallback=False
+    )
+    monkeypatch.setattr(target.engine, "least_padding", apart)
+    widths, original = [], target.engine.forward_tree
+    monkeypatch.setattr(
+        target.engine, "forward_tree", lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest)
     )
     padded, mask = padded_batch(rows)
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
@@ -124,16 +124,16 @@ def test_prompts_are_read_apart_where_that_saves_padding(target, lengths, shared
 def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, name):
     """By the target or by the head, however late the head reads."""
     rows = [torch.arange(length) % VOCAB for length in (90, 4, 5, 6)]
-    read, original = [], target.read_chunk
-    monkeypatch.setattr(
-        target, "read_chunk", lambda tokens, *rest: read.append(tokens.shape) or original(tokens, *rest)
-    )
     head = head_of(name, target)
     observed, observe = [], head.observe
     head.observe = lambda state, features, tokens, *rest: (
         observed.append(tokens.shape) or observe(state, features, tokens, *rest)
     )
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2")
+    read, original = [], target.engine.read_chunk
+    monkeypatch.setattr(
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape) or original(tokens, *rest)
+    )
     padded, mask = padded_batch(rows)
     lm.generate(padded, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=[], pad_token_id=0)
     assert read == [(1, 90), (3, 6)]

@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, loop
+from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, prefill
 from headstart.inference.drafters import model_rows
 from headstart.inference.tuning.machine import machine_key
 
@@ -267,7 +267,7 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatc
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False)
     input_ids, mask = padded_batch(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    monkeypatch.setattr(*((loop, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size)
+    monkeypatch.setattr(*((prefill, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size)
     chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     assert torch.equal(chunked.sequences, whole.sequences)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
@@ -277,9 +277,9 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatc
 def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
-    sizes, forward = [], target.forward_tree
+    sizes, forward = [], target.engine.forward_tree
     monkeypatch.setattr(
-        target, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
+        target.engine, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
     )
     input_ids, mask = padded_batch(ROWS)
     eos = [int(stock(target, ROWS[0])[6]), int(stock(target, ROWS[1])[9])]
@@ -296,9 +296,11 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
     lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", fallback=False)
     budget = lm.drafter.max_nodes
-    seen, forward = [], target.forward_tree
+    seen, forward = [], target.engine.forward_tree
     monkeypatch.setattr(
-        target, "forward_tree", lambda tree, *rest: seen.append(tuple(tree.tokens_BN.shape)) or forward(tree, *rest)
+        target.engine,
+        "forward_tree",
+        lambda tree, *rest: seen.append(tuple(tree.tokens_BN.shape)) or forward(tree, *rest),
     )
     for count in (1, 2, 3, budget, budget + 1):
         rows = [ROWS[number % 4] for number in range(count)]
@@ -370,7 +372,7 @@ class Forbids(LogitsProcessor):
 def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
-    forward, calls = target.forward_tree, []
+    forward, calls = target.engine.forward_tree, []
 
     def broken(*args):
         output = forward(*args)
@@ -382,7 +384,7 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
     for settings in (PLAIN, {**PLAIN, "do_sample": True}):
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(target, "forward_tree", broken)
+            patch.setattr(target.engine, "forward_tree", broken)
             with pytest.raises(ValueError, match=r"logits for new token \d+ of row 0 contain NaN"):
                 lm.generate(ROWS[0][None], **settings)
         assert lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist() == stock(target, ROWS[0]).tolist()

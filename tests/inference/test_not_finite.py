@@ -254,7 +254,7 @@ def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch
     target = tiny_target(vocab_size=VOCAB)
     row = rows_of(6)[0]
     truth = stock(target.model, row)
-    forward, broken = target.forward_tree, []
+    forward, broken = target.engine.forward_tree, []
 
     def spoiled(tree, *given):
         output = forward(tree, *given)
@@ -263,7 +263,7 @@ def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch
             broken.append(1)
         return output
 
-    monkeypatch.setattr(target, "forward_tree", spoiled)
+    monkeypatch.setattr(target.engine, "forward_tree", spoiled)
     lm = SpeculativeLM(target, Oracle(TreeShape.chain(4), [truth], VOCAB, wrong=0.0))
     found, stats = ours(lm, [row])
     assert found == [truth] and broken

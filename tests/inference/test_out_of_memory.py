@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import head_for
 
-from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference import Conversation, SpeculativeLM
 
 PROMPTS = torch.arange(3, 15).reshape(2, 6)
 # Nodes, and those that are left with a limit of 1, 2 and 3.
@@ -20,18 +20,19 @@ TREES = {
 }
 
 
-def limited(monkeypatch, nodes, also_fails=0):
+def limited(monkeypatch, lm, nodes, also_fails=0):
     """Make forwards of trees with more nodes than this fail, and the first so many of any tree; returns the sizes."""
-    sizes, whole = [], Target.forward_tree
+    engine = lm.target.engine
+    sizes, whole = [], engine.forward_tree
 
-    def forward_tree(self, tree, *arguments):
+    def forward_tree(tree, *arguments):
         sizes.append(tree.tokens_BN.shape[1])
-        output = whole(self, tree, *arguments)  # has written to the cache
+        output = whole(tree, *arguments)  # has written to the cache
         if sizes[-1] > nodes or len(sizes) <= also_fails:
             raise torch.OutOfMemoryError("simulated")
         return output
 
-    monkeypatch.setattr(Target, "forward_tree", forward_tree)
+    monkeypatch.setattr(engine, "forward_tree", forward_tree)
     return sizes
 
 
@@ -42,7 +43,7 @@ def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes,
     target = tiny_target(vocab_size=40)
     lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree=tree, fallback=fallback)
     expected = SpeculativeLM(target).generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
-    sizes = limited(monkeypatch, nodes)
+    sizes = limited(monkeypatch, lm, nodes)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
@@ -67,7 +68,7 @@ def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
         return lm.generate(PROMPTS, max_new_tokens=20, do_sample=True, generator=generator).sequences
 
     expected = sampled()
-    limited(monkeypatch, 2)
+    limited(monkeypatch, lm, 2)
     with pytest.warns(UserWarning, match="memory ran out"):
         assert torch.equal(sampled(), expected)
 
@@ -76,7 +77,7 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree="chain:3", fallback=False)
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
-    sizes, past = limited(monkeypatch, 2), Conversation()
+    sizes, past = limited(monkeypatch, lm, 2), Conversation()
     with pytest.warns(UserWarning, match="memory ran out"):
         found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False, max_batch_size=1).sequences
     assert torch.equal(found, expected)
@@ -104,7 +105,7 @@ def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_tar
     monkeypatch.setattr(type(head), "expand", fails)
     with pytest.warns(UserWarning, match="memory ran out"):
         assert torch.equal(lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected)
-    limited(monkeypatch, 0)
+    limited(monkeypatch, lm, 0)
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
 

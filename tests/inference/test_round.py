@@ -129,15 +129,15 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
 
     plain = seeded(SpeculativeLM(target))
     if limit == "memory":
-        whole = type(target).forward_tree
+        whole = target.engine.forward_tree
 
-        def forward_tree(self, tree, *arguments):
-            output = whole(self, tree, *arguments)  # it has written to the cache
+        def forward_tree(tree, *arguments):
+            output = whole(tree, *arguments)  # it has written to the cache
             if tree.tokens_BN.shape[1] > NODES:
                 raise torch.OutOfMemoryError("simulated")
             return output
 
-        monkeypatch.setattr(type(target), "forward_tree", forward_tree)
+        monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
     input_ids, mask = padded_batch(prompts)
     for _ in range(2):  # the second time with what the first has left behind
         written = lm.generate(input_ids, attention_mask=mask, **settings)

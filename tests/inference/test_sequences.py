@@ -81,9 +81,9 @@ def turn(lm, text, past=None, **settings):
 @pytest.mark.parametrize("ends", [None, [3, 7]])
 def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind, ends):
     lm, fresh, past = decoder(target, kind), decoder(target, kind), Conversation()
-    read, original = [], target.read_chunk
+    read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
     )
     asked, text, best = prompts(TURNS), None, 0.0
     before: list[int] = []
@@ -181,9 +181,9 @@ def test_a_drafter_without_a_memory_is_shown_the_text_again(target):
 
 def test_a_chat_reads_only_what_is_new(target_folder, tokenizer, monkeypatch):
     lm = SpeculativeLM.from_pretrained(target_folder, drafter="prompt-lookup", dtype="float64")
-    read, original = [], lm.target.read_chunk
+    read, original = [], lm.target.engine.read_chunk
     monkeypatch.setattr(
-        lm.target, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+        lm.target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
     )
     chat = lm.chat(tokenizer, system="Be brief.", max_new_tokens=9, do_sample=False)
     for question in ("What is a tree?", "And a chain?"):
@@ -211,9 +211,9 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     lm, alone = decoder(target, kind), decoder(target, kind)
     expected = [turn(alone, row) for row in rows]
-    read, original = [], target.read_chunk
+    read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
     )
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
@@ -225,11 +225,12 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
 
 
 def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
-    read, original = [], target.read_chunk
+    lm = decoder(target, "eagle3")
+    read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
     )
-    output = decoder(target, "eagle3").generate(
+    output = lm.generate(
         torch.tensor([[1, 2, 3]]), max_new_tokens=NEW, do_sample=True, num_return_sequences=4, pad_token_id=0
     )
     assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4

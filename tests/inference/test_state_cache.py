@@ -53,8 +53,8 @@ def whole(target, text):
 
 def filled(target, texts):
     """A cache that holds texts of one length, and their features of block 0 and after the final norm."""
-    cache = target.new_cache(len(texts), 64)
-    target.read_chunk(torch.tensor(texts), len(texts[0]), cache, (0, -1), [])
+    cache = target.engine.new_cache(len(texts), 64)
+    target.engine.read_chunk(torch.tensor(texts), len(texts[0]), cache, (0, -1), [])
     return cache
 
 
@@ -68,7 +68,7 @@ def draft(random_tokens, shape, roots):
 
 def check_nodes(target, cache, tree, texts, layers=()):
     """Compare a forward over a tree with the whole text of every node."""
-    output = target.forward_tree(tree, max(map(len, texts)), cache, layers)
+    output = target.engine.forward_tree(tree, max(map(len, texts)), cache, layers)
     for row, text in enumerate(texts):
         for path in leaf_paths(tree)[row]:
             tokens = tree.tokens_BN[row, path].tolist()
@@ -95,7 +95,7 @@ def rounds(target, texts, seed, count=8, check=True):
         if check:
             check_nodes(target, cache, tree, texts)
         else:
-            target.forward_tree(tree, max(map(len, texts)), cache, ())
+            target.engine.forward_tree(tree, max(map(len, texts)), cache, ())
         paths, lengths = [], []
         for row, leaves in enumerate(leaf_paths(tree)):
             path = numbers.choice(leaves)
@@ -144,7 +144,7 @@ def test_what_is_pending_is_bounded_and_a_whole_path_leaves_nothing(targets, fam
         cache = filled(target, [[3, 1, 4, 1, 5]])
         length = 5
         for accepted in (4, 2, 1, 2, 4, 3, 3):
-            target.forward_tree(draft(numbers, TreeShape.chain(3), [7]), length, cache, ())
+            target.engine.forward_tree(draft(numbers, TreeShape.chain(3), [7]), length, cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([accepted]), in_order=True)
             length += accepted
             cache.settle()
@@ -161,7 +161,7 @@ def test_a_round_that_is_repeated_begins_where_it_began(targets, family):
         cache, (text,) = rounds(target, [[3, 1, 4, 1, 5]], seed=1, check=False)
         before_B = cache.lengths_B
         for kept in (0, 2):
-            target.forward_tree(draft(numbers, TreeShape.chain(3), [7]), len(text), cache, ())
+            target.engine.forward_tree(draft(numbers, TreeShape.chain(3), [7]), len(text), cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([4]), in_order=True)
             cache.lengths_B = before_B + kept
             if kept:
@@ -207,7 +207,7 @@ def test_a_text_goes_back_as_far_as_its_states_allow(targets, family):
         text = [3, 1, 4, 1, 5]
         for accepted in (4, 2):  # the first leaves a snapshot at 9, the second two pending tokens or none
             tree = draft(numbers, TreeShape.chain(3), [7])
-            target.forward_tree(tree, len(text), cache, ())
+            target.engine.forward_tree(tree, len(text), cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([accepted]), in_order=True)
             text += tree.tokens_BN[0, :accepted].tolist()
         cache.settle()
@@ -264,17 +264,17 @@ def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(tar
             found = lm.generate(prompt, past_key_values=past, **settings).sequences
             assert torch.equal(found, expected)
             prompt = torch.cat([expected[:, :-2], torch.tensor([[7, 8, 9]])], dim=1)  # another end of the answer
-    whole_forward = Target.forward_tree
+    whole_forward = target.engine.forward_tree
     failed = []
 
-    def forward_tree(self, tree, *arguments):
-        output = whole_forward(self, tree, *arguments)
+    def forward_tree(tree, *arguments):
+        output = whole_forward(tree, *arguments)
         if tree.tokens_BN.shape[1] > 3:
             failed.append(tree)
             raise torch.OutOfMemoryError("simulated")
         return output
 
-    monkeypatch.setattr(Target, "forward_tree", forward_tree)
+    monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
     settings["attention_mask"] = torch.ones_like(prompt)
     expected = target.model.generate(prompt, **settings)
     with warnings.catch_warnings(record=True):

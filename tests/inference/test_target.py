@@ -38,17 +38,17 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
     tree = DraftTree(
         guesses, torch.tensor([shape.parents] * len(lengths)), torch.tensor([shape.size] * len(lengths)), shape.depth
     )
-    cache = target.new_cache(len(lengths))
+    cache = target.engine.new_cache(len(lengths))
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     with torch.no_grad():
         halves, kept = (padded[:, : max(lengths) // 2], padded[:, max(lengths) // 2 :]), [*range(padded.shape[1])]
         read = []
         for chunk in (half for half in halves if half.shape[1]):
-            read.append(target.read_chunk(chunk, max(lengths), cache, layers, kept[: chunk.shape[1]]))
+            read.append(target.engine.read_chunk(chunk, max(lengths), cache, layers, kept[: chunk.shape[1]]))
         logits_BTV = torch.cat([chunk.logits_BNV for chunk in read], dim=1)
         features_BTF = torch.cat([chunk.features_BNF for chunk in read], dim=1)
         cache.lengths_B = torch.tensor(lengths)
-        output = target.forward_tree(tree, max(lengths), cache, layers)
+        output = target.engine.forward_tree(tree, max(lengths), cache, layers)
         for row, own in enumerate(prompts):
             alone = target.model(own[None], output_hidden_states=True)
             assert torch.allclose(logits_BTV[row, : len(own)], alone.logits[0], atol=1e-12)
@@ -69,10 +69,10 @@ def test_windows_count_positions_and_not_places_in_the_tree():
     parents = (-1, 0, 0, 0, 2, 4, 5, 6)  # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
     guesses = tokens(1, len(parents), seed=1)
     tree = DraftTree(guesses, torch.tensor([parents]), torch.tensor([len(parents)]), max_depth=5)
-    cache = target.new_cache(1)
+    cache = target.engine.new_cache(1)
     with torch.no_grad():
-        target.read_chunk(own, 7, cache, (), [])
-        logits_NV = target.forward_tree(tree, 7, cache, ()).logits_BNV[0]
+        target.engine.read_chunk(own, 7, cache, (), [])
+        logits_NV = target.engine.forward_tree(tree, 7, cache, ()).logits_BNV[0]
         for node in range(len(parents)):
             text = torch.cat([own[0], guesses[0, path_to(parents, node)]])
             assert torch.allclose(logits_NV[node], target.model(text[None]).logits[0, -1], atol=1e-12)
@@ -82,7 +82,7 @@ def test_reading_for_training_gives_the_features_of_decoding(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     text = tokens(2, 12)
     with torch.no_grad():
-        decoded = target.read_chunk(text, 12, target.new_cache(2), (0, -1), []).features_BNF
+        decoded = target.engine.read_chunk(text, 12, target.engine.new_cache(2), (0, -1), []).features_BNF
     features_BTF, last_BTD = target.read(text, (0, -1))
     assert torch.allclose(features_BTF, decoded, atol=1e-12)
     assert torch.equal(last_BTD, features_BTF[..., 32:])

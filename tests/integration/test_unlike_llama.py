@@ -233,8 +233,8 @@ def test_heads_learn_from_the_models_own_logits_or_training_refuses(name: str) -
     expected_BTV = target.model(tokens_BT).logits
     torch.testing.assert_close(target.modules.logits(last_BTD), expected_BTV, rtol=1e-6, atol=1e-6)
     # What decoding reads is what training reads.
-    cache = target.new_cache(2, 16)
-    output = target.read_chunk(tokens_BT, 9, cache, (0, -1), [8])
+    cache = target.engine.new_cache(2, 16)
+    output = target.engine.read_chunk(tokens_BT, 9, cache, (0, -1), [8])
     torch.testing.assert_close(output.features_BNF, features_BTF, rtol=1e-9, atol=1e-9)
 
 

@@ -576,7 +576,9 @@ def test_p_eagle_is_refused_by_name(config: dict[str, Any]) -> None:
 
 def logits(head: DraftHead, target: Any, tokens_1T: Tensor) -> Tensor:
     """A head's first draft after a text."""
-    output = target.read_chunk(tokens_1T, tokens_1T.shape[1], target.new_cache(1), head.feature_layers, [])
+    output = target.engine.read_chunk(
+        tokens_1T, tokens_1T.shape[1], target.engine.new_cache(1), head.feature_layers, []
+    )
     state = head.begin(target.modules, 1, 32, 1, 4)
     length_B = torch.tensor([tokens_1T.shape[1] - 1])
     state = head.observe(state, output.features_BNF[:, :-1], tokens_1T[:, 1:], length_B)

@@ -202,8 +202,8 @@ def test_a_decoder_in_the_kernels_gives_the_models_logits_and_features(name, dty
     expected = target.model(text, output_hidden_states=True)
     target.compile()
     assert isinstance(target.engine, CpuEngine)
-    cache = target.new_cache(2)
-    found = target.read_chunk(text, 70, cache, layers, list(range(70)))
+    cache = target.engine.new_cache(2)
+    found = target.engine.read_chunk(text, 70, cache, layers, list(range(70)))
     assert torch.equal(cache.lengths_B, lengths)
     states = torch.cat([expected.hidden_states[i] for i in (1, 3, 4)], dim=-1)
     close = 1e-4 if dtype == FLOAT else 0.1
@@ -268,7 +268,7 @@ def test_who_asks_the_model_for_its_states_does_not_change_ours(asked):
     target.compile()
     expected = model(text, output_hidden_states=True).hidden_states[-1]
     for _ in range(2):
-        found = target.read_chunk(text, 8, target.new_cache(1), (-1,), []).features_BNF
+        found = target.engine.read_chunk(text, 8, target.engine.new_cache(1), (-1,), []).features_BNF
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -283,16 +283,16 @@ def test_a_tree_and_single_steps_say_the_same_to_the_last_bit(name, dtype, threa
     seen = torch.eye(8, dtype=torch.bool)
     for node, parent in enumerate(parents[1:], start=1):
         seen[node] |= seen[parent]
-    layers, cache = (0, -1), target.new_cache(1)
-    target.read_chunk(text, 60, cache, layers, [])
+    layers, cache = (0, -1), target.engine.new_cache(1)
+    target.engine.read_chunk(text, 60, cache, layers, [])
     nodes = NewNodes(tree, framed(seen[None]), seen.sum(-1)[None] - 1)
     output = target.engine.forward_nodes(nodes, 60, cache, layers)
     for leaf in (4, 5, 7):
         path = seen[leaf].nonzero()[:, 0]
-        alone = target.new_cache(1)
-        target.read_chunk(text, 60, alone, layers, [])
+        alone = target.engine.new_cache(1)
+        target.engine.read_chunk(text, 60, alone, layers, [])
         for step, node in enumerate(path):
-            one = target.forward_chain(tree[:, node, None], 60 + step, alone, layers)
+            one = target.engine.forward_chain(tree[:, node, None], 60 + step, alone, layers)
             alone.advance(torch.tensor([1]))
             assert torch.equal(one.logits_BNV[:, 0], output.logits_BNV[:, node])
             assert torch.equal(one.features_BNF[:, 0], output.features_BNF[:, node])
@@ -304,9 +304,9 @@ def test_a_prompt_is_read_alike_in_pieces_of_any_size():
     text = torch.randint(90, (2, 600), generator=torch.Generator().manual_seed(1))
     found = []
     for size in (1, 7, 600):
-        cache = target.new_cache(2)
+        cache = target.engine.new_cache(2)
         parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
-        outputs = [target.read_chunk(part, 600, cache, (0,), list(range(part.shape[1]))) for part in parts]
+        outputs = [target.engine.read_chunk(part, 600, cache, (0,), list(range(part.shape[1]))) for part in parts]
         found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 

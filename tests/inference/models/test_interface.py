@@ -119,7 +119,7 @@ def test_features_are_the_states_after_the_blocks_bit_for_bit(counting, layers):
     assert torch.equal(features_BTF, torch.cat(wanted, dim=-1) if wanted else last_BTD[..., :0])
     assert torch.equal(last_BTD, expected[-1])
     with torch.inference_mode():
-        decoded = target.forward_chain(TOKENS_BT, 0, target.new_cache(len(TOKENS_BT)), layers)
+        decoded = target.engine.forward_chain(TOKENS_BT, 0, target.engine.new_cache(len(TOKENS_BT)), layers)
     torch.testing.assert_close(decoded.features_BNF, features_BTF, rtol=1e-4, atol=1e-4)
 
 
@@ -156,9 +156,9 @@ def test_hidden_states_that_are_no_blocks_are_refused():
 
 def test_a_model_without_a_cache_is_refused_by_name():
     with pytest.raises(ValueError, match=r"LlamaForCausalLM returns no KV cache: none of its outputs \(logits\)"):
-        Target(wrapped(returns_cache=False)).new_cache(1)
+        Target(wrapped(returns_cache=False)).engine.new_cache(1)
 
 
 def test_a_cache_that_is_taken_by_another_name_is_refused():
     with pytest.raises(ValueError, match=r"returns its KV cache as 'kv_states' and takes none of that name; .* memory"):
-        Target(wrapped(taken="memory")).new_cache(1)
+        Target(wrapped(taken="memory")).engine.new_cache(1)

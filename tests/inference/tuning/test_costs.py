@@ -148,7 +148,7 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
     target = tiny_target()
     head, clock = a_head(target, "eagle"), [0.0]
     sizes, drafts = [], []
-    forward, expand, observe = target.forward_chain, head.expand, head.observe
+    forward, expand, observe = target.engine.forward_chain, head.expand, head.observe
 
     def slow_observe(state, features_BAF, *given):
         clock[0] += features_BAF.shape[1] / 64
@@ -164,7 +164,7 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
         clock[0] += 0.5
         return expand(*given)
 
-    monkeypatch.setattr(target, "forward_chain", slow_forward)
+    monkeypatch.setattr(target.engine, "forward_chain", slow_forward)
     monkeypatch.setattr(head, "expand", slow_expand)
     monkeypatch.setattr(head, "observe", slow_observe)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
@@ -178,14 +178,14 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
 def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
     """Every second forward takes three times as long."""
     target, clock, sizes = tiny_target(), [0.0], []
-    forward, cost = target.forward_chain, {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
+    forward, cost = target.engine.forward_chain, {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
 
     def slow_forward(tokens_BN, *given):
         sizes.append(tokens_BN.shape[1])
         clock[0] += cost[sizes[-1]] * (3 if len(sizes) % 2 else 1)
         return forward(tokens_BN, *given)
 
-    monkeypatch.setattr(target, "forward_chain", slow_forward)
+    monkeypatch.setattr(target.engine, "forward_chain", slow_forward)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
     assert measured_costs(target).forward == pytest.approx(cost)
 
