@@ -40,7 +40,7 @@ class Example:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Example:
-        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones, as recordings have them."""
+        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones."""
         return cls(row["input_ids"], [bool(own) for own in row["loss_mask"]])
 
     @property

@@ -17,27 +17,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..heads.base import DraftHead
-from ..heads.checkpoints.save_load import load_head
-from ..inference.drafters.adaptive import candidate_chains, candidate_trees
-from ..inference.drafters.by_name import chains_alone
-from ..inference.feature_cache import FeatureCache
-from ..inference.models.dtypes import dtype_named
-from ..inference.models.loading import default_device, locate
-from ..inference.models.outer_modules import OuterTarget
-from ..inference.recorded_folder import recorded_costs
-from ..inference.speculative_lm import SpeculativeLM
-from ..inference.stats import Stats
-from ..inference.target import Target
-from ..inference.tuning.costs import head_shape, kept_costs
-from ..inference.tuning.machine import hardware
-from ..inference.tuning.round_costs import RoundCosts
-from ..inference.tuning.tree_search import default_dynamic_tree
-from ..inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
-from .config import AdaptConfig, EvalConfig
-from .data.chat_template import Example
-from .evaluate import difference_interval, greedy_answers, prompt_of
-from .features.stored import FolderStates, StoredReplay
+from ...heads.base import DraftHead
+from ...heads.checkpoints.save_load import load_head
+from ...inference.drafters.adaptive import candidate_chains, candidate_trees
+from ...inference.drafters.by_name import chains_alone
+from ...inference.feature_cache import FeatureCache
+from ...inference.models.dtypes import dtype_named
+from ...inference.models.loading import default_device, locate
+from ...inference.models.outer_modules import OuterTarget
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.stats import Stats
+from ...inference.target import Target
+from ...inference.tuning.costs import head_shape, kept_costs
+from ...inference.tuning.machine import hardware
+from ...inference.tuning.round_costs import RoundCosts
+from ...inference.tuning.tree_search import default_dynamic_tree
+from ...inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
+from ...train.config import EvalConfig
+from ...train.data.chat_template import Example
+from ...train.evaluate import difference_interval, greedy_answers, prompt_of
+from ...train.features.stored import FolderStates, StoredReplay
+from .config import AdaptConfig
+from .folder import recorded_costs
 
 FEWEST_OF_KIND = 8
 """Answers of a kind from which it is judged by itself: below, its interval is no better than a guess."""

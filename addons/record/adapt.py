@@ -25,22 +25,23 @@ from typing import Any
 from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-from ..console import log
-from ..files import write_whole
-from ..heads.base import CheckpointMetadata, DraftHead
-from ..heads.by_name import head_name
-from ..heads.checkpoints.files import HEAD, refuse_foreign
-from ..heads.checkpoints.save_load import average_weights, load_head, save_head
-from ..inference.feature_cache import FeatureCache
-from ..inference.models.loading import locate
-from ..inference.recording import refuse_if_off
-from .adapting_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
-from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
-from .data.chat_template import Example
-from .engines import start
-from .features.online import CachedFeatures, lacking_in, open_cache
+from ...console import log
+from ...files import write_whole
+from ...heads.base import CheckpointMetadata, DraftHead
+from ...heads.by_name import head_name
+from ...heads.checkpoints.files import HEAD, refuse_foreign
+from ...heads.checkpoints.save_load import average_weights, load_head, save_head
+from ...inference.feature_cache import FeatureCache
+from ...inference.models.loading import locate
+from ...train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
+from ...train.data.chat_template import Example
+from ...train.engines import start
+from ...train.features.online import CachedFeatures, lacking_in, open_cache
+from ...train.loop import load_inputs, train
+from .adapt_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
+from .config import AdaptConfig
 from .judging import judge, report
-from .loop import load_inputs, train
+from .recording import refuse_if_off
 
 FIRST_HEAD = "first_head"
 """Of an adapted head's training: the one before all adaptations."""

@@ -15,15 +15,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..console import log
-from ..files import recorded_files, replacing, write_whole
-from ..inference.feature_cache import MANIFEST
-from ..inference.models.loading import load_tokenizer, target_facts
-from ..inference.recorded_folder import COSTS, recorded_rows
-from ..options import check_options
-from .config import AdaptConfig, DataConfig, TrainConfig
-from .data.conversations import check_row, open_source
-from .data.split import check_renders, rendering
+from ...console import log
+from ...files import replacing, text_shards, write_whole
+from ...inference.feature_cache import MANIFEST, text_rows
+from ...inference.models.loading import load_tokenizer, target_facts
+from ...options import check_options
+from ...train.config import DataConfig, TrainConfig
+from ...train.data.conversations import check_row, open_source
+from ...train.data.split import check_renders, rendering
+from .config import AdaptConfig
+from .folder import COSTS
 from .judging import outer_modules_of
 
 REPLAYED = "replay.jsonl"
@@ -217,14 +218,14 @@ def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manife
 def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
     """Link the recorded answers of a folder into another, or copy them to another disk; return them, each text once."""
     places = []
-    for path in recorded_files(source):
+    for path in text_shards(source):
         place = folder / path.name
         try:
             _link(path, place)
         except FileNotFoundError:  # it has given way to a newer one meanwhile
             continue
         places.append(place)
-    return recorded_rows(places)
+    return text_rows(places)
 
 
 def _link(path: Path, place: Path) -> None:

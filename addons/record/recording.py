@@ -1,15 +1,16 @@
-"""Recording of answers while they are decoded: their tokens, and the target's states that pass through the loop.
+"""Recording of answers while they are decoded: their tokens and the target's states.
 
-    with lm.record("recorded"):
+    with record(lm, "recorded"):
         lm.generate(...)
 
-`RecordingDrafter` stands between the loop and the drafter of a generation. It asks the target for the recorded layers
-too, and keeps what drafters are shown: the features of the prompts' tokens, and those of the accepted nodes of every
-round. A `Recording` takes each answer as it ends, and a thread of its own writes it to a `RecordedFolder`. Decoding
-never waits for the disk: answers that the thread cannot keep up with are dropped and counted.
+A `Recording` observes the decoder, which computes features of the recorded layers for it. Of each
+call a `RecordedCall` keeps those of the prompts' tokens and of the accepted nodes of every round.
+The recording takes each answer as it ends, and a thread of its own writes it to a `RecordedFolder`.
+Decoding never waits for the disk: answers that the thread cannot keep up with are dropped and
+counted.
 
-Letters in tensor names: B batch, T time, A accepted tokens or nodes of a path, L recorded layers, D hidden size,
-F width of the chosen layers side by side, N nodes.
+Letters in tensor names: B batch, T time, A accepted nodes of a path, L recorded layers, D hidden
+size, F width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -19,27 +20,34 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from .drafters.base import BatchDrafter, DraftContext, PrefillChunk, StepResult, replaced_rows, selected_rows
-from .feature_cache import FORMATS, cache_manifest, kept_layers
-from .loop import Decoding
-from .models.encoder_decoder import Seq2SeqTarget
-from .models.loading import tokenizer_provenance
-from .recorded_folder import AnswerMarks, End, RecordedFolder
-from .sequences import Conversation, Sequences
-from .streaming import StreamClosed
-from .target import Target
-from .tree import DraftTree
+from ...inference.drafters.base import PrefillChunk, StepResult
+from ...inference.feature_cache import FORMATS, cache_manifest, kept_layers
+from ...inference.models.as_loaded import as_loaded
+from ...inference.models.encoder_decoder import Seq2SeqTarget
+from ...inference.models.loading import load_tokenizer, tokenizer_provenance
+from ...inference.observers import ObservedCall, RoundObserver
+from ...inference.sequences import Conversation
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.stats import Stats
+from ...inference.streaming import StreamClosed
+from ...inference.target import Target
+from ...inference.tuning.costs import head_shape, kept_costs
+from ...inference.tuning.machine import hardware
+from ...inference.verify import RULES, AcceptanceRule, greedy
+from .folder import AnswerMarks, End, RecordedFolder, keep_costs
 
 NO_RECORD = "HEADSTART_NO_RECORD"
 """Environment variable that switches all recording off, unless it is empty or 0."""
@@ -50,9 +58,87 @@ MAX_LENGTH = 1024
 WAITING_BYTES = 2**30
 """States in memory that wait to be written, beyond which answers are dropped."""
 _CHECKED: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
-"""Targets that were found to decode with the features that training computes, and the engine that did."""
+"""Targets that were found to decode with the features that training computes, and the engine that
+did."""
 OTHER_WEIGHTS = "the target's weights are not those with which the recording began"
 """Why an answer is left out whose states would be those of another model."""
+
+
+def record(
+    lm: SpeculativeLM,
+    folder: str | Path,
+    *,
+    kind: str = "",
+    max_bytes: int = MAX_BYTES,
+    format: str = "bfloat16",
+    max_length: int = MAX_LENGTH,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Recording:
+    """Record all answers of a decoder from now on, for a head to be trained on them.
+
+    Written are the tokens of prompts and answers, and the target's states that the head reads,
+    which pass through the loop anyway; and what rounds cost on this machine, if that was measured,
+    for `headstart adapt` to predict speed. Answers stay the same, and decoding does not wait for
+    the disk.
+
+    with record(lm, "recorded") as recording:
+        lm.generate(...)
+    print(recording.summary())
+
+    With the environment variable HEADSTART_NO_RECORD=1 nothing is recorded, and a warning says so.
+
+    Args:
+        lm: the decoder, which the recording observes until it stops.
+        folder: where to write a file for each answer; several processes may write to one. Readable
+            by its owner alone, if it is made here: it holds all texts, as tokens.
+        kind: label of the prompts' kind, for these answers to be judged by themselves.
+        max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most
+            give way.
+        format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
+        max_length: tokens that are kept of a prompt and its answer, the first ones.
+        tokenizer: the target's, whose fingerprint is kept; loaded if the target has a name.
+
+    Returns:
+        the recording, which runs until its `stop`, or to the end of a `with` block.
+
+    Raises:
+        ValueError: a recording that runs already, a folder of another target, tokenizer, format or
+            layers, or a target on which no head can be trained.
+    """
+    target = lm.target
+    if recording_is_off():
+        warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=2)
+        return Recording(target, None, kind, max_length, lm.observers)
+    if isinstance(target, Seq2SeqTarget):
+        raise ValueError(f"{target.name!r} is an encoder-decoder, for which no head is trained: it is not recorded")
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r} of recorded states; choose from {', '.join(FORMATS)}")
+    if max_length < 2 or max_bytes < 1:
+        raise ValueError(
+            "a recording needs a max_length of at least 2 tokens and max_bytes of at least 1, not "
+            f"{max_length} and {max_bytes}"
+        )
+    tokenizer = tokenizer or load_tokenizer(target.name)
+    layers = kept_layers(lm.drafter.feature_layers)
+    with target.lock, as_loaded(target.model):
+        for observer in lm.observers:
+            if isinstance(observer, Recording):
+                assert observer.folder is not None
+                raise ValueError(
+                    f"answers are recorded in {str(observer.folder.folder)!r} already; stop that recording first"
+                )
+        if _CHECKED.get(target) != target.engine.name:
+            target.check_features()
+            _CHECKED[target] = target.engine.name
+        provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
+        manifest = cache_manifest(provenance, layers, target.info.hidden_size, format)
+        recorded = RecordedFolder(Path(folder), manifest, max_bytes)
+        recording = Recording(target, recorded, kind, max_length, lm.observers)
+    costs = None if lm.head is None else kept_costs(target, lm.head)
+    if lm.head is not None and costs is not None:
+        with suppress(OSError):  # the first answer will say so
+            keep_costs(recorded.folder, head_shape(lm.head), costs, hardware(target.device))
+    return recording
 
 
 def recording_is_off() -> bool:
@@ -108,8 +194,8 @@ class Answer:
     """Bytes of its states in memory."""
 
 
-class Recording:
-    """Records answers from `SpeculativeLM.record` to `stop`; a context manager that stops at its end."""
+class Recording(RoundObserver):
+    """Records a decoder's answers from `record` to `stop`; a context manager stops at its end."""
 
     def __init__(
         self,
@@ -117,11 +203,11 @@ class Recording:
         folder: RecordedFolder | None,
         kind: str,
         max_length: int,
-        running: list[Recording],
+        observers: list[RoundObserver],
     ) -> None:
         """Begin to record a target as it is now; with None as folder, record nothing.
 
-        `running` are the recordings of the decoder, of which this one becomes one until it stops.
+        `observers` are those of the decoder, of which this one becomes one until it stops.
         """
         self.folder = folder
         self.kind = kind
@@ -141,14 +227,17 @@ class Recording:
         self._target = ref(target)
         self._version = None if folder is None else target.version
         """State of the target's weights with which it began."""
-        self._running = running
+        self._observers = observers
+        self._calls: list[RecordedCall] = []
+        """Calls that have begun, the innermost last: a streamer or a processor may generate."""
         self._waiting: SimpleQueue[Answer | None] = SimpleQueue()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._stopped = folder is None
         self._thread = threading.Thread(target=self._write_all, name="headstart recording", daemon=True)
         if folder is not None:
-            running.append(self)
+            self.feature_layers = folder.layers
+            observers.append(self)
             self._thread.start()
             atexit.register(self.stop)
 
@@ -168,7 +257,8 @@ class Recording:
                 return
             self._stopped = True
         atexit.unregister(self.stop)
-        self._running.remove(self)
+        if self in self._observers:
+            self._observers.remove(self)
         self._waiting.put(None)
         self._thread.join()
         self.texts.clear()
@@ -214,35 +304,23 @@ class Recording:
             parts.append(f"ended by itself: {self.failure}")
         return "; ".join(parts)
 
-    @contextmanager
-    def following(
-        self,
-        drafter: BatchDrafter,
-        decoding: Decoding,
-        sequences: Sequences,
-        past: Conversation | None,
-        lossy: bool,
-    ) -> Iterator[BatchDrafter]:
-        """A drafter to decode with in place of another, which records what is decoded inside the block."""
-        samples = decoding.verification.samples
-        assert self.folder is not None
-        marks = AnswerMarks(
-            kind=self.kind,
-            temperature=decoding.process_logits.temperature if samples else 0.0,
-            lossy=samples and lossy,
-            ended="complete",
-            cut=False,
-            tokenizer=self.folder.tokenizer,
-            rounds={},
-        )
-        recorder = RecordingDrafter(drafter, self, self.folder.layers, decoding, sequences, past, marks)
-        try:
-            yield recorder
-        except BaseException as error:
-            left = isinstance(error, StreamClosed | KeyboardInterrupt)
-            recorder.end("stopped" if left else "failed")
-            raise
-        recorder.end("complete")
+    def begin(self, call: ObservedCall) -> None:
+        self._calls.append(RecordedCall(self, call))
+
+    def prefill(self, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk) -> None:
+        self._calls[-1].prefill(rows, starts, chunk)
+
+    def round(self, step: StepResult) -> None:
+        self._calls[-1].round(step)
+
+    def end(self, stats: Stats, error: BaseException | None) -> None:
+        call = self._calls.pop()
+        if error is None:
+            call.end("complete")
+        elif isinstance(error, StreamClosed | KeyboardInterrupt):
+            call.end("stopped")
+        else:
+            call.end("failed")
 
     def put(self, answer: Answer) -> None:
         """Have an answer written; it is dropped if too much waits already."""
@@ -290,165 +368,92 @@ class Recording:
         self.bytes += size
 
 
-class RecordingDrafter(BatchDrafter):
-    """A drafter that keeps the states of all texts of a generation, and leaves drafting to another."""
+class RecordedCall:
+    """One call of the decoder: the states of its rows' texts, and the answers that have ended."""
 
-    def __init__(
-        self,
-        drafter: BatchDrafter,
-        recording: Recording,
-        layers: Sequence[int],
-        decoding: Decoding,
-        sequences: Sequences,
-        past: Conversation | None,
-        marks: AnswerMarks,
-    ) -> None:
-        """Record `layers`, whichever of them `drafter` reads itself."""
-        self.drafter = drafter
+    def __init__(self, recording: Recording, call: ObservedCall) -> None:
+        """Begin to keep the recorded layers of a call, whichever of them its drafter reads."""
+        folder = recording.folder
+        assert folder is not None
         self.recording = recording
-        self.target = decoding.target
-        self.sequences = sequences
-        self.past = past
-        self.marks = marks
-        self.parts = (drafter,)
-        self.kind = drafter.kind
-        self.max_nodes = drafter.max_nodes
-        more = [layer for layer in layers if layer not in drafter.feature_layers]
-        self.feature_layers = (*drafter.feature_layers, *more)
-        self.columns = [self.feature_layers.index(layer) for layer in layers]
-        assert recording.folder is not None
-        self.dtype = FORMATS.get(recording.folder.format) if recording.folder.format != "int8" else None
+        self.call = call
+        self.columns = [call.feature_layers.index(layer) for layer in folder.layers]
+        self.dtype = None if folder.format == "int8" else FORMATS[folder.format]
         """Dtype of the states that are kept; None for the target's own."""
-        self.rows: list[int] = []
-        """Rows of the call that are decoded, by their place in the batch."""
+        sampled = call.rule is not greedy
+        self.marks = AnswerMarks(
+            kind=recording.kind,
+            temperature=call.process_logits.temperature if sampled else 0.0,
+            lossy=is_lossy_rule(call.rule),
+            ended="complete",
+            cut=False,
+            tokenizer=folder.tokenizer,
+        )
         self.texts: dict[int, Text] = {}
-        """Of the rows that have begun and not ended."""
-        self.rounds: dict[int, dict[str, list[int]]] = {}
-        """Of the rows that have begun, see `AnswerMarks.rounds`."""
-        self.lengths: list[int] = []
-        """Of each row that is decoded, the tokens that its answer had before this step."""
+        """Of the rows that have begun, until their answers are handed over."""
         self.ended: list[int] = []
         """Rows that have ended, whose last states an accelerator may still be copying."""
-        self.unread = "images" if decoding.prompt_inputs is not None else None
 
-    def __repr__(self) -> str:
-        return repr(self.drafter)
+    def prefill(self, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk) -> None:
+        """Keep the states of a chunk of the prompts."""
+        for row, start in zip(rows, starts, strict=True):
+            if row not in self.texts:  # its first chunk
+                self.texts[row] = Text() if start == 0 else self._text_before(row, start)
+        # sync: once for 2048 tokens of the prompts
+        self._keep(rows, chunk.features_BTF, chunk.lengths_B.tolist())
 
-    def begin(self, context: DraftContext) -> None:
-        self._enter(context.rows, Text())
-        self.drafter.begin(context)
-
-    def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
-        self._enter(context.rows, self._text_before(kept.tokens_BT[0].tolist()))
-        self.drafter.resume(context, kept, state, whole)
-
-    def can_resume(self, state: Any) -> bool:
-        return self.drafter.can_resume(state)
-
-    def saved_state(self) -> Any:
-        return self.drafter.saved_state()
-
-    def prefill(self, chunk: PrefillChunk) -> None:
-        self._keep(chunk.features_BTF, chunk.lengths_B.tolist())  # sync: once for 2048 tokens of the prompts
-        self.drafter.prefill(replace(chunk, features_BTF=self._own(chunk.features_BTF)))
-
-    def propose(self, roots_B: Tensor) -> DraftTree:
-        self.lengths = [len(self.sequences.rows[row]) for row in self.rows]
-        return self.drafter.propose(roots_B)
-
-    def host_values(self, step: StepResult) -> Tensor | None:
-        return self.drafter.host_values(step)
-
-    def observe(self, step: StepResult) -> None:
-        # The host has waited for this step's tokens, and so for the states of all steps before.
+    def round(self, step: StepResult) -> None:
+        """Keep the states of the accepted nodes."""
+        # The host has waited for this round's tokens, and so for the states of all rounds before.
         self._hand_over("complete")
-        self._count(step.tree)
-        self._keep(step.features_BAF, [len(tokens) for tokens in step.tokens])
-        features_BNF = self._own(step.output.features_BNF)
-        output = replace(step.output, features_BNF=features_BNF)
-        self.drafter.observe(replace(step, output=output, features_BAF=self._own(step.features_BAF)))
-
-    def select(self, rows_R: Tensor) -> None:
-        self.rows = selected_rows(self.rows, rows_R)
-        self.drafter.select(rows_R)
-
-    def replace(self, rows_R: Tensor, other: Self) -> None:
-        self.rows = replaced_rows(self.rows, rows_R, other.rows)
-        self.drafter.replace(rows_R, other.drafter)
-
-    def fresh(self) -> Self:
-        """A drafter for other rows of the same generation: the texts are those of both."""
-        other = super().fresh()
-        other.drafter = self.drafter.fresh()
-        other.parts = (other.drafter,)
-        other.rows = []
-        return other
+        lengths = [len(tokens) for tokens in step.tokens]
+        self._keep(self.call.sequences.active, step.features_BAF, lengths)
 
     def end(self, ended: End) -> None:
-        """Hand over all answers, those that have not ended too: how the generation did."""
-        if self.target.device.type != "cpu":
-            torch.get_device_module(self.target.device).current_stream(self.target.device).synchronize()
+        """Hand over all answers, those too that end as the call did."""
+        device = self.call.target.device
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
         self._hand_over("complete")
         self.ended += list(self.texts)
         self._hand_over(ended)
 
-    def _enter(self, rows: Sequence[int], text: Text) -> None:
-        """Begin the texts of these rows, with what is known of them."""
-        self.rows = list(rows)
-        for row in rows:
-            self.texts[row] = Text([*text.pieces], text.length, text.begun_before)
-            self.rounds[row] = {}
-
-    def _text_before(self, tokens: list[int]) -> Text:
+    def _text_before(self, row: int, length: int) -> Text:
         """The states of a conversation's tokens that are not read again, as far as they are known."""
-        before = None if self.past is None else self.recording.texts.get(self.past)
+        past = self.call.past
+        before = None if past is None else self.recording.texts.get(past)
         if before is not None:
             known, text = before
-            if known[: len(tokens)] == tokens and text.length >= len(tokens):
-                return text.first(len(tokens))
+            tokens = self.call.sequences.prompts[row][:length].tolist()
+            if known[:length] == tokens and text.length >= length:
+                return text.first(length)
         return Text(begun_before=True)
 
-    def _own(self, features: Tensor) -> Tensor:
-        """The part of the features that the drafter has asked for."""
-        own = len(self.drafter.feature_layers)
-        every = len(self.feature_layers)
-        if own == every:
-            return features
-        return features[..., : features.shape[-1] // every * own].contiguous()
-
-    def _count(self, tree: DraftTree) -> None:
-        """Count a round, and the tokens that it has added to each row."""
-        nodes = str(tree.tokens_BN.shape[1])
-        for row, length in zip(self.rows, self.lengths, strict=True):
-            if row in self.texts:
-                counts = self.rounds[row].setdefault(nodes, [0, 0])
-                counts[0] += 1
-                counts[1] += len(self.sequences.rows[row]) - length
-
-    def _keep(self, features_BTF: Tensor, lengths: list[int]) -> None:
+    def _keep(self, rows: Sequence[int], features_BTF: Tensor, lengths: list[int]) -> None:
         """Keep the states of the next tokens of each row: the first ones of its features."""
         longest = max(lengths)
-        every = len(self.feature_layers)
+        every = len(self.call.feature_layers)
         states_BTLD = features_BTF[:, :longest].unflatten(-1, (every, -1))
         if self.columns != list(range(every)):
             states_BTLD = states_BTLD[:, :, self.columns]
-        # Without waiting: the memory that an accelerator copies to is read after its next tokens have arrived.
+        # Without waiting: the memory that an accelerator copies to is read after its next tokens
+        # have arrived.
         states_BTLD = states_BTLD.to("cpu", self.dtype or states_BTLD.dtype, non_blocking=True)
-        for row, states_TLD, length in zip(self.rows, states_BTLD.unbind(), lengths, strict=True):
+        for row, states_TLD, length in zip(rows, states_BTLD.unbind(), lengths, strict=True):
             text = self.texts.get(row)
-            if text is None:
+            if text is None:  # an idle row
                 continue
             if text.length < self.recording.max_length:
                 text.pieces.append(states_TLD[:length])
             text.length += length
-            if row in self.sequences.ended and row not in self.ended:
+            if row in self.call.sequences.ended and row not in self.ended:
                 self.ended.append(row)
 
     def _hand_over(self, ended: End) -> None:
         """Have the answers written that have ended."""
         if not self.ended:
             return
-        same_weights = self.recording.is_of(self.target)
+        same_weights = self.recording.is_of(self.call.target)
         for row in self.ended:
             text = self.texts.pop(row)
             answer = self._answer(row, text, ended) if same_weights else OTHER_WEIGHTS
@@ -460,10 +465,11 @@ class RecordingDrafter(BatchDrafter):
 
     def _answer(self, row: int, text: Text, ended: End) -> Answer | str | None:
         """An answer to be written, or why it cannot be; None if there is none yet."""
-        prompt = self.sequences.prompts[row].tolist()
-        tokens = prompt + self.sequences.rows[row]
-        if self.past is not None:
-            self.recording.texts[self.past] = (tokens, text)
+        call = self.call
+        prompt = call.sequences.prompts[row].tolist()
+        tokens = prompt + call.sequences.rows[row]
+        if call.past is not None:
+            self.recording.texts[call.past] = (tokens, text)
         # The newest token has no state yet. An error in a round leaves more tokens without one.
         length = min(len(tokens), text.length + 1, self.recording.max_length)
         if len(tokens) == len(prompt):
@@ -472,58 +478,27 @@ class RecordingDrafter(BatchDrafter):
             return "its text was begun before the recording"
         if length <= len(prompt):
             return f"its prompt is as long as max_length, {self.recording.max_length} tokens"
-        if self.unread is not None:
-            return f"its prompt holds {self.unread}"
+        if call.prompt_inputs is not None:
+            return "its prompt holds images"
         if self._crosses_border(len(prompt), length):
             return "the target computes its first tokens otherwise than its last (longrope)"
         return Answer(
             tokens[:length],
             len(prompt),
             text.pieces,
-            replace(self.marks, ended=ended, cut=length < len(tokens), rounds=self.rounds[row]),
+            replace(self.marks, ended=ended, cut=length < len(tokens)),
             sum(states_TLD.nbytes for states_TLD in text.pieces),
         )
 
     def _crosses_border(self, prompt: int, length: int) -> bool:
-        """Whether a text's states are not those that the target computes when it reads the whole text."""
-        segments = self.target.segments
-        return segments is not None and segments.by_last and segments.of(prompt - 1) != segments.of(length - 1)
+        """Whether a text's states are not those that the target computes when it reads all of it."""
+        segments = self.call.target.segments
+        if segments is None or not segments.by_last:
+            return False
+        return segments.of(prompt - 1) != segments.of(length - 1)
 
 
-def start_recording(
-    target: Target,
-    layers: Sequence[int],
-    folder: str | Path,
-    kind: str,
-    max_bytes: int,
-    format: str,
-    max_length: int,
-    tokenizer: Any,
-    running: list[Recording],
-) -> Recording:
-    """Begin to record a target's answers, with the features of `layers` and the states after the final norm.
-
-    The other arguments are those of `SpeculativeLM.record` and `Recording`.
-    """
-    if recording_is_off():
-        warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=3)
-        return Recording(target, None, kind, max_length, running)
-    if running:
-        at = running[0].folder
-        assert at is not None
-        raise ValueError(f"answers are recorded in {str(at.folder)!r} already; stop that recording first")
-    if isinstance(target, Seq2SeqTarget):
-        raise ValueError(f"{target.name!r} is an encoder-decoder, for which no head is trained: it is not recorded")
-    if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r} of recorded states; choose from {', '.join(FORMATS)}")
-    if max_length < 2 or max_bytes < 1:
-        raise ValueError(
-            f"a recording needs a max_length of at least 2 tokens and max_bytes of at least 1, not {max_length} and "
-            f"{max_bytes}"
-        )
-    if _CHECKED.get(target) != target.engine.name:
-        target.check_features()
-        _CHECKED[target] = target.engine.name
-    provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
-    manifest = cache_manifest(provenance, kept_layers(layers), target.info.hidden_size, format)
-    return Recording(target, RecordedFolder(Path(folder), manifest, max_bytes), kind, max_length, running)
+def is_lossy_rule(rule: AcceptanceRule) -> bool:
+    """Whether an acceptance rule, perhaps with options, changes the output distribution."""
+    plain = rule.func if isinstance(rule, partial) else rule
+    return any(known.lossy and known.verify is plain for known in RULES.values())
