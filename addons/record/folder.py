@@ -97,17 +97,19 @@ class RecordedFolder:
         states = encoded(states_TLD, self.format)
         tokens_T = torch.tensor(tokens, dtype=torch.int32)
         more = {"tokens": tokens_T, "loss_mask": torch.arange(len(tokens)) >= prompt}
-        size = sum(part.nbytes for part in (*states, *more.values()) if part is not None) + HEADER_BYTES
+        parts = [part for part in (*states, *more.values()) if part is not None]
+        size = sum(part.nbytes for part in parts) + HEADER_BYTES
         if size > self.max_bytes:
             return 0
         self._make_room(size, marks.kind)
-        name = f"recorded-{time.time_ns():020d}-{_hashed(marks.kind)}-{secrets.token_hex(4)}.safetensors"
+        age_and_kind = f"{time.time_ns():020d}-{_hashed(marks.kind)}"
+        name = f"recorded-{age_and_kind}-{secrets.token_hex(4)}.safetensors"
         about = {"row": json.dumps(dataclasses.asdict(marks))}
         write_shard(self.folder / name, {key_of(tokens_T): states}, more, about)
         return size
 
     def _make_room(self, size: int, kind: str) -> None:
-        """Remove answers until `size` bytes more fit: always the oldest of the kind that then takes most."""
+        """Remove answers until `size` more bytes fit: the oldest of the kind that takes most."""
         files: dict[str, list[tuple[Path, int]]] = {_hashed(kind): []}
         total = size
         for path in text_shards(self.folder):
@@ -128,7 +130,7 @@ class RecordedFolder:
 
 
 def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> None:
-    """Keep what rounds with a head of this shape cost on a machine; of several machines the newest counts.
+    """Keep what rounds with a head of this shape cost; of several machines the newest counts.
 
     Raises:
         OSError: a full disk, or a folder that cannot be written to.
@@ -141,7 +143,7 @@ def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> Non
 
 
 def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
-    """Costs of rounds with a head of this shape where answers were recorded, and the machine; None if not known.
+    """Costs of rounds with a head of this shape, and the machine that recorded; None if unknown.
 
     Raises:
         ValueError: a file that is not such costs.

@@ -165,7 +165,7 @@ class Text:
     length: int = 0
     """Tokens whose states are known."""
     begun_before: bool = False
-    """Whether its first tokens were read before this recording began, so that their states are lost."""
+    """Whether its first tokens were read before this recording began: their states are lost."""
 
     def first(self, length: int) -> Text:
         """The states of the first tokens."""
@@ -251,7 +251,10 @@ class Recording(RoundObserver):
         self.stop()
 
     def stop(self) -> None:
-        """End the recording once all answers so far are on disk; answers that are being decoded are left out."""
+        """End the recording once all answers so far are on disk.
+
+        Answers that are being decoded are left out.
+        """
         with self._lock:
             if self._stopped:
                 return
@@ -265,30 +268,32 @@ class Recording(RoundObserver):
         self._check_weights()
 
     def leave_out(self, reason: str) -> None:
-        """Count an answer that cannot be recorded; say it aloud if the weights have changed, the first time."""
+        """Count an answer that cannot be recorded; warn once if the weights have changed."""
         if reason == OTHER_WEIGHTS and not self.skipped[reason]:
             assert self.folder is not None
             warnings.warn(
-                f"{reason}: answers are not recorded in {str(self.folder.folder)!r}, as a folder belongs to one state "
-                "of the weights. Stop this recording, and begin another one in a folder of its own",
+                f"{reason}: answers are not recorded in {str(self.folder.folder)!r}, as a folder "
+                "belongs to one state of the weights. Stop this recording, and begin another one in a "
+                "folder of its own",
                 stacklevel=2,
             )
         self.skipped[reason] += 1
 
     def is_of(self, target: Target) -> bool:
-        """Whether the target has the weights and active adapters with which the recording began, as it seems."""
+        """Whether the target's version is still that with which the recording began."""
         return target.version == self._version
 
     def _check_weights(self) -> None:
-        """Warn of writes to weights that `Target.version` has not shown, such as through `.data` on a GPU."""
+        """Warn of writes that `Target.version` has not shown, such as through `.data` on a GPU."""
         target = self._target()
         if target is None or self.folder is None or self.written == 0 or not self.is_of(target):
             return
         if target.current_provenance()["weights"] != self.folder.weights:
             warnings.warn(
-                f"the target's weights were changed during the recording in {str(self.folder.folder)!r} by writes that "
-                "are not noticed on this device (through .data): it may hold states of both, remove it. Call "
-                "lm.refresh() after such writes, or stop recording before them",
+                "the target's weights were changed during the recording in "
+                f"{str(self.folder.folder)!r} by writes that are not noticed on this device (through "
+                ".data): it may hold states of both, remove it. Call lm.refresh() after such writes, "
+                "or stop recording before them",
                 stacklevel=3,
             )
 
@@ -358,7 +363,8 @@ class Recording(RoundObserver):
         if not bool(states_TLD.isfinite().all()):
             self.skipped["its states are not finite"] += 1
             return
-        if len(states_TLD) < length:  # the target has not read the last token, and training does not use its state
+        if len(states_TLD) < length:
+            # The target has not read the last token, and training does not use its state.
             states_TLD = torch.cat([states_TLD, torch.zeros_like(states_TLD[:1])])
         size = self.folder.write(answer.tokens, answer.prompt, states_TLD, answer.marks)
         if size == 0:
@@ -419,7 +425,7 @@ class RecordedCall:
         self._hand_over(ended)
 
     def _text_before(self, row: int, length: int) -> Text:
-        """The states of a conversation's tokens that are not read again, as far as they are known."""
+        """The known states of a conversation's first tokens, which are not read again."""
         past = self.call.past
         before = None if past is None else self.recording.texts.get(past)
         if before is not None:
@@ -491,7 +497,7 @@ class RecordedCall:
         )
 
     def _crosses_border(self, prompt: int, length: int) -> bool:
-        """Whether a text's states are not those that the target computes when it reads all of it."""
+        """Whether the target would compute other states if it read the whole text at once."""
         segments = self.call.target.segments
         if segments is None or not segments.by_last:
             return False
