@@ -30,7 +30,8 @@ from ...files import write_whole
 from ...heads.base import CheckpointMetadata, DraftHead
 from ...heads.by_name import head_name
 from ...heads.checkpoints.files import HEAD, refuse_foreign
-from ...heads.checkpoints.save_load import average_weights, load_head, save_head
+from ...heads.checkpoints.save_load import load_head, save_head
+from ...heads.layers.draft_vocab import draft_ids
 from ...inference.feature_cache import FeatureCache
 from ...inference.models.loading import locate
 from ...train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
@@ -218,6 +219,27 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
     inputs = load_inputs(dataclasses.replace(training, features=computed), accelerator)
     cache = open_cache(accelerator, inputs.head, inputs.provenance, training.features, Path(training.output))
     CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, examples)
+
+
+def average_weights(head: DraftHead, earlier: DraftHead, share: float) -> None:
+    """Move a head's weights towards those of an earlier one.
+
+    They become `share` of the earlier ones and the rest of the head's own. On the way back it
+    regains more of what it knew than it loses of what it has learned (WiSE-FT, arXiv:2109.01903).
+    Rows of tokens that the earlier head cannot draft stay as they are.
+    """
+    own, theirs = head.state_dict(), earlier.state_dict()
+    places_V = draft_ids(head.vocabulary(), earlier.vocabulary())
+    common_V = places_V >= 0
+    for name in own.keys() & theirs.keys():
+        if not own[name].is_floating_point():
+            continue
+        before = theirs[name].to(own[name])
+        has_row_for_each_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
+        if has_row_for_each_token:
+            own[name][common_V] = own[name][common_V].lerp(before[places_V[common_V]], share)
+        else:
+            own[name].lerp_(before, share)
 
 
 def _architecture(head: DraftHead) -> dict[str, Any]:

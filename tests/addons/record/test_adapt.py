@@ -12,7 +12,7 @@ import torch
 from recordings import ANSWERS, NEW_TOKENS, record_answers
 
 from headstart.addons.record import adapt as adapting
-from headstart.addons.record.adapt import adapt
+from headstart.addons.record.adapt import adapt, average_weights
 from headstart.addons.record.adapt_data import MOST_JUDGED, divided
 from headstart.addons.record.config import AdaptConfig
 from headstart.addons.record.folder import keep_costs
@@ -338,3 +338,29 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     assert float(rows[1][9]) > float(rows[1][8]) > 0.9
     assert "by costs of rounds measured where the answers were recorded: a machine." in report
     assert folder is not None and f"Taken: {folder}" in report
+
+
+@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 2}), ("eagle3", {"feature_layers": [0]})])
+def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(tiny_target, kind, options):
+    target = tiny_target(layers=2, dtype=torch.float32)
+    heads = []
+    for seed, tokens in enumerate((range(2, 8), range(12))):
+        counts_V = torch.zeros(target.info.vocab_size, dtype=torch.int64)
+        counts_V[list(tokens)] = 1
+        torch.manual_seed(seed)
+        heads.append(build_head(kind, {**options, "draft_vocab_size": len(tokens)}, target.info))
+        heads[-1].initialize(target.modules, counts_V)
+        for parameter in heads[-1].parameters():
+            parameter.data += torch.randn_like(parameter)
+    earlier, head = heads
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    average_weights(head, earlier, 0.25)
+    old = earlier.state_dict()
+    for name, tensor in head.state_dict().items():
+        if name in ("token_map", "d2t", "t2d"):
+            assert torch.equal(tensor, before[name])
+        elif any(name.startswith(layer) for layer in head.vocabulary_layers):
+            torch.testing.assert_close(tensor[2:8], 0.25 * old[name] + 0.75 * before[name][2:8])
+            assert torch.equal(tensor[[0, 1, 8, 9, 10, 11]], before[name][[0, 1, 8, 9, 10, 11]])
+        else:
+            torch.testing.assert_close(tensor, 0.25 * old[name] + 0.75 * before[name])
