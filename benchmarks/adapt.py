@@ -30,16 +30,17 @@ import torch
 from common import HEAD, TARGET, TREES, arguments, encoded
 from torch import Tensor
 
+from headstart.addons.record import record
+from headstart.addons.record.adapt import adapt
+from headstart.addons.record.config import AdaptConfig
 from headstart.console import console
-from headstart.files import recorded_files, write_whole
+from headstart.files import text_shards, write_whole
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Target, load_tokenizer
 from headstart.inference.feature_cache import MANIFEST
 from headstart.inference.models.replay import ReplayTarget
 from headstart.inference.provenance import hardware
 from headstart.inference.sequences import left_padded
-from headstart.train.adapting import adapt
-from headstart.train.config import AdaptConfig
 from headstart.train.evaluate import difference_interval, greedy_answers
 
 BATCH = 4
@@ -64,14 +65,14 @@ def main() -> None:
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
     args = parser.parse_args()
     output = Path(args.output)
-    record(encoded(load_tokenizer(TARGET), args.prompts, args.answers), args.new_tokens, output / "recorded")
+    answer(encoded(load_tokenizer(TARGET), args.prompts, args.answers), args.new_tokens, output / "recorded")
     measure = Measure(args, output)
     lines = [f"Hardware: {hardware()}.", ""]
     for count in args.counts:
         adapted = {}
         for path in args.prompts:
             kind = Path(path).stem
-            files = recorded_files(output / "recorded" / kind)[:count]
+            files = text_shards(output / "recorded" / kind)[:count]
             recorded = linked(files, output / "recorded" / f"{kind}-{count}")
             adapted[kind] = adapted_head(args, output / f"{kind}-{count}", HEAD, recorded)
             measure.of(adapted[kind])
@@ -82,15 +83,15 @@ def main() -> None:
     console.print("\n".join(lines), markup=False)
 
 
-def record(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> None:
+def answer(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> None:
     """Answer all prompts, each kind recorded in a folder of its own."""
     lm = None
     for kind, prompts in kinds.items():
         folder = output / kind
-        if len(recorded_files(folder)) >= len(prompts):
+        if len(text_shards(folder)) >= len(prompts):
             continue
         lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", fallback=False)
-        with lm.record(folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
+        with record(lm, folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
             for start in range(0, len(prompts), BATCH):
                 batch = [ids_1T[0] for ids_1T in prompts[start : start + BATCH]]
                 inputs, mask = left_padded(batch, lm.target.device)
@@ -216,7 +217,7 @@ def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
     for hour in range(args.hours):
         kind = kinds[hour % len(kinds)]
         start = hour // len(kinds) * share
-        until_now += recorded_files(output / "recorded" / kind)[start : start + share]
+        until_now += text_shards(output / "recorded" / kind)[start : start + share]
         recorded = linked(until_now, output / "recorded" / f"hours-{hour + 1}")
         head = adapted_head(args, output / f"hour-{hour + 1}", head, recorded)
         heads[f"{hour + 1}: {kind}"] = head

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
 
+from headstart.addons.record import record
 from headstart.files import file_sizes
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.feature_cache import FORMATS
@@ -45,7 +46,7 @@ def main() -> None:
         rates, _ = compared(sides, prompts, settings, f"{file}, nothing")
         lines.append(f"| {file} | nothing | {ratio(rates['with'], rates['without'])} | - | - |")
         for storage in FORMATS:
-            with tempfile.TemporaryDirectory() as folder, recorded.record(folder, format=storage) as running:
+            with tempfile.TemporaryDirectory() as folder, record(recorded, folder, format=storage) as running:
                 rates, stats = compared(sides, prompts, settings, f"{file}, {storage}")
                 running.stop()
                 tokens = stats["with"].tokens + sum(ids.shape[1] for ids in prompts)

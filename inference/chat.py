@@ -65,7 +65,7 @@ class Chat:
         return "".join(self.stream(text, **settings))
 
     def stream(self, text: str, **settings: Any) -> Generator[str]:
-        """The answer, piece by piece; an answer that is not read to its end is not recorded."""
+        """The answer, piece by piece; an answer that is not read to its end does not enter the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template

@@ -11,7 +11,12 @@ A shard holds sequences one after the other, N tokens in all; the LM head makes 
     states     [N, L, D]        the layers' states: bfloat16, float32, or int8
     scales     [N, L] float32   with int8: what the D numbers are multiplied by
 
-A shard that was recorded while decoding holds one sequence, and more about it, see `recorded_folder`.
+A shard recorded-*.safetensors holds one text with its tokens, so that the folder is data and states in one. Such names
+sort by age. Besides the above it has
+
+    tokens     [N] int32        the text
+    loss_mask  [N] bool         True for the tokens to learn
+    "row"                       in the metadata: what else is known of the text, as JSON
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import hashlib
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +86,7 @@ class FeatureCache:
             try:
                 file = opened(path)
             except ValueError:
-                if not path.exists():  # a recorded answer, which another process has removed meanwhile
+                if not path.exists():  # a text that another process has removed meanwhile
                     continue
                 raise
             ends = file.get_tensor("ends").tolist()
@@ -202,6 +207,32 @@ def check_manifest(folder: Path, before: Mapping[str, Any], manifest: Mapping[st
 def kept_layers(layers: Sequence[int]) -> tuple[int, ...]:
     """Layers whose states a cache holds for a head that reads `layers`: these, and the state after the final norm."""
     return tuple(dict.fromkeys((*layers, -1)))
+
+
+def text_row(path: Path) -> dict[str, Any]:
+    """A shard of one text as a row to train on: `input_ids`, `loss_mask`, and what else is known of it.
+
+    Raises:
+        ValueError: a file that is cut or not such a shard.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            known = json.loads(file.metadata()["row"])
+            tokens = file.get_tensor("tokens").tolist()
+            mask = file.get_tensor("loss_mask").int().tolist()
+    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
+    return {"input_ids": tokens, "loss_mask": mask, **known}
+
+
+def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of shards of one text, each text once; files that have given way to newer ones are left out."""
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    for path in files:
+        if path.exists():
+            row = text_row(path)
+            rows.setdefault(tuple(row["input_ids"]), row)
+    return list(rows.values())
 
 
 def corrupt_shards(folder: Path) -> list[Path]:

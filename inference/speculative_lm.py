@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,19 +56,17 @@ from .logits import TreeLogitsProcessor
 from .loop import speculate
 from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
 from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from .models.loading import check_model_options, load_tokenizer, refuse_loading_options
+from .models.loading import check_model_options, refuse_loading_options
 from .models.prompt_inputs import is_prompt_input
 from .observers import RoundObserver
 from .output import GenerateDictOutput, GenerateOutput, collected
-from .recorded_folder import keep_costs
-from .recording import MAX_BYTES, MAX_LENGTH, Recording, start_recording
 from .sampling import RandomSampler, Sampler
 from .sequences import Conversation, Sequences
 from .stats import Stats
 from .streaming import streamed
 from .target import Target
-from .tuning.costs import head_shape, measured_costs
-from .tuning.machine import check_threads, hardware
+from .tuning.costs import measured_costs
+from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
 from .tuning.tree_spec import TreeSpec
 from .verification import Verification, verification_by
@@ -134,8 +132,6 @@ class SpeculativeLM:
         """The target that the head was trained against, from the head's checkpoint."""
         self.observers: list[RoundObserver] = []
         """What watches every generation, see `RoundObserver`."""
-        self.recordings: list[Recording] = []
-        """The recording that runs, or none; see `record`."""
         self.greedy_rule = Verification(greedy)
         self._drafter: BatchDrafter | None = NoDraft()
         if drafter is not None:
@@ -372,9 +368,7 @@ class SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
         self.costs  # noqa: B018 - measured now
         observers = self.observers[:]
-        recordings = self.recordings[:]
         self.observers.clear()
-        self.recordings.clear()
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         settings: dict[str, Any] = {
             "attention_mask": torch.ones_like(prompt_1T),
@@ -389,7 +383,6 @@ class SpeculativeLM:
                 self.generate(prompt_1T, do_sample=sampling, **settings)
         finally:
             self.observers[:] = observers
-            self.recordings[:] = recordings
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.speeds.clear()
@@ -512,73 +505,13 @@ class SpeculativeLM:
         """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
         return Chat(self, tokenizer, system, **settings)
 
-    def record(
-        self,
-        folder: str | Path,
-        *,
-        kind: str = "",
-        max_bytes: int = MAX_BYTES,
-        format: str = "bfloat16",
-        max_length: int = MAX_LENGTH,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> Recording:
-        """Record all answers from now on, for a head to be trained on them: with `features.mode: stored`.
-
-        Written are the tokens of prompts and answers, and the target's states that the head reads, which pass through
-        the loop anyway; what rounds cost here, if that was measured, for `headstart adapt` to predict speed. Answers
-        stay the same, and decoding does not wait for the disk.
-
-        with lm.record("recorded") as recording:
-            lm.generate(...)
-        print(recording.summary())
-
-        With the environment variable HEADSTART_NO_RECORD=1 nothing is recorded, and a warning says so.
-
-        Args:
-            folder: where to write a file for each answer; several processes may write to one. Readable by its owner
-                alone, if it is made here: it holds all texts, as tokens.
-            kind: label of the prompts' kind, for these answers to be judged by themselves.
-            max_bytes: space on disk. When it is used up, the oldest answers of the kind that takes most give way.
-            format: of the states: bfloat16, float32, or int8 with a scale for each token and layer.
-            max_length: tokens that are kept of a prompt and its answer, the first ones.
-            tokenizer: the target's, whose fingerprint is kept; loaded if the target has a name.
-
-        Returns:
-            the recording, which runs until its `stop`, or to the end of a `with` block.
-
-        Raises:
-            ValueError: a recording that runs already, a folder of another target, tokenizer, format or layers, or a
-                target on which no head can be trained.
-        """
-        tokenizer = tokenizer or load_tokenizer(self.target.name)
-        layers = self.drafter.feature_layers
-        with self.target.lock, as_loaded(self.target.model):
-            recording = start_recording(
-                self.target, layers, folder, kind, max_bytes, format, max_length, tokenizer, self.recordings
-            )
-        costs = self._measured_costs()
-        head = self._drafting_head()
-        if recording.folder is not None and costs is not None and head is not None:
-            with suppress(OSError):  # the first answer will say so
-                keep_costs(recording.folder.folder, head_shape(head), costs, hardware(self.target.device))
-        return recording
-
-    def _measured_costs(self) -> RoundCosts | None:
-        """Costs of rounds, if they have been measured already."""
-        if "costs" in vars(self):
-            return self.costs
-        for drafter in self.drafter.nested():
-            if isinstance(drafter, AdaptiveDrafter) and drafter.costs is not None:
-                return drafter.costs
-        return None
-
     def custom_generate(
         self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None
     ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
 
-        Other than the function `custom_generate`, it is recorded by `record`, follows `use_head`, and is watched by
-        `observers`. It serves code that calls `model.generate` itself, such as a trainer's rollouts:
+        Other than the function `custom_generate`, it follows `use_head` and is watched by `observers`. It serves code
+        that calls `model.generate` itself, such as a trainer's rollouts:
 
         model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
 
@@ -673,8 +606,7 @@ class SpeculativeLM:
                 prompt_inputs=prompt_inputs,
                 observers=tuple(self.observers),
             )
-            with self._recorded(call, decoding, drafter, sequences) as drafter:
-                stats = self._speculate(call, decoding, drafter, sequences)
+            stats = self._speculate(call, decoding, drafter, sequences)
         if call.streamer is not None:
             call.streamer.end()
         output = collected(input_ids, sequences, padding_token(config), stats)
@@ -683,15 +615,6 @@ class SpeculativeLM:
         if not keep:
             return output.sequences
         return GenerateDictOutput.of(output)
-
-    def _recorded(
-        self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences
-    ) -> AbstractContextManager[BatchDrafter]:
-        """The drafter to decode with: one that records, where a recording runs."""
-        if not self.recordings:
-            return nullcontext(drafter)
-        lossy = is_lossy(self.acceptance)
-        return self.recordings[0].following(drafter, decoding, sequences, call.past, lossy)
 
     def _rule(self, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
         """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""

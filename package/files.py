@@ -76,6 +76,6 @@ def file_sizes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def recorded_files(folder: str | Path) -> list[Path]:
-    """The files of answers that were recorded in a folder while decoding, the oldest first; none if it has none."""
+def text_shards(folder: str | Path) -> list[Path]:
+    """The files of a folder of states that hold one text each, with its tokens, the oldest first."""
     return sorted(Path(folder).glob("recorded-*.safetensors"))

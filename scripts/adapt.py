@@ -8,13 +8,13 @@ Started again, the command resumes.
 
 from __future__ import annotations
 
+from headstart.addons.record.config import AdaptConfig
 from headstart.scripts.command_line import options
-from headstart.train.config import AdaptConfig
 
 
 def main(arguments: list[str]) -> None:
     """Run `headstart adapt` with these command-line arguments."""
     config = options(AdaptConfig, "adapt", __doc__, arguments)
-    from headstart.train.adapting import adapt  # not before the options are known to be good
+    from headstart.addons.record.adapt import adapt  # not before the options are known to be good
 
     adapt(config)

@@ -157,11 +157,13 @@ class SamplingOptions(SpeculativeOptions):
 @contextmanager
 def recorded(folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded."""
+    from headstart.addons.record import record
+
     recordings = []
     with ExitStack() as running:
         if folder is not None:
             for lm in decoders:
-                recordings.append(running.enter_context(lm.record(folder, tokenizer=tokenizer)))
+                recordings.append(running.enter_context(record(lm, folder, tokenizer=tokenizer)))
         yield
     for recording in recordings:
         if recording.written or recording.dropped or recording.skipped or recording.failure:

@@ -180,25 +180,6 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
 
 
 @torch.no_grad()
-def average_weights(head: DraftHead, earlier: DraftHead, share: float) -> None:
-    """Move a head's weights towards those of an earlier one: `share` of these, and the rest of its own.
-
-    On the way back it regains more of what it knew than it loses of what it has learned (WiSE-FT, arXiv:2109.01903).
-    Rows of tokens that the earlier head cannot draft stay as they are.
-    """
-    own, theirs = head.state_dict(), earlier.state_dict()
-    places_V = draft_ids(head.vocabulary(), earlier.vocabulary())
-    common_V = places_V >= 0
-    for name in own.keys() & theirs.keys():
-        if not own[name].is_floating_point():
-            continue
-        before = theirs[name].to(own[name])
-        if _by_token(head, name):
-            own[name][common_V] = own[name][common_V].lerp(before[places_V[common_V]], share)
-        else:
-            own[name].lerp_(before, share)
-
-
 def _by_token(head: DraftHead, name: str) -> bool:
     """Whether a tensor has a row for each token of the draft vocabulary."""
     return any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from helpers import head_for
 
+from headstart.addons.record import record
+from headstart.files import text_shards
 from headstart.inference import Conversation, SpeculativeLM
-from headstart.inference.feature_cache import FeatureCache, decoded, key_of
-from headstart.inference.recorded_folder import recorded_files, recorded_row
+from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
 PROMPTS = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 1, 2, 4], [7, 7, 2, 8, 1]])
@@ -121,13 +122,13 @@ def test_recorded_states_are_those_of_the_cpu(on_cpu, there, device, tokenizer, 
     lm = SpeculativeLM.from_pretrained(there, head.to(device), tree="chain:3", fallback=False, compile=mode)
     for call in range(2):  # the second replays
         folder = tmp_path / str(call)
-        with lm.record(folder, tokenizer=tokenizer, format="float32") as recording:
+        with record(lm, folder, tokenizer=tokenizer, format="float32") as recording:
             found = text(lm, PROMPTS, max_batch_size=slots)
         assert torch.equal(found.sequences.cpu(), expected)
         assert recording.written == len(PROMPTS), recording.summary()
         cache = FeatureCache(folder, json.loads((folder / "manifest.json").read_text()))
-        for path in recorded_files(folder):
-            tokens_T = torch.tensor(recorded_row(path)["input_ids"])
+        for path in text_shards(folder):
+            tokens_T = torch.tensor(text_row(path)["input_ids"])
             states_TLD = decoded(*cache.stored(key_of(tokens_T)))
             expected_1TF, _ = on_cpu.read(tokens_T[None], cache.layers)
             found_TF = states_TLD.flatten(1)[:-1]

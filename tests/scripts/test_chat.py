@@ -13,9 +13,9 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.addons.monitor import Monitor
-from headstart.files import recorded_files
+from headstart.files import text_shards
 from headstart.inference import Chat, SpeculativeLM, feature_cache, load_tokenizer
-from headstart.inference.recorded_folder import recorded_row
+from headstart.inference.feature_cache import text_row
 from headstart.scripts import chat
 from headstart.scripts.generate import GenerateConfig, stream_answer
 
@@ -143,7 +143,7 @@ def test_a_seed_samples_the_same(talk):
 def test_answers_are_recorded_by_option_with_drafts_and_without(talk, tmp_path, monkeypatch):
     folder = tmp_path / "recorded"
     out = talk("hello", "/plain", "and now?", record=str(folder))
-    rows = [recorded_row(path) for path in recorded_files(folder)]
+    rows = [text_row(path) for path in text_shards(folder)]
     assert [row["ended"] for row in rows] == ["complete", "complete"]
     assert len(rows[1]["input_ids"]) > len(rows[0]["input_ids"])
     assert out.count(f"recorded: 1 answers, 0.0 MiB, in {folder}") == 2
@@ -158,15 +158,15 @@ def test_generate_records_by_option(tmp_path, target_folder, capsys):
         target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(tmp_path), compare=True
     )
     stream_answer(config)
-    (path,) = recorded_files(tmp_path)
-    assert sum(recorded_row(path)["loss_mask"]) <= 8
+    (path,) = text_shards(tmp_path)
+    assert sum(text_row(path)["loss_mask"]) <= 8
     assert "recorded: 1 answers" in capsys.readouterr().out
 
 
 def test_a_recording_is_off_by_policy_refused_for_another_target_and_ends_on_a_full_disk(
     talk, target_folder, tmp_path, monkeypatch
 ):
-    """As `lm.record` does all three; the answers are given in any case but the second."""
+    """As `record` does all three; the answers are given in any case but the second."""
     folder = tmp_path / "recorded"
     config = GenerateConfig(
         target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(folder)

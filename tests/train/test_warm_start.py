@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.checkpoints.save_load import average_weights, copy_weights, load_head, save_head
+from headstart.heads.checkpoints.save_load import copy_weights, load_head, save_head
 from headstart.heads.layers.draft_vocab import with_trained_rows
 from headstart.inference import Target
 from headstart.train import loop
@@ -229,29 +229,3 @@ def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tm
     counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)  # no token is more frequent than another
     warm_start(head, source, target, counts_V, load_head(earlier / "last")[1].provenance)
     assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))
-
-
-@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 2}), ("eagle3", {"feature_layers": [0]})])
-def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(tiny_target, kind, options):
-    target = tiny_target(layers=2, dtype=torch.float32)
-    heads = []
-    for seed, tokens in enumerate((range(2, 8), range(12))):
-        counts_V = torch.zeros(target.info.vocab_size, dtype=torch.int64)
-        counts_V[list(tokens)] = 1
-        torch.manual_seed(seed)
-        heads.append(build_head(kind, {**options, "draft_vocab_size": len(tokens)}, target.info))
-        heads[-1].initialize(target.modules, counts_V)
-        for parameter in heads[-1].parameters():
-            parameter.data += torch.randn_like(parameter)
-    earlier, head = heads
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    average_weights(head, earlier, 0.25)
-    old = earlier.state_dict()
-    for name, tensor in head.state_dict().items():
-        if name in ("token_map", "d2t", "t2d"):
-            assert torch.equal(tensor, before[name])
-        elif any(name.startswith(layer) for layer in head.vocabulary_layers):
-            torch.testing.assert_close(tensor[2:8], 0.25 * old[name] + 0.75 * before[name][2:8])
-            assert torch.equal(tensor[[0, 1, 8, 9, 10, 11]], before[name][[0, 1, 8, 9, 10, 11]])
-        else:
-            torch.testing.assert_close(tensor, 0.25 * old[name] + 0.75 * before[name])

@@ -40,8 +40,8 @@ class Example:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Example:
-        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones, as recordings have them."""
-        return cls(row["input_ids"], [bool(own) for own in row["loss_mask"]])
+        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones."""
+        return cls(list(row["input_ids"]), [bool(own) for own in row["loss_mask"]])
 
     @property
     def prompt(self) -> list[int]:
@@ -91,7 +91,7 @@ def whole_sequences(
         ValueError: the template refuses the conversation, or the assistant's tokens cannot be told apart.
     """
     if conversation.get("input_ids") is not None:
-        return [Example(list(conversation["input_ids"]), [bool(own) for own in conversation["loss_mask"]])]
+        return [Example.of_row(conversation)]
     truncated = conversation.get("finished") is False
     if not tokenizer.chat_template:
         return [_completion(conversation, tokenizer, truncated)]

@@ -1,7 +1,7 @@
 """Sources of conversations and the formats that they come in.
 
 A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, one that
-`Dataset.save_to_disk` wrote, or one of answers that were recorded while decoding), or a Hub data set
+`Dataset.save_to_disk` wrote, or one of texts with their states), or a Hub data set
 `NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as possible: a JSONL file is only searched for line
 breaks, the others are mapped into memory by `datasets`. JSON may be compressed (.gz, .zst, .bz2, .xz), and a pattern
 (`data/*.jsonl`) stands for all files that fit it.
@@ -33,10 +33,10 @@ import numpy as np
 from datasets import Dataset, DatasetDict, LargeList, List, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ...files import recorded_files
+from ...files import text_shards
+from ...inference.feature_cache import text_rows
 from ...inference.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.prompt_files import compression, holds_array, json_array, open_bytes, parsed_line, without_compression
-from ...inference.recorded_folder import recorded_rows
 from ...inference.tuning.machine import cache_folder
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
@@ -259,9 +259,9 @@ def _elements(name: str) -> Dataset:
     return Dataset.from_dict({"json": [json.dumps(each) for each in json_array(name)]})
 
 
-def _recorded(files: Sequence[Path]) -> Dataset:
-    """Recorded answers, the oldest first."""
-    return Dataset.from_dict({"json": [json.dumps(row) for row in recorded_rows(files)]})
+def _stored_texts(files: Sequence[Path]) -> Dataset:
+    """Texts that were stored with their states, the oldest first."""
+    return Dataset.from_dict({"json": [json.dumps(row) for row in text_rows(files)]})
 
 
 def _places(path: Path) -> Dataset:
@@ -286,10 +286,10 @@ def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
 def _data_set(name: str, limit: int | None) -> Source:
     """Open a folder, or a Hub data set, of which at most `limit` rows are downloaded."""
     place, revision, config, split = parsed_name(name)
-    recorded = recorded_files(place)
-    if recorded:
-        identity = _hash("recorded", *(path.name for path in recorded))
-        return Source(name, "texts", identity, partial(_recorded, recorded))
+    shards = text_shards(place)
+    if shards:
+        identity = _hash("recorded", *(path.name for path in shards))
+        return Source(name, "texts", identity, partial(_stored_texts, shards))
     if (Path(place) / "state.json").is_file() or (Path(place) / "dataset_dict.json").is_file():
         rows = load_from_disk(place)
         if isinstance(rows, DatasetDict):

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...files import recorded_files, write_whole
+from ...files import text_shards, write_whole
 from ...heads.base import DraftHead, TargetFeatures
-from ...inference.feature_cache import FeatureCache, decoded, key_of
+from ...inference.feature_cache import FeatureCache, decoded, key_of, text_row
 from ...inference.models.outer_modules import OuterTarget
 from ...inference.models.replay import BEYOND, ReplayTarget
 from ...inference.observers import RoundObserver
 from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
-from ...inference.recorded_folder import recorded_row
 from ...inference.target import Target
 from ..config import EvalConfig
 from ..data.batches import Batch
@@ -41,16 +40,16 @@ ANSWERS = "answers"
 
 
 class FolderStates(StateSource):
-    """A folder of states that `headstart features` wrote, or that were recorded while decoding."""
+    """A folder of states that `headstart features` wrote, or of texts that were stored with theirs."""
 
     def __init__(self, cache: FeatureCache, max_length: int) -> None:
-        """Read a folder for sequences of at most `max_length` tokens, to which recorded ones are cut."""
+        """Read a folder for sequences of at most `max_length` tokens, to which stored texts are cut."""
         self.cache = cache
         self.layers = cache.layers
         self._whole: dict[bytes, bytes] = {}
-        """By the key of a recorded text that is cut, that of the whole one, which has its states."""
-        for path in recorded_files(cache.folder):
-            tokens = recorded_row(path)["input_ids"]
+        """By the key of a stored text that is cut, that of the whole one, which has its states."""
+        for path in text_shards(cache.folder):
+            tokens = text_row(path)["input_ids"]
             if len(tokens) > max_length:
                 self._whole[key_of(torch.tensor(tokens[:max_length]))] = key_of(torch.tensor(tokens))
         self.greedy = (cache.folder / ANSWERS).is_dir()

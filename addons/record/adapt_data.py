@@ -1,6 +1,7 @@
-"""The answers that a head is adapted to, as they were when the work began: what is trained on, judged on and replayed.
+"""The answers that a head is adapted to, as they were when the work began.
 
-Recorded answers are linked, so that a recording that goes on may remove them. The newest of each kind are judged on.
+Recorded answers are linked, so that a recording that goes on may remove them. The newest of each
+kind are judged on, the others trained on; older ones may be replayed.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..console import log
-from ..files import recorded_files, replacing, write_whole
-from ..inference.feature_cache import MANIFEST
-from ..inference.models.loading import load_tokenizer, target_facts
-from ..inference.recorded_folder import COSTS, recorded_rows
-from ..options import check_options
-from .config import AdaptConfig, DataConfig, TrainConfig
-from .data.conversations import check_row, open_source
-from .data.split import check_renders, rendering
+from ...console import log
+from ...files import replacing, text_shards, write_whole
+from ...inference.feature_cache import MANIFEST, text_rows
+from ...inference.models.loading import load_tokenizer, target_facts
+from ...options import check_options
+from ...train.config import DataConfig, TrainConfig
+from ...train.data.conversations import check_row, open_source
+from ...train.data.split import check_renders, rendering
+from .config import AdaptConfig
+from .folder import COSTS
 from .judging import outer_modules_of
 
 REPLAYED = "replay.jsonl"
@@ -39,10 +41,13 @@ MOST_JUDGED = 200
 
 
 def snapshot(config: AdaptConfig, folder: Path) -> None:
-    """Keep the recorded answers as they are now, with the options: a recording that goes on may remove them.
+    """Keep the recorded answers as they are now, with the options.
+
+    A recording that goes on may remove them.
 
     Raises:
-        ValueError: too few answers, folders of different targets, or other options than those that the work began with.
+        ValueError: too few answers, folders of different targets, or other options than those that
+            the work began with.
     """
     options = dataclasses.asdict(config)
     kept = folder.parent / "adapt.json"
@@ -65,14 +70,15 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     training, judged = divided(rows, config.held_out)
     if len(training) < 2:
         raise ValueError(
-            f"{config.recorded!r} holds {len(training)} answers to prompts other than the {len(judged)} newest of "
-            "each kind, which are judged on; record more, or lower held_out"
+            f"{config.recorded!r} holds {len(training)} answers to prompts other than the "
+            f"{len(judged)} newest of each kind, which are judged on; record more, or lower held_out"
         )
     kinds = {row["kind"] for row in rows}
     if len(kinds) == 1 and config.replay is None:
         log.warning(
-            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what the new head does "
-            "to others is not measured; record others too, or keep what the head knows by older data (replay)"
+            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what "
+            "the new head does to others is not measured; record others too, or keep what the head "
+            "knows by older data (replay)"
         )
     if config.replay is not None:
         judged += snapshot_replay(config, manifest, rows, training, judged, folder)
@@ -93,7 +99,7 @@ def snapshot_replay(
     judged: list[dict[str, Any]],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    """Keep what is replayed beside the recorded answers, `rows`; return the part of it that is judged on, too.
+    """Keep what is replayed as well as the recorded answers, `rows`; return what is judged on.
 
     No prompt is both trained on and judged on.
     """
@@ -112,7 +118,9 @@ def snapshot_replay(
 
 
 def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Recorded answers to train on, and the newest ones of each kind to judge on; no prompt is on both sides.
+    """Recorded answers to train on, and the newest ones of each kind to judge on.
+
+    No prompt is on both sides.
 
     Kinds of fewer than `FEWEST` answers count as one.
     """
@@ -133,37 +141,42 @@ def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str,
 def _replayed(
     config: AdaptConfig, manifest: dict[str, Any], rows: list[dict[str, Any]], states: Path
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The file for what is replayed, and its rows: recorded answers, whose states are linked, or conversations.
+    """The file for what is replayed, and its rows.
 
-    `rows` are the recorded answers.
+    They are recorded answers, whose states are linked, or conversations. `rows` are the recorded
+    answers to adapt to.
     """
     assert config.replay is not None
     given = Path(config.replay)
     if given.is_file():
         longest = max(len(row["input_ids"]) for row in rows)
-        # In large steps: short recordings do not cut conversations much shorter than the head was trained on.
+        # In large steps, so that short recordings do not cut conversations much shorter than those
+        # that the head was trained on.
         longest = -(-longest // LENGTH_STEP) * LENGTH_STEP
         return CONVERSATIONS, _conversations(config, manifest, longest)
     if not (given / MANIFEST).exists():
         raise ValueError(
-            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of recorded answers, "
-            "or a file of conversations such as the head was trained on (JSON Lines, Parquet)"
+            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of "
+            "recorded answers, or a file of conversations such as the head was trained on (JSON "
+            "Lines, Parquet)"
         )
     _check_same_states(config.replay, manifest_of(config.replay), config.recorded, manifest)
     replayed = _linked(config.replay, states)
     if not replayed:
         raise ValueError(
-            f"{config.replay!r} holds states and no recorded answers; to replay what `headstart features` read, name "
-            "its file of conversations, whose states are computed again"
+            f"{config.replay!r} holds states and no recorded answers; to replay what `headstart "
+            "features` read, name its file of conversations, whose states are computed again"
         )
     return REPLAYED, replayed
 
 
 def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
-    """Conversations of a file as rows of tokens, chosen at random: as many as training will see and are judged on.
+    """Conversations of a file as rows of tokens, chosen at random.
+
+    They are as many as training will see and as are judged on.
 
     Raises:
-        ValueError: a file that is no conversations, or of which none can be used.
+        ValueError: a file that does not hold conversations, or none that can be used.
     """
     assert config.replay is not None
     source = open_source(config.replay)
@@ -171,7 +184,8 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
     check_renders(tokenizer, [source], config.target)
     target = target_facts(config.target, manifest["revision"]) or outer_modules_of(config, manifest)
     data = DataConfig(sources=[config.replay], max_length=longest)
-    how = rendering(TrainConfig(target=config.target, output=config.output, data=data), target, tokenizer)
+    training = TrainConfig(target=config.target, output=config.output, data=data)
+    how = rendering(training, target, tokenizer)
     learned = config.steps * config.batch_size * config.replay_share
     wanted = math.ceil(learned / (1 - config.held_out))
     count = len(source.rows)
@@ -179,7 +193,8 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
     numbers = sorted(chance.sample(range(count), min(wanted, count)))
     rows: list[dict[str, Any]] = []
     unusable: list[ValueError] = []
-    for number, (where, value) in zip(numbers, source.reader.values(source.rows[numbers], numbers), strict=True):
+    values = source.reader.values(source.rows[numbers], numbers)
+    for number, (where, value) in zip(numbers, values, strict=True):
         try:
             if isinstance(value, ValueError):
                 raise value
@@ -191,11 +206,13 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
             mask = [int(own) for own in example.loss_mask]
             rows.append({"input_ids": example.tokens, "loss_mask": mask, "kind": ""})
     if not rows:
-        why = unusable[0] if unusable else f"no answer begins within {longest} tokens, the longest that was recorded"
+        why = f"no answer begins within {longest} tokens, the longest that was recorded"
+        if unusable:
+            why = str(unusable[0])
         raise ValueError(f"{config.replay!r} holds no conversation that can be replayed: {why}")
     if unusable:
         log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
-    chance.shuffle(rows)  # files may have one source after another, and the last rows are judged on
+    chance.shuffle(rows)  # files may have one source after another; the last rows are judged on
     return rows
 
 
@@ -209,22 +226,26 @@ def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manife
         return
     name = next(name for name in manifest if other.get(name) != manifest[name])
     raise ValueError(
-        f"{folder!r} holds states with {name} = {other.get(name)!r}, and {recorded!r} with {manifest[name]!r}; replay "
-        "what is of the same target, layers and format"
+        f"{folder!r} holds states with {name} = {other.get(name)!r}, and {recorded!r} with "
+        f"{manifest[name]!r}; replay what is of the same target, layers and format"
     )
 
 
 def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
-    """Link the recorded answers of a folder into another, or copy them to another disk; return them, each text once."""
+    """Link the recorded answers of a folder into another, or copy them to another disk.
+
+    Returns:
+        their rows, each text once.
+    """
     places = []
-    for path in recorded_files(source):
+    for path in text_shards(source):
         place = folder / path.name
         try:
             _link(path, place)
         except FileNotFoundError:  # it has given way to a newer one meanwhile
             continue
         places.append(place)
-    return recorded_rows(places)
+    return text_rows(places)
 
 
 def _link(path: Path, place: Path) -> None:

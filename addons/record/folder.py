@@ -1,17 +1,13 @@
-"""A folder of recorded answers: a file for each, whole or not there, whichever processes write and remove them.
+"""A folder of recorded answers, a file for each.
 
     recorded-TIME-KIND-RANDOM.safetensors
 
-TIME is in nanoseconds, so that names sort by age; KIND is a hash of the prompt's kind. A file is a shard of
-`feature_cache` with one sequence, a prompt and its answer, and besides
+TIME is in nanoseconds, so that names sort by age; KIND is a hash of the prompt's kind. A file is a
+shard of `feature_cache` that holds one text, a prompt and its answer, with the fields of
+`AnswerMarks` in its row. So training reads the folder both as its data and as the states of its
+data. Whichever processes write and remove files, each is whole or not there.
 
-    tokens     [N] int32   the sequence
-    loss_mask  [N] bool    True for the answer's tokens
-    "row"                  in the metadata: what is known of the answer, `AnswerMarks`, as JSON
-
-So training reads the folder both as its data and as the states of its data.
-
-    costs.json             what rounds cost where the answers were decoded, by the shape of the head that drafted
+    costs.json    what rounds cost where the answers were decoded, by the shape of the head
 """
 
 from __future__ import annotations
@@ -21,19 +17,17 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..files import recorded_files, write_whole
-from .feature_cache import FeatureCache, encoded, key_of, write_shard
-from .tuning.round_costs import SIZES, RoundCosts
+from ...files import text_shards, write_whole
+from ...inference.feature_cache import FeatureCache, encoded, key_of, write_shard
+from ...inference.tuning.round_costs import RoundCosts
 
 COSTS = "costs.json"
 HEADER_BYTES = 2000
@@ -57,9 +51,6 @@ class AnswerMarks:
     """Whether tokens after the kept ones were left out."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
-    rounds: dict[str, list[int]]
-    """By the number of nodes of a tree, the root counted: rounds with such trees, and tokens that they returned. Their
-    ratio is the acceptance length; rounds with one node are plain steps."""
 
 
 class RecordedFolder:
@@ -106,20 +97,22 @@ class RecordedFolder:
         states = encoded(states_TLD, self.format)
         tokens_T = torch.tensor(tokens, dtype=torch.int32)
         more = {"tokens": tokens_T, "loss_mask": torch.arange(len(tokens)) >= prompt}
-        size = sum(part.nbytes for part in (*states, *more.values()) if part is not None) + HEADER_BYTES
+        parts = [part for part in (*states, *more.values()) if part is not None]
+        size = sum(part.nbytes for part in parts) + HEADER_BYTES
         if size > self.max_bytes:
             return 0
         self._make_room(size, marks.kind)
-        name = f"recorded-{time.time_ns():020d}-{_hashed(marks.kind)}-{secrets.token_hex(4)}.safetensors"
+        age_and_kind = f"{time.time_ns():020d}-{_hashed(marks.kind)}"
+        name = f"recorded-{age_and_kind}-{secrets.token_hex(4)}.safetensors"
         about = {"row": json.dumps(dataclasses.asdict(marks))}
         write_shard(self.folder / name, {key_of(tokens_T): states}, more, about)
         return size
 
     def _make_room(self, size: int, kind: str) -> None:
-        """Remove answers until `size` bytes more fit: always the oldest of the kind that then takes most."""
+        """Remove answers until `size` more bytes fit: the oldest of the kind that takes most."""
         files: dict[str, list[tuple[Path, int]]] = {_hashed(kind): []}
         total = size
-        for path in recorded_files(self.folder):
+        for path in text_shards(self.folder):
             try:
                 bytes_of_file = path.stat().st_size
             except FileNotFoundError:  # another process has removed it
@@ -136,40 +129,12 @@ class RecordedFolder:
             total -= bytes_of_file
 
 
-def recorded_row(path: Path) -> dict[str, Any]:
-    """A recorded answer as a row to train on: `input_ids`, `loss_mask`, `tokenizer`, and its marks.
-
-    Raises:
-        ValueError: a file that is cut or not of a recording.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            marks = json.loads(file.metadata()["row"])
-            tokens = file.get_tensor("tokens").tolist()
-            mask = file.get_tensor("loss_mask").int().tolist()
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
-    return {"input_ids": tokens, "loss_mask": mask, **marks}
-
-
-def recorded_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of recorded answers, each text once; files that have given way to newer ones are left out."""
-    rows: dict[tuple[int, ...], dict[str, Any]] = {}
-    for path in files:
-        if path.exists():
-            row = recorded_row(path)
-            rows.setdefault(tuple(row["input_ids"]), row)
-    return list(rows.values())
-
-
 def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> None:
-    """Keep what rounds with a head of this shape cost on a machine; of several machines the newest counts.
+    """Keep what rounds with a head of this shape cost; of several machines the newest counts.
 
     Raises:
         OSError: a full disk, or a folder that cannot be written to.
     """
-    if tuple(costs.forward) != SIZES:  # not measured, but given
-        return
     known = {}
     with suppress(ValueError):  # a broken file is replaced
         known = _costs_in(folder)
@@ -178,7 +143,7 @@ def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> Non
 
 
 def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
-    """Costs of rounds with a head of this shape where answers were recorded, and the machine; None if not known.
+    """Costs of rounds with a head of this shape, and the machine that recorded; None if unknown.
 
     Raises:
         ValueError: a file that is not such costs.

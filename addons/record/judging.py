@@ -1,12 +1,14 @@
-"""Judgement of a head that has learned: it and the one before draft along answers that neither was trained on.
+"""Judgement of a head that has learned, along answers that neither it nor the old head has seen.
 
-Both draft in a chain as deep as they draft and in the trees that decoding chooses from, by replay. The new head is
-taken only if
+Both draft by replay: in a chain of their depth and in the trees that decoding chooses from. The new
+head is taken only if
 
-- its acceptance length in the chain is longer, with a 95 % confidence interval of the difference that excludes 0,
-- its predicted speed is higher, where the costs of rounds are known: of the judged trees the most tokens per second,
-- it is nowhere worse beyond chance: over all answers, those of a kind or those of older data that are replayed, in the
-  chain or in the largest tree.
+- its acceptance length in the chain is longer, with a 95 % confidence interval of the difference
+  that excludes 0,
+- its predicted speed is higher, where the costs of rounds are known: the most tokens per second
+  with any of the judged trees,
+- it is nowhere worse beyond chance: over all answers, those of a kind or those of older data that
+  are replayed, in the chain or in the largest tree.
 """
 
 from __future__ import annotations
@@ -17,30 +19,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..heads.base import DraftHead
-from ..heads.checkpoints.save_load import load_head
-from ..inference.drafters.adaptive import candidate_chains, candidate_trees
-from ..inference.drafters.by_name import chains_alone
-from ..inference.feature_cache import FeatureCache
-from ..inference.models.dtypes import dtype_named
-from ..inference.models.loading import default_device, locate
-from ..inference.models.outer_modules import OuterTarget
-from ..inference.recorded_folder import recorded_costs
-from ..inference.speculative_lm import SpeculativeLM
-from ..inference.stats import Stats
-from ..inference.target import Target
-from ..inference.tuning.costs import head_shape, kept_costs
-from ..inference.tuning.machine import hardware
-from ..inference.tuning.round_costs import RoundCosts
-from ..inference.tuning.tree_search import default_dynamic_tree
-from ..inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
-from .config import AdaptConfig, EvalConfig
-from .data.chat_template import Example
-from .evaluate import difference_interval, greedy_answers, prompt_of
-from .features.stored import FolderStates, StoredReplay
+from ...heads.base import DraftHead
+from ...heads.checkpoints.save_load import load_head
+from ...inference.drafters.adaptive import candidate_chains, candidate_trees
+from ...inference.drafters.by_name import chains_alone
+from ...inference.feature_cache import FeatureCache
+from ...inference.models.dtypes import dtype_named
+from ...inference.models.loading import default_device, locate
+from ...inference.models.outer_modules import OuterTarget
+from ...inference.speculative_lm import SpeculativeLM
+from ...inference.stats import Stats
+from ...inference.target import Target
+from ...inference.tuning.costs import head_shape, kept_costs
+from ...inference.tuning.machine import hardware
+from ...inference.tuning.round_costs import RoundCosts
+from ...inference.tuning.tree_search import default_dynamic_tree
+from ...inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
+from ...train.config import EvalConfig
+from ...train.data.chat_template import Example
+from ...train.evaluate import difference_interval, greedy_answers, prompt_of
+from ...train.features.stored import FolderStates, StoredReplay
+from .config import AdaptConfig
+from .folder import recorded_costs
 
 FEWEST_OF_KIND = 8
-"""Answers of a kind from which it is judged by itself: below, its interval is no better than a guess."""
+"""Answers of a kind from which it is judged by itself; the interval of fewer is a guess."""
 NODES = 16
 """Nodes of the dynamic tree that is judged where decoding chooses from none."""
 OLDER = "(replayed)"
@@ -82,11 +85,16 @@ class Comparison:
         return len(next(iter(self.new.values())).rows)
 
     def interval(self, tree: TreePolicy, confidence: float = 0.95) -> tuple[float, float]:
-        """Confidence interval of the new head's acceptance length less the old one's, paired by prompt."""
-        return difference_interval(self.new[tree].tokens_and_rounds, self.old[tree].tokens_and_rounds, confidence)
+        """Confidence interval of the difference in acceptance length, new less old.
+
+        Answers are paired by prompt.
+        """
+        new = self.new[tree].tokens_and_rounds
+        old = self.old[tree].tokens_and_rounds
+        return difference_interval(new, old, confidence)
 
     def better(self, tree: TreePolicy) -> bool:
-        """Whether the new head accepts more, beyond chance: with a single prompt nothing is beyond it."""
+        """Whether the new head accepts more beyond chance, which takes two prompts or more."""
         return self.answers > 1 and self.interval(tree)[0] > 0
 
     def speeds(self, costs: KnownCosts) -> tuple[float, float]:
@@ -132,12 +140,16 @@ class Judgement:
     def worse(self) -> list[Comparison]:
         """Where the new head accepts less beyond chance, in the chain or in the tree.
 
-        The intervals are wide enough that all of them hold together in 95 of 100 judgements (Bonferroni): of ten kinds
-        one would else look worse by chance in every fourth.
+        The intervals are wide enough that all of them hold together in 95 of 100 judgements
+        (Bonferroni): otherwise one of ten kinds would look worse by chance in every fourth.
         """
         judged = [each for each in (self.whole, *self.kinds) if each.answers >= FEWEST_OF_KIND]
         confidence = 1 - 0.05 / max(len(judged) * len(self.trees), 1)
-        return [each for each in judged if any(each.interval(tree, confidence)[1] < 0 for tree in self.trees)]
+        worse = []
+        for each in judged:
+            if any(each.interval(tree, confidence)[1] < 0 for tree in self.trees):
+                worse.append(each)
+        return worse
 
     @property
     def taken(self) -> bool:
@@ -176,21 +188,24 @@ def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str
     trees = judged_trees(target, old_head, None if costs is None else costs.old)
     comparisons = []
     for kind, own in kinds.items():
-        old, new_lengths = _lengths(target, source, [old_head, new_head], trees, own, config.new_tokens)
+        heads = [old_head, new_head]
+        old, new_lengths = _lengths(target, source, heads, trees, own, config.new_tokens)
         comparisons.append(Comparison(kind, old, new_lengths))
     recorded_kinds = [each for each in comparisons if each.kind != OLDER]
     whole = Comparison.merged("all", recorded_kinds, trees)
     chain = trees[0]
-    largest = max((tree for tree in trees if isinstance(tree, DynamicShape)), key=lambda tree: tree.size, default=None)
+    dynamic = [tree for tree in trees if isinstance(tree, DynamicShape)]
+    largest = max(dynamic, key=lambda tree: tree.size, default=None)
     exchanged = len(set(new_head.vocabulary().tolist()) - set(old_head.vocabulary().tolist()))
     return Judgement(whole, comparisons, chain, largest, costs, exchanged)
 
 
 def outer_modules_of(config: AdaptConfig, manifest: dict[str, Any]) -> Target:
-    """The target without its blocks; whole, if it is a GGUF file, whose tensors cannot be read alone."""
+    """The target without its blocks; a GGUF file whole, as its tensors cannot be read alone."""
     _, gguf = locate(config.target)
     loading = OuterTarget if gguf is None else Target
-    return loading.load(config.target, dtype_named(manifest["dtype"]), default_device(), manifest["revision"])
+    dtype = dtype_named(manifest["dtype"])
+    return loading.load(config.target, dtype, default_device(), manifest["revision"])
 
 
 def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> list[TreePolicy]:
@@ -210,16 +225,19 @@ def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> l
 
 
 def known_costs(recorded: Path, target: Target, old: DraftHead, new: DraftHead) -> KnownCosts | None:
-    """Costs of rounds with two heads: of the machine that recorded, else of this one; None if nobody measured them.
+    """Costs of rounds with two heads, of the machine that recorded, else of this one.
 
-    A head of another shape than the old one, whose costs are known, is taken to draft in proportion to its weights: on
-    one row, drafts wait for them.
+    A head of another shape than the old one, whose costs are known, is taken to draft in proportion
+    to its weights: on one row, drafts wait for them.
 
     Args:
         recorded: folder with the costs that the recording brought.
         target: the target; where it is here with its blocks, costs are measured.
         old: the head that was used while recording.
         new: the one that may take its place.
+
+    Returns:
+        the costs; None if nobody measured them.
     """
     found = recorded_costs(recorded, head_shape(old))
     if found is not None:
@@ -239,16 +257,20 @@ def known_costs(recorded: Path, target: Target, old: DraftHead, new: DraftHead) 
         return KnownCosts(costs, costs, origin)
     ratio = _weights(new) / _weights(old)
     scaled = replace(costs, draft=costs.draft * ratio, node=costs.node * ratio)
-    return KnownCosts(costs, scaled, f"{origin}; drafts of the new head by its {ratio:.2f} times as many weights")
+    origin += f"; drafts of the new head by its {ratio:.2f} times as many weights"
+    return KnownCosts(costs, scaled, origin)
 
 
 def predicted_speed(lengths: Lengths, costs: RoundCosts) -> float:
-    """Tokens per second with the tree that has most, over those of plain decoding; NaN without a round.
+    """Tokens per second with the fastest tree over those of plain decoding; NaN without a round.
 
-    A chain that may end early is taken to be whole in each round: with one that estimates acceptance the speed is the
-    least that is to be expected.
+    A chain that may end early counts as whole in each round: where the head estimates acceptance,
+    the predicted speed is a lower bound.
     """
-    rates = [costs.rate(tree, stats.acceptance_length) for tree, stats in lengths.items() if stats.rounds]
+    rates = []
+    for tree, stats in lengths.items():
+        if stats.rounds:
+            rates.append(costs.rate(tree, stats.acceptance_length))
     return costs.plain * max(rates) if rates else math.nan
 
 
@@ -272,20 +294,22 @@ def report(config: AdaptConfig, judgement: Judgement) -> str:
         for tree in judgement.trees:
             cells += [f"{side[tree].acceptance_length:.2f}" for side in (each.old, each.new)]
             low, high = each.interval(tree)
-            cells.append("-" if math.isnan(low) or each.answers < 2 else f"{low:+.2f} to {high:+.2f}")
+            known = each.answers > 1 and not math.isnan(low)
+            cells.append(f"{low:+.2f} to {high:+.2f}" if known else "-")
         if judgement.costs is not None:
-            cells += ["-" if math.isnan(speed) else f"{speed:.2f}" for speed in each.speeds(judgement.costs)]
+            for speed in each.speeds(judgement.costs):
+                cells.append("-" if math.isnan(speed) else f"{speed:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     if judgement.costs is None:
         lines.append(
-            "Judged by acceptance alone: no costs of rounds are known for this target and head. A recording by a "
-            "decoder that chooses its trees (tree auto) keeps them."
+            "Judged by acceptance alone: no costs of rounds are known for this target and head. A "
+            "recording by a decoder that chooses its trees (tree auto) keeps them."
         )
     else:
         lines.append(
-            "Predicted speed is relative to plain decoding: tokens per second with the fastest of the judged trees, by "
-            f"costs of rounds {judgement.costs.origin}."
+            "Predicted speed is relative to plain decoding: tokens per second with the fastest of "
+            f"the judged trees, by costs of rounds {judgement.costs.origin}."
         )
     lines += ["", *_changes(judgement), "", _verdict(config, judgement)]
     return "\n".join(lines) + "\n"
@@ -305,7 +329,10 @@ def _changes(judgement: Judgement) -> list[str]:
         else:
             groups["No difference"].append(_kind(each))
     too_few = ", ".join(groups.pop("Too few"))
-    lines = [f"- {name} beyond chance: {', '.join(kinds)}." for name, kinds in groups.items() if kinds]
+    lines = []
+    for name, kinds in groups.items():
+        if kinds:
+            lines.append(f"- {name} beyond chance: {', '.join(kinds)}.")
     if too_few:
         lines.append(f"- Fewer than {FEWEST_OF_KIND} answers, not judged by themselves: {too_few}.")
     if judgement.new_tokens:

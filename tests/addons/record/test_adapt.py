@@ -11,19 +11,20 @@ import pytest
 import torch
 from recordings import ANSWERS, NEW_TOKENS, record_answers
 
-from headstart.files import recorded_files
+from headstart.addons.record import adapt as adapting
+from headstart.addons.record.adapt import adapt, average_weights
+from headstart.addons.record.adapt_data import MOST_JUDGED, divided
+from headstart.addons.record.config import AdaptConfig
+from headstart.addons.record.folder import keep_costs
+from headstart.files import text_shards
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.recorded_folder import keep_costs, recorded_row
+from headstart.inference.feature_cache import text_row
 from headstart.inference.tuning.costs import head_shape
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped
-from headstart.train import adapting
-from headstart.train.adapting import adapt
-from headstart.train.adapting_data import MOST_JUDGED, divided
-from headstart.train.config import AdaptConfig
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     older = [row for row in names["judged"] if "replayed" in row]
     for judged, learned, folder in ((new, names["training"], "recorded"), (older, names["replay"], "older")):
         assert len(judged) == 8, "0.35 of them"
-        assert judged[-1]["input_ids"] == recorded_row(recorded_files(begun / folder)[-1])["input_ids"]
+        assert judged[-1]["input_ids"] == text_row(text_shards(begun / folder)[-1])["input_ids"]
         assert not {str(row["input_ids"]) for row in judged} & {str(row["input_ids"]) for row in learned}
     assert len(names["replay"]) == ANSWERS - 8
     folder = tmp_path / "new" / "best"
@@ -152,7 +153,7 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
         adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
     few = tmp_path / "few"
     shutil.copytree(begun / "recorded", few)
-    for path in recorded_files(few)[:-5]:
+    for path in text_shards(few)[:-5]:
         path.unlink()
     with pytest.raises(ValueError, match="holds 5 different answers; a head is adapted from 8 or more"):
         adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
@@ -173,7 +174,7 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(config, begun
         stop_after(patch, 5)
         with pytest.raises(Stopped, match="stopped at step 5 of 12"):
             adapt(config)
-    for path in recorded_files(copied):
+    for path in text_shards(copied):
         path.unlink()
     adapt(config)
     assert (tmp_path / "new" / "report.md").exists()
@@ -181,9 +182,9 @@ def test_a_stopped_run_resumes_although_its_answers_have_given_way(config, begun
 
 def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught, tmp_path):
     """The old head can draft none of their tokens; the new one drafts those of both."""
-    paths = recorded_files(begun / "recorded")
+    paths = text_shards(begun / "recorded")
     used = set()
-    for row in map(recorded_row, paths):
+    for row in map(text_row, paths):
         used |= {token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own}
     target = Target.from_pretrained(str(taught), torch.float32)
     counts_V = torch.arange(target.info.vocab_size, 0, -1)
@@ -223,7 +224,7 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     assert not {str(row["input_ids"]) for row in replayed} & {str(row["input_ids"]) for row in older}
     assert not (folder / "replay.jsonl").exists()
     assert "| (replayed) | " in (tmp_path / "new" / "report.md").read_text()
-    shards = set((folder / "states").glob("*.safetensors")) - set(recorded_files(folder / "states"))
+    shards = set((folder / "states").glob("*.safetensors")) - set(text_shards(folder / "states"))
     assert shards, "their states are in the folder"
     run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
     assert run["features"]["mode"] == "stored", "the target's blocks are loaded for their states alone"
@@ -295,7 +296,7 @@ def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(config, begun
     """An older recording may hold the same prompts as the newer one, learned there or judged."""
     older = tmp_path / "older"
     shutil.copytree(begun / "older", older)
-    for path in recorded_files(begun / "recorded"):
+    for path in text_shards(begun / "recorded"):
         shutil.copy(path, older / path.name.replace("recorded-0", "recorded-9"))  # as the newest
     monkeypatch.setattr(adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training")))
     with pytest.raises(Stopped):
@@ -337,3 +338,29 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     assert float(rows[1][9]) > float(rows[1][8]) > 0.9
     assert "by costs of rounds measured where the answers were recorded: a machine." in report
     assert folder is not None and f"Taken: {folder}" in report
+
+
+@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 2}), ("eagle3", {"feature_layers": [0]})])
+def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(tiny_target, kind, options):
+    target = tiny_target(layers=2, dtype=torch.float32)
+    heads = []
+    for seed, tokens in enumerate((range(2, 8), range(12))):
+        counts_V = torch.zeros(target.info.vocab_size, dtype=torch.int64)
+        counts_V[list(tokens)] = 1
+        torch.manual_seed(seed)
+        heads.append(build_head(kind, {**options, "draft_vocab_size": len(tokens)}, target.info))
+        heads[-1].initialize(target.modules, counts_V)
+        for parameter in heads[-1].parameters():
+            parameter.data += torch.randn_like(parameter)
+    earlier, head = heads
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    average_weights(head, earlier, 0.25)
+    old = earlier.state_dict()
+    for name, tensor in head.state_dict().items():
+        if name in ("token_map", "d2t", "t2d"):
+            assert torch.equal(tensor, before[name])
+        elif any(name.startswith(layer) for layer in head.vocabulary_layers):
+            torch.testing.assert_close(tensor[2:8], 0.25 * old[name] + 0.75 * before[name][2:8])
+            assert torch.equal(tensor[[0, 1, 8, 9, 10, 11]], before[name][[0, 1, 8, 9, 10, 11]])
+        else:
+            torch.testing.assert_close(tensor, 0.25 * old[name] + 0.75 * before[name])

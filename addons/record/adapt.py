@@ -6,12 +6,12 @@
     OUTPUT/recorded/*.jsonl       which of them are trained on, judged on, and what is replayed
     OUTPUT/recorded/costs.json    what rounds cost where they were recorded, if that is known
     OUTPUT/training/              the training run
-    OUTPUT/new/                   the new head: the mean of the weights that were trained and those of the first head
+    OUTPUT/new/                   the new head: the mean of the trained weights and the first head's
     OUTPUT/report.md              acceptance and predicted speed of both heads by kind of prompt
     OUTPUT/best/                  the new head, if it is better
 
-The newest answers of each kind are judged on (see `judging`): neither head has seen them. The first head is the one
-before all adaptations: a series of them stays near it.
+The newest answers of each kind are judged on (see `judging`): neither head has seen them. The first
+head is the one before all adaptations: a series of them stays near it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from typing import Any
 from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-from ..console import log
-from ..files import write_whole
-from ..heads.base import CheckpointMetadata, DraftHead
-from ..heads.by_name import head_name
-from ..heads.checkpoints.files import HEAD, refuse_foreign
-from ..heads.checkpoints.save_load import average_weights, load_head, save_head
-from ..inference.feature_cache import FeatureCache
-from ..inference.models.loading import locate
-from ..inference.recording import refuse_if_off
-from .adapting_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
-from .config import AdaptConfig, DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
-from .data.chat_template import Example
-from .engines import start
-from .features.online import CachedFeatures, lacking_in, open_cache
+from ...console import log
+from ...files import write_whole
+from ...heads.base import CheckpointMetadata, DraftHead
+from ...heads.by_name import head_name
+from ...heads.checkpoints.files import HEAD, refuse_foreign
+from ...heads.checkpoints.save_load import load_head, save_head
+from ...heads.layers.draft_vocab import draft_ids
+from ...inference.feature_cache import FeatureCache
+from ...inference.models.loading import locate
+from ...train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
+from ...train.data.chat_template import Example
+from ...train.engines import start
+from ...train.features.online import CachedFeatures, lacking_in, open_cache
+from ...train.loop import load_inputs, train
+from .adapt_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
+from .config import AdaptConfig
 from .judging import judge, report
-from .loop import load_inputs, train
+from .recording import refuse_if_off
 
 FIRST_HEAD = "first_head"
 """Of an adapted head's training: the one before all adaptations."""
@@ -49,11 +51,12 @@ LOCK_SECONDS = 1.0
 
 
 def adapt(config: AdaptConfig) -> Path | None:
-    """Train a head on recorded answers, and judge it; return the folder of the new head, None if it is not taken.
+    """Train a head on recorded answers and judge it; return the new head's folder if it is taken.
 
     Raises:
-        ValueError: recordings of another target, too few of them, a head that cannot be trained, another process that
-            works in this output folder, or HEADSTART_NO_RECORD=1 in the environment.
+        ValueError: recordings of another target, too few of them, a head that cannot be trained,
+            another process that works in this output folder, or HEADSTART_NO_RECORD=1 in the
+            environment.
         Stopped: Ctrl-C or SIGTERM; the same command resumes.
     """
     output = Path(config.output)
@@ -98,7 +101,7 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
 
 
 def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata) -> tuple[str, DraftHead]:
-    """The head before all adaptations and its name: the one that is named, or that the old head's checkpoint tells of.
+    """The head before all adaptations and its name, as given or as the old head's checkpoint says.
 
     Raises:
         ValueError: a named head that is not there, or one of another architecture.
@@ -113,8 +116,8 @@ def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
         if config.first is not None:
             raise
         log.warning(
-            f"{config.head!r} was adapted from {told!r}, which cannot be read ({error}): the new head is averaged with "
-            f"{config.head!r} instead; name the first one (first)"
+            f"{config.head!r} was adapted from {told!r}, which cannot be read ({error}): the new "
+            f"head is averaged with {config.head!r} instead; name the first one (first)"
         )
         return config.head, old
     return name, first
@@ -160,7 +163,8 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
         if replay.exists():
             sources.append(replay)
             replayed = rows_of(replay)
-            weights = [1.0, config.replay_share / (1 - config.replay_share) * len(rows) / len(replayed)]
+            ratio = config.replay_share / (1 - config.replay_share)
+            weights = [1.0, ratio * len(rows) / len(replayed)]
             rows += replayed
     _, gguf = locate(config.target)
     longest = max(len(row["input_ids"]) for row in rows)
@@ -182,13 +186,18 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             cache=str(folder / "tokens"),  # recorded texts stay in this folder
         ),
         features=FeaturesConfig(
-            mode="stored" if gguf is None else "cached",  # of a GGUF file the outer modules cannot be read alone
+            # The outer modules of a GGUF file cannot be read alone.
+            mode="stored" if gguf is None else "cached",
             folder=str(folder / "states"),
             format=manifest["format"],
         ),
         optim=OptimConfig(lr=config.lr),
         # One evaluation, at the end: the newest answers judge the head.
-        loop=LoopConfig(max_steps=config.steps, batch_size=config.batch_size, eval_every=config.steps),
+        loop=LoopConfig(
+            max_steps=config.steps,
+            batch_size=config.batch_size,
+            eval_every=config.steps,
+        ),
         eval=EvalConfig(new_tokens=config.new_tokens),
     )
 
@@ -212,8 +221,32 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
     CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, examples)
 
 
+def average_weights(head: DraftHead, earlier: DraftHead, share: float) -> None:
+    """Move a head's weights towards those of an earlier one.
+
+    They become `share` of the earlier ones and the rest of the head's own. On the way back it
+    regains more of what it knew than it loses of what it has learned (WiSE-FT, arXiv:2109.01903).
+    Rows of tokens that the earlier head cannot draft stay as they are.
+    """
+    own, theirs = head.state_dict(), earlier.state_dict()
+    places_V = draft_ids(head.vocabulary(), earlier.vocabulary())
+    common_V = places_V >= 0
+    for name in own.keys() & theirs.keys():
+        if not own[name].is_floating_point():
+            continue
+        before = theirs[name].to(own[name])
+        has_row_for_each_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
+        if has_row_for_each_token:
+            own[name][common_V] = own[name][common_V].lerp(before[places_V[common_V]], share)
+        else:
+            own[name].lerp_(before, share)
+
+
 def _architecture(head: DraftHead) -> dict[str, Any]:
-    """All but the draft vocabulary and the target's name: the same for two heads whose weights can be averaged."""
+    """All that two heads must have in common for their weights to be averaged.
+
+    The draft vocabulary and the target's name may differ.
+    """
     options = {**dataclasses.asdict(head.config), "draft_vocab_size": None}
     target = dataclasses.replace(head.target, name="")
     return {"head": head_name(head), "target": target, **options}
@@ -222,7 +255,7 @@ def _architecture(head: DraftHead) -> dict[str, Any]:
 def _drafted(head: DraftHead, rows: list[dict[str, Any]]) -> set[int]:
     """Tokens that the new head drafts: those of the old one, and those of the answers.
 
-    None gives way: which of them other texts need, the answers do not tell.
+    None gives way: the answers do not tell which of them other texts need.
     """
     tokens = set(head.vocabulary().tolist())
     for row in rows:

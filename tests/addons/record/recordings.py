@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from headstart.addons.record import record
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
@@ -30,7 +31,7 @@ def record_answers(taught: Path, folder: Path) -> Path:
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         for first, kind in enumerate(words):
             numbers = range(first, ANSWERS, len(words))
-            with lm.record(folder / name, kind=kind, format="float32", tokenizer=tokenizer) as running:
+            with record(lm, folder / name, kind=kind, format="float32", tokenizer=tokenizer) as running:
                 for number in numbers:
                     text = f"{kind} {number % 7 + 3} {'please' * (number // 7)}"
                     lm.generate(tokenizer(text, return_tensors="pt").input_ids, **SETTINGS)

@@ -1,6 +1,6 @@
 """Adaptations of a head that are killed at a change of a file, one after the other, each in a process of its own.
 
-    python tests/train/killed.py JOB.json
+    python tests/addons/record/killed.py JOB.json
 
 The job holds `config`, the options of `headstart adapt`, and `every`. A change of a file or folder below its output,
 such as a rename, is one of some hundred points at which SIGKILL can come; every so many-th is tried, and the last but
@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from headstart.addons.record.adapt import adapt
+from headstart.addons.record.config import AdaptConfig
 from headstart.console import show_on_console
-from headstart.train.adapting import adapt
-from headstart.train.config import AdaptConfig
 
 CHANGES = ("os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "open")
 """Audit events of changes; `open` only where it is for writing."""

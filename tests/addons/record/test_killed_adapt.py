@@ -14,13 +14,13 @@ import pytest
 import torch
 from recordings import NEW_TOKENS, record_answers
 
-from headstart.files import recorded_files
+from headstart.addons.record import adapt_data
+from headstart.addons.record.adapt import adapt, alone_in
+from headstart.addons.record.config import AdaptConfig
+from headstart.files import text_shards
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
-from headstart.train import adapting_data
-from headstart.train.adapting import adapt, alone_in
-from headstart.train.config import AdaptConfig
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +129,13 @@ def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path,
         if len(made) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(adapting_data.os, "link", link)
+    monkeypatch.setattr(adapt_data.os, "link", link)
     with monkeypatch.context() as patch:
-        patch.setattr(adapting_data.shutil, "copyfile", full)
+        patch.setattr(adapt_data.shutil, "copyfile", full)
         with pytest.raises(OSError, match="No space left on device"):
             adapt(AdaptConfig(**given))
     states = tmp_path / "new" / "recorded" / "states"
-    assert len(recorded_files(states)) == len(list(states.iterdir())) == 2
+    assert len(text_shards(states)) == len(list(states.iterdir())) == 2
     assert adapt(AdaptConfig(**given)) is not None
 
 

@@ -8,7 +8,8 @@ import json
 import pytest
 import torch
 
-from headstart.files import recorded_files
+from headstart.addons.record import record
+from headstart.files import text_shards
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.train.config import FeaturesConfig, TrainConfig
@@ -31,7 +32,7 @@ def recorded(taught, conversations_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     rows = read_conversations(str(conversations_file))
     questions = list(dict.fromkeys(row["messages"][0]["content"] for row in rows))
-    with lm.record(folder, format="float32", kind="counting") as running:
+    with record(lm, folder, format="float32", kind="counting") as running:
         for question in questions:
             chat = lm.chat(tokenizer, max_new_tokens=24, do_sample=False)
             chat.say(question)
@@ -74,7 +75,7 @@ def test_longer_texts_are_cut_with_their_states(recorded, short, changed):
 def test_equal_texts_are_one_row_and_what_is_no_recording_is_no_source(recorded, taught, tmp_path):
     (source,) = open_sources([str(recorded)])
     rows = [row for _, row in source.read_all()]
-    assert len(rows) == len(recorded_files(recorded)) - 1
+    assert len(rows) == len(text_shards(recorded)) - 1
     assert {row["kind"] for row in rows} == {"counting"}
     assert [sum(row["loss_mask"]) > 0 for row in rows] == [True] * len(rows)
     (tmp_path / "recorded-1-2-3.safetensors").write_bytes(b"cut")
