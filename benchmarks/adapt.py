@@ -38,9 +38,9 @@ from headstart.files import text_shards, write_whole
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Target, load_tokenizer
 from headstart.inference.feature_cache import MANIFEST
-from headstart.inference.models.replay import ReplayTarget
-from headstart.inference.provenance import hardware
-from headstart.inference.sequences import left_padded
+from headstart.inference.replay import ReplayTarget
+from headstart.inference.rounds.sequences import left_padded
+from headstart.inference.targets.provenance import hardware
 from headstart.train.evaluate import difference_interval, greedy_answers
 
 BATCH = 4

@@ -15,7 +15,7 @@ from typing import Any
 from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 
 TREES = "chain:1|dynamic:4:3:2|dynamic:8:4:2|dynamic:16:5:5"

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.console import console
-from headstart.inference import SpeculativeLM, Target, load_tokenizer, loop
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.provenance import hardware
+from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.rounds import loop
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import quartiles
 from headstart.train.data.self_made import WAVES

@@ -18,9 +18,9 @@ from headstart.files import write_whole
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.models.replay import ReplayTarget
-from headstart.inference.prompt_files import read_prompts
+from headstart.inference.replay import ReplayTarget
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.options import check_options
 from headstart.scripts.measuring.comparison import quartiles, spread, stock_settings

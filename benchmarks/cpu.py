@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.base import dtype_name
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.models.loading import locate
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.loading import locate
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.measuring.comparison import answer_settings, first_difference, quartiles
 
 LLAMA = """

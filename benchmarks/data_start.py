@@ -27,7 +27,7 @@ from process_status import memory_mib
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.inference import load_tokenizer
-from headstart.inference.provenance import provenance
+from headstart.inference.targets.provenance import provenance
 from headstart.train import loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.conversations import open_file

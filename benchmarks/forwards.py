@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.inference import Target
+from headstart.inference.drafters.costs import checker, seconds_of
 from headstart.inference.engines.cpu_kernels import GROUP, Packed, library, linear, pack
-from headstart.inference.provenance import hardware
-from headstart.inference.tuning.costs import checker, seconds_of
+from headstart.inference.targets.provenance import hardware
 from headstart.inference.tuning.machine import seconds_in_turns
 from headstart.scripts.measuring.bandwidth import memory_bandwidth
 

@@ -53,12 +53,12 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from headstart.heads.objective import Objective
 from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, selected_rows
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.provenance import provenance
-from headstart.inference.round import Round
+from headstart.inference.drafters.round import Round
+from headstart.inference.targets.provenance import provenance
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.inference.tuning.tree_search import best_static_tree, default_accuracy
 from headstart.scripts.measuring.bandwidth import now, weight_bytes

@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.round import Round
 from headstart.inference.engines.base import Runner
-from headstart.inference.observers import RoundObserver
-from headstart.inference.round import Round
+from headstart.inference.rounds.observers import RoundObserver
 
 PREFIX = "round: "
 """Of a range's name in a trace."""

@@ -27,10 +27,10 @@ from headstart.console import console
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.provenance import provenance
-from headstart.inference.stats import acceptance_figures
+from headstart.inference.targets.provenance import provenance
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.trees.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import default_dynamic_tree
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import answer_settings

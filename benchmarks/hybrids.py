@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from headstart.inference import DraftTree, Target, TreeShape
 from headstart.inference.engines.stateful import StatefulEngine
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 
 BASE = {
     "vocab_size": 16384,

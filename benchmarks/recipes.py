@@ -26,8 +26,8 @@ from torch import Tensor
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.models.replay import ReplayTarget
-from headstart.inference.provenance import hardware
+from headstart.inference.replay import ReplayTarget
+from headstart.inference.targets.provenance import hardware
 from headstart.scripts.command_line import options
 from headstart.train.config import TrainConfig
 from headstart.train.data.conversations import read_conversations

@@ -14,7 +14,7 @@ from headstart.addons.record import record
 from headstart.files import file_sizes
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.feature_cache import FORMATS
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headstart.console import console
 from headstart.inference import DraftTree, SpeculativeLM, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.base import NoDraft
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.provenance import provenance
+from headstart.inference.targets.provenance import provenance
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.measuring.comparison import first_difference
 
 PATH, NODES = 5, 32

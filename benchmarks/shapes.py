@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.inference.tuning.machine import turns
 
 SIZES = (1, 2, 4, 8)

@@ -22,10 +22,10 @@ from common import LOOKUP, TARGET, Side, arguments, compared, encoded, ours, rat
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.datastore import DatastoreConfig, build_datastore
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.conversations import read_conversations

@@ -328,7 +328,7 @@ def serve(side: Ours | Theirs, folder: Path, name: str) -> None:
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Run all sides and print the comparison."""
-    from headstart.inference.provenance import hardware
+    from headstart.inference.targets.provenance import hardware
 
     head = prepare(args, folder)
     skipped = {"ours-top-k": not args.target_top_k, "theirs-our-lr": not args.recommended}

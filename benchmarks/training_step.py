@@ -39,7 +39,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.losses import draft_loss
 from headstart.inference.feature_cache import FORMATS, FeatureCache, kept_layers
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import options
 from headstart.scripts.measuring.comparison import quartiles

@@ -20,7 +20,7 @@ from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.conversations import distinct_share
 

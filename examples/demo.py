@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from headstart.console import console, duration, log
-from headstart.inference.prompt_files import read_prompts
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.bench import BenchConfig, benchmark, print_report
 from headstart.scripts.command_line import run
 from headstart.scripts.generate import GenerateConfig, stream_answer

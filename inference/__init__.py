@@ -1,21 +1,21 @@
 """Speculative decoding: the frozen target, its KV cache, draft trees, acceptance rules and the loop."""
 
-from .chat import Chat
 from .custom_generate import custom_generate, generate_from, refresh
-from .detokenizer import TextStream
 from .drafters.base import DraftContext, Drafter, PrefillChunk
+from .drafters.round import Round, Verdict
 from .drafters.specs import Lookahead, Ngram, PromptLookup, RandomTokens, Retrieval, SmallerModel
-from .models.loading import load_tokenizer, tokenizer_provenance
-from .observers import ObservedCall, RoundObserver
+from .engines.target import Target
 from .output import GenerateDictOutput, GenerateOutput
-from .round import Round, Verdict
-from .sequences import Conversation
+from .rounds.observers import ObservedCall, RoundObserver
+from .rounds.sequences import Conversation
 from .speculative_lm import SpeculativeLM
-from .stats import Stats
-from .target import Target
-from .tree import DraftTree
-from .tuning.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
-from .verify import RULES, AcceptanceRule
+from .targets.loading import load_tokenizer, tokenizer_provenance
+from .text.chat import Chat
+from .text.detokenizer import TextStream
+from .trees.stats import Stats
+from .trees.tree import DraftTree
+from .trees.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape, spec_of, tree_policy
+from .trees.verify import RULES, AcceptanceRule
 
 __all__ = [
     "RULES",

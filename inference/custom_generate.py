@@ -22,9 +22,9 @@ from ..heads.base import DraftHead
 from .drafters.by_name import DrafterSource
 from .inputs import Prompts, with_tokenizer
 from .output import GenerateDictOutput, GenerateOutput
-from .sampling import RandomSampler
 from .speculative_lm import Call, SpeculativeLM
-from .tuning.tree_spec import TreeSpec
+from .trees.sampling import RandomSampler
+from .trees.tree_spec import TreeSpec
 
 
 def custom_generate(

@@ -13,8 +13,8 @@ from ..heads.checkpoints.files import CONFIG_FILE
 from ..heads.checkpoints.native_mtp import NATIVE, read_native_mtp
 from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
 from ..heads.layers.target_layer import described
-from .models.loading import locate
-from .target import Target
+from .engines.target import Target
+from .targets.loading import locate
 
 
 def load_fitting_head(

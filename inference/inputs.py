@@ -16,12 +16,12 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .models.encoder_decoder import Seq2SeqTarget
-from .models.interface import CACHE_NAMES, filled_cache
-from .models.loading import load_tokenizer
-from .models.prompt_inputs import ENCODED, TOKEN_TYPES, check_prompt_inputs, is_prompt_input
-from .sequences import Conversation
-from .target import Target
+from .engines.encoder_decoder import Seq2SeqTarget
+from .engines.target import Target
+from .rounds.sequences import Conversation
+from .targets.interface import CACHE_NAMES, filled_cache
+from .targets.loading import load_tokenizer
+from .targets.prompt_inputs import ENCODED, TOKEN_TYPES, check_prompt_inputs, is_prompt_input
 
 CONFIG_SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
 """Settings that `SpeculativeLM.generate` passes to `model.generate`, which documents them."""

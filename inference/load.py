@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .chat_template import load_chat_tokenizer
-from .models.encoder_decoder import is_encoder_decoder
-from .models.loading import load_tokenizer
+from .engines.encoder_decoder import is_encoder_decoder
 from .speculative_lm import SpeculativeLM
+from .targets.loading import load_tokenizer
+from .text.chat_template import load_chat_tokenizer
 
 
 def load_speculative_lm(

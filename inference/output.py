@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .sequences import Sequences
-from .stats import Stats
+from .rounds.sequences import Sequences
+from .trees.stats import Stats
 
 
 class GenerateOutput(tuple[Tensor, ...]):

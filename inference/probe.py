@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..heads.base import DraftHead
 from ..heads.layers.decoder_layer import at_least_fp32
-from .target import Target
+from .engines.target import Target
 
 PROBE_ENDS = (9, 20, 33, 64)
 """Lengths of the text's prefixes after which the head drafts."""

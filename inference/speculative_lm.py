@@ -28,14 +28,16 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
-from .chat import Chat
-from .decoding import Decoding
+from .cache.kv_cache import free_memory
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
+from .drafters.costs import measured_costs
 from .drafters.draft_model import within
 from .drafters.tree_policies import draft_models
 from .drafters.validated import validated
+from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
+from .engines.target import Target
 from .head_loading import load_fitting_head, merge_adapter_of
 from .inputs import (
     Prompts,
@@ -51,26 +53,24 @@ from .inputs import (
     with_tokenizer,
     without_padding,
 )
-from .kv_cache import free_memory
-from .logits import TreeLogitsProcessor
-from .loop import speculate
-from .models.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
-from .models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from .models.loading import check_model_options, refuse_loading_options
-from .models.prompt_inputs import is_prompt_input
-from .observers import RoundObserver
 from .output import GenerateDictOutput, GenerateOutput, collected
-from .sampling import RandomSampler, Sampler
-from .sequences import Conversation, Sequences
-from .stats import Stats
-from .streaming import streamed
-from .target import Target
-from .tuning.costs import measured_costs
+from .rounds.decoding import Decoding
+from .rounds.loop import speculate
+from .rounds.observers import RoundObserver
+from .rounds.sequences import Conversation, Sequences
+from .rounds.verification import Verification, verification_by
+from .targets.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
+from .targets.loading import check_model_options, refuse_loading_options
+from .targets.prompt_inputs import is_prompt_input
+from .text.chat import Chat
+from .text.streaming import streamed
+from .trees.logits import TreeLogitsProcessor
+from .trees.sampling import RandomSampler, Sampler
+from .trees.stats import Stats
+from .trees.tree_spec import TreeSpec
+from .trees.verify import choose_rule, greedy, is_lossy, top_down_rule
 from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
-from .tuning.tree_spec import TreeSpec
-from .verification import Verification, verification_by
-from .verify import choose_rule, greedy, is_lossy, top_down_rule
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     """
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
-    from headstart.inference.provenance import provenance
+    from headstart.inference.targets.provenance import provenance
     from headstart.scripts.measuring.bandwidth import profile
     from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
@@ -232,7 +232,7 @@ def _compare_one(
 def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
     """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
     from headstart.inference import Stats
-    from headstart.inference.stats import acceptance_figures
+    from headstart.inference.trees.stats import acceptance_figures
 
     stats = Stats.merged(row.stats for row in compared)
     rates = {}

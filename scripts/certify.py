@@ -88,7 +88,7 @@ class CertifyConfig(SamplingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from headstart.inference.verify import choose_rule
+        from headstart.inference.trees.verify import choose_rule
 
         kind = self.engine_kind
         if kind == "server":
@@ -148,8 +148,8 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     from headstart.addons.certify.page import page, summary
     from headstart.addons.certify.report import report_of
     from headstart.files import write_whole
-    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
-    from headstart.inference.provenance import provenance
+    from headstart.inference.targets.provenance import provenance
+    from headstart.inference.text.chat_template import load_chat_tokenizer, prompt_ids
     from headstart.scripts.measuring.comparison import read_prompt_files
 
     files = read_prompt_files(config.prompts, config.limit)
@@ -200,8 +200,8 @@ def _generate(
     from headstart.addons.certify.judging import Weights, generate_all
     from headstart.heads.base import dtype_name
     from headstart.inference import Target
-    from headstart.inference.models.loading import config_of
-    from headstart.inference.verify import is_lossy
+    from headstart.inference.targets.loading import config_of
+    from headstart.inference.trees.verify import is_lossy
 
     model_config = config_of(config.target)
     if model_config is not None and model_config.is_encoder_decoder:

@@ -199,7 +199,7 @@ class Session:
         """The last answer with its accepted drafts in green."""
         from rich.text import Text
 
-        from headstart.inference.detokenizer import text_pieces
+        from headstart.inference.text.detokenizer import text_pieces
 
         if not self.stats:
             return Text("no finished answer yet")

@@ -81,9 +81,9 @@ class DecodingOptions(TargetOptions):
 
     def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
         """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
-        from headstart.inference.chat_template import warn_of_other_data, warn_of_unread_variables
+        from headstart.inference.engines.encoder_decoder import is_encoder_decoder
         from headstart.inference.load import load_speculative_lm
-        from headstart.inference.models.encoder_decoder import is_encoder_decoder
+        from headstart.inference.text.chat_template import warn_of_other_data, warn_of_unread_variables
 
         if not self.takes_encoder_decoders and is_encoder_decoder(self.target):
             raise ValueError(

@@ -45,10 +45,10 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     """Encode, sort and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.inference.chat_template import check_tokenizer, render
     from headstart.inference.drafters.ngram_index import MANIFEST_FILE, ORDER_FILE, TOKENS_FILE, Datastore
-    from headstart.inference.models.loading import tokenizer_provenance
-    from headstart.inference.prompt_files import without_compression
+    from headstart.inference.targets.loading import tokenizer_provenance
+    from headstart.inference.text.chat_template import check_tokenizer, render
+    from headstart.inference.text.prompt_files import without_compression
     from headstart.train.data.conversations import FILES, read_conversations
 
     files = (MANIFEST_FILE, TOKENS_FILE, ORDER_FILE)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headstart.heads import DraftHead
 from headstart.inference import Target
-from headstart.inference.models.dtypes import own_dtype
-from headstart.inference.models.loading import default_device
+from headstart.inference.targets.dtypes import own_dtype
+from headstart.inference.targets.loading import default_device
 
 
 def original_target(source: str, dtype: torch.dtype | None = None) -> Target:

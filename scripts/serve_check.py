@@ -94,7 +94,7 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
     from headstart.addons.serve.comparison import here
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.inference import Target
-    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
+    from headstart.inference.text.chat_template import load_chat_tokenizer, prompt_ids
 
     assert found.theirs is not None
     tokenizer = load_chat_tokenizer(config.target)

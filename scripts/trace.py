@@ -73,7 +73,7 @@ def trace_prompts(config: TraceConfig) -> list[Trace]:
     from headstart.addons.trace.report import trace_report
     from headstart.addons.trace.report_page import print_report, report_page
     from headstart.files import write_whole
-    from headstart.inference.chat_template import check_lengths, prompt_ids
+    from headstart.inference.text.chat_template import check_lengths, prompt_ids
     from headstart.scripts.measuring.comparison import read_prompt_files
 
     output = writable(config.output)

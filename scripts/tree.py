@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from headstart.heads import DraftHead
     from headstart.inference import SpeculativeLM, Stats, Target, TreePolicy
-    from headstart.inference.tuning.acceptance import Answered
+    from headstart.inference.drafters.acceptance import Answered
     from headstart.inference.tuning.round_costs import RoundCosts
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -81,10 +81,10 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     """
     from headstart.heads.checkpoints.save_load import save_tree
     from headstart.inference import DynamicShape, TreeShape, spec_of
-    from headstart.inference.provenance import hardware
-    from headstart.inference.stats import acceptance_figures
-    from headstart.inference.tuning.acceptance import accuracy_by_rank
-    from headstart.inference.tuning.costs import costs_of_rounds, timed_trees
+    from headstart.inference.drafters.acceptance import accuracy_by_rank
+    from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
+    from headstart.inference.targets.provenance import hardware
+    from headstart.inference.trees.stats import acceptance_figures
     from headstart.inference.tuning.machine import machine_key
     from headstart.inference.tuning.tree_search import by_speed
     from headstart.scripts.measuring.comparison import answer_settings, answered
@@ -144,7 +144,7 @@ def expected_lengths(
 ) -> dict[TreePolicy, float]:
     """Acceptance lengths of the best static tree of every size and depth, and of every dynamic tree."""
     from headstart.inference import DynamicShape
-    from headstart.inference.tuning.acceptance import dynamic_lengths
+    from headstart.inference.drafters.acceptance import dynamic_lengths
     from headstart.inference.tuning.tree_search import best_static_tree, expected_length
 
     lengths: dict[TreePolicy, float] = {}

@@ -64,8 +64,8 @@ def verify_head(config: VerifyConfig) -> None:
     """
     from headstart.heads.checkpoints.save_load import differences, load_head
     from headstart.inference import SpeculativeLM, Stats, Target
-    from headstart.inference.chat_template import load_chat_tokenizer, prompt_ids
-    from headstart.inference.tuning.acceptance import accuracy_by_rank
+    from headstart.inference.drafters.acceptance import accuracy_by_rank
+    from headstart.inference.text.chat_template import load_chat_tokenizer, prompt_ids
     from headstart.scripts.measuring.comparison import answer_settings, answered
 
     head, metadata = load_head(config.head)

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headstart.console import show_on_console
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.models import dtypes
+from headstart.inference.targets import dtypes
 from headstart.inference.tuning import machine
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig

@@ -18,15 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.heads.layers.tree_slots import TreeSlots
 from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
-from headstart.inference.decoding import Decoding
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
-from headstart.inference.logits import TreeLogitsProcessor
-from headstart.inference.loop import speculate
-from headstart.inference.observers import ObservedCall, RoundObserver
-from headstart.inference.round import Round
-from headstart.inference.sampling import RandomSampler
-from headstart.inference.sequences import Sequences
-from headstart.inference.verification import Verification
+from headstart.inference.drafters.round import Round
+from headstart.inference.rounds.decoding import Decoding
+from headstart.inference.rounds.loop import speculate
+from headstart.inference.rounds.observers import ObservedCall, RoundObserver
+from headstart.inference.rounds.sequences import Sequences
+from headstart.inference.rounds.verification import Verification
+from headstart.inference.trees.logits import TreeLogitsProcessor
+from headstart.inference.trees.sampling import RandomSampler
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
 """Where tests/gpu runs: "sim", "cuda", or "" for nowhere."""

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from headstart.heads import DraftHead, build_head
-from headstart.inference import Conversation, SpeculativeLM, Target, prefill
+from headstart.inference import Conversation, SpeculativeLM, Target
+from headstart.inference.rounds import prefill
 
 VOCAB = 37
 """Tokens of prompts and settings; the model may have more."""

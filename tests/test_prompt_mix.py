@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prompts import KindConfig, PromptMixConfig, grams, mix_prompts, paragraphs, topic, write_prompts
 
-from headstart.inference.prompt_files import read_prompt_rows, read_prompts
+from headstart.inference.text.prompt_files import read_prompt_rows, read_prompts
 
 WORDS = [
     first + middle + last for first in "bdfgklmnprst" for middle in ("a", "e", "i", "o") for last in ("lo", "ru", "mi")

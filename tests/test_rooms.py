@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = ("heads", "inference", "train", "addons", "scripts")
-CORE = ("heads", "inference", "train")
 """Each imports only from itself and from those before it."""
+CORE = ("heads", "inference", "train")
+LAYERS = ("trees", "tuning", "cache", "targets", "engines", "drafters", "rounds", "text")
+"""The folders of inference, each of which imports from itself and from those before it; its own files from all."""
 FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
 
 
@@ -93,14 +95,14 @@ def test_imports_run_one_way() -> None:
         ("heads.base", "from .. import train"),
         ("heads.base", "import headstart.scripts.command_line"),
         ("heads.base", "def late():\n    from headstart import inference"),
-        ("inference.tree", "from headstart.train.config import TrainConfig as Config"),
+        ("inference.trees.tree", "from headstart.train.config import TrainConfig as Config"),
         ("inference.drafters.base", "from ...train.data import Batch"),
         ("train.loop", "from ..scripts import command"),
         ("train.loop", "from ..addons import trace"),
-        ("inference.loop", "from headstart.addons.record import Recorder"),
+        ("inference.rounds.loop", "from headstart.addons.record import Recorder"),
         ("addons.trace", "from headstart.scripts import command_line"),
         ("train.loop", "import heads"),
-        ("scripts.train", "from inference.target import Target"),
+        ("scripts.train", "from inference.engines.target import Target"),
     ],
 )
 def test_a_wrong_import_is_found_in_every_form(module: str, line: str) -> None:
@@ -112,7 +114,7 @@ def test_a_wrong_import_is_found_in_every_form(module: str, line: str) -> None:
     [
         ("heads.base", "from . import HEADS\nfrom .losses import draft_loss\nimport torch.inference"),
         ("heads.layers.attention", "from ..base import TargetInfo\nfrom .. import losses"),
-        ("inference.tree", "from ..heads import DraftHead\nfrom .tuning import tree_spec"),
+        ("inference.trees.tree", "from ...heads import DraftHead\nfrom . import tree_spec"),
         ("train.loop", "from ..heads.checkpoints import save_load\nfrom ..inference import Target"),
         ("scripts.train", "from headstart.train.config import TrainConfig\nfrom headstart import heads"),
     ],
@@ -129,6 +131,28 @@ def all_arrows() -> dict[str, set[str]]:
         others = {defining_module(name) for name in names}
         arrows[module] = {other for other in others if other not in (None, module)}
     return arrows
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module of inference; that of the user's API is the last."""
+    parts = module.split(".")
+    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
+
+
+def runs_up(module: str, other: str) -> bool:
+    """Whether a module of inference imports another of a higher layer."""
+    both_decode = module.split(".")[0] == other.split(".")[0] == "inference"
+    return both_decode and layer_of(other) > layer_of(module)
+
+
+def test_the_folders_of_inference_are_layers() -> None:
+    folders = {path.parent.name for path in (ROOT / "inference").glob("*/__init__.py")}
+    assert folders == set(LAYERS)
+    arrows = all_arrows().items()
+    up = [f"{module} -> {other}" for module, others in arrows for other in others if runs_up(module, other)]
+    assert not up, f"{', '.join(up)}: {' <- '.join(LAYERS)} <- the user's API"
+    assert runs_up("inference.trees.verify", "inference.engines.base")
+    assert runs_up("inference.text.chat", "inference.speculative_lm") and not runs_up("inference", "inference.inputs")
 
 
 def test_no_imports_run_in_a_circle() -> None:

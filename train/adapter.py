@@ -17,7 +17,7 @@ from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.draft_positions import DraftPositions
 from ..heads.losses import draft_loss
 from ..heads.objective import Objective
-from ..inference.target import Target
+from ..inference.engines.target import Target
 from .config import AdapterConfig
 from .data.batches import Batch
 from .features.online import target_features

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..heads.base import dtype_name
-from ..inference.models.dtypes import SLOW, dtype_named, fits, own_dtype
+from ..inference.targets.dtypes import SLOW, dtype_named, fits, own_dtype
 from ..inference.tuning.machine import measured_once, positive, seconds_in_turns, tell_once
 from .checkpoint_writer import Sharded
 from .config import TrainConfig

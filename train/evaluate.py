@@ -24,17 +24,17 @@ from transformers import PreTrainedTokenizerBase
 from ..console import ProgressBar
 from ..heads.base import DraftHead
 from ..heads.objective import Objective
-from ..inference.detokenizer import text_pieces
-from ..inference.models.replay import BEYOND, ReplayTarget
-from ..inference.observers import ObservedCall, RoundObserver
+from ..inference.drafters.round import Round
+from ..inference.engines.target import Target
 from ..inference.output import GenerateOutput
-from ..inference.round import Round
-from ..inference.sequences import left_padded
+from ..inference.replay import BEYOND, ReplayTarget
+from ..inference.rounds.observers import ObservedCall, RoundObserver
+from ..inference.rounds.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
-from ..inference.stats import RoundRecord, Stats, acceptance_figures
-from ..inference.target import Target
+from ..inference.text.detokenizer import text_pieces
+from ..inference.trees.stats import RoundRecord, Stats, acceptance_figures
+from ..inference.trees.tree_spec import TreePolicy, TreeShape, spec_of
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
-from ..inference.tuning.tree_spec import TreePolicy, TreeShape, spec_of
 from ..stopping import StopFlag
 from .config import EvalConfig
 from .data.batches import collate

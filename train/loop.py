@@ -42,15 +42,15 @@ from ..heads.checkpoints.native_mtp import NATIVE
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
 from ..heads.objective import Objective
-from ..inference.chat_template import data_origin, warn_of_unread_variables
+from ..inference.engines.target import Target
 from ..inference.head_loading import native_head
-from ..inference.models.dtypes import dtype_named
-from ..inference.models.loading import load_tokenizer, target_facts
-from ..inference.models.outer_modules import OuterTarget
-from ..inference.models.replay import ReplayTarget
+from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
-from ..inference.provenance import provenance
-from ..inference.target import Target
+from ..inference.replay import ReplayTarget
+from ..inference.targets.dtypes import dtype_named
+from ..inference.targets.loading import load_tokenizer, target_facts
+from ..inference.targets.provenance import provenance
+from ..inference.text.chat_template import data_origin, warn_of_unread_variables
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig
 from .data.bad_rows import settle_unused_rows

@@ -25,8 +25,8 @@ from ..heads.base import DraftHead, TargetFeatures, TargetInfo, TargetModules
 from ..heads.by_name import build_head
 from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
-from ..inference.models.dtypes import dtype_named
-from ..inference.target import Target
+from ..inference.engines.target import Target
+from ..inference.targets.dtypes import dtype_named
 from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, state_dtype, with_formats

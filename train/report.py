@@ -21,7 +21,7 @@ from ..console import duration, log, number
 from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
-from ..inference.stats import acceptance_figures
+from ..inference.trees.stats import acceptance_figures
 from ..plots import plotted
 from .data.batches import Batch, collate
 from .data.chat_template import Example

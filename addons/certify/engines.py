@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ...inference.messages import Messages
-from ...inference.models.loading import locate
+from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.target import Target
+from ...inference.targets.loading import locate
+from ...inference.text.messages import Messages
 from ..openai_server import OpenAIServer, ServerError
 from .certificate import Path
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console import counted
 from ...heads.base import dtype_name
-from ...inference.target import Target
+from ...inference.engines.target import Target
 from .certificate import (
     BestScores,
     GreedyResult,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process as known
 
-from ...inference.logits import PREFIX_FREE
+from ...inference.trees.logits import PREFIX_FREE
 from .certificate import BestScores, NextToken, Path, counts_by_path
 
 ROWS = 32

@@ -18,8 +18,8 @@ from typing import Any, Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from ...inference.observers import RoundObserver
-from ...inference.stats import RoundRecord, Stats
+from ...inference.rounds.observers import RoundObserver
+from ...inference.trees.stats import RoundRecord, Stats
 
 LABELS = ("model", "head", "drafter")
 WINDOW = 1000

@@ -11,8 +11,8 @@ import time
 
 from opentelemetry import trace
 
-from ...inference.observers import RoundObserver
-from ...inference.stats import Stats
+from ...inference.rounds.observers import RoundObserver
+from ...inference.trees.stats import Stats
 
 
 class Spans(RoundObserver):

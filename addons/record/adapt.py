@@ -33,7 +33,7 @@ from ...heads.checkpoints.files import HEAD, refuse_foreign
 from ...heads.checkpoints.save_load import load_head, save_head
 from ...heads.layers.draft_vocab import draft_ids
 from ...inference.feature_cache import FeatureCache
-from ...inference.models.loading import locate
+from ...inference.targets.loading import locate
 from ...train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
 from ...train.data.chat_template import Example
 from ...train.engines import start

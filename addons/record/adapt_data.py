@@ -19,7 +19,7 @@ from typing import Any
 from ...console import log
 from ...files import replacing, text_shards, write_whole
 from ...inference.feature_cache import MANIFEST, text_rows
-from ...inference.models.loading import load_tokenizer, target_facts
+from ...inference.targets.loading import load_tokenizer, target_facts
 from ...options import check_options
 from ...train.config import DataConfig, TrainConfig
 from ...train.data.conversations import check_row, open_source

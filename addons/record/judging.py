@@ -23,18 +23,18 @@ from ...heads.base import DraftHead
 from ...heads.checkpoints.save_load import load_head
 from ...inference.drafters.adaptive import candidate_chains, candidate_trees
 from ...inference.drafters.by_name import chains_alone
+from ...inference.drafters.costs import head_shape, kept_costs
+from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache
-from ...inference.models.dtypes import dtype_named
-from ...inference.models.loading import default_device, locate
-from ...inference.models.outer_modules import OuterTarget
+from ...inference.outer_modules import OuterTarget
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.stats import Stats
-from ...inference.target import Target
-from ...inference.tuning.costs import head_shape, kept_costs
+from ...inference.targets.dtypes import dtype_named
+from ...inference.targets.loading import default_device, locate
+from ...inference.trees.stats import Stats
+from ...inference.trees.tree_spec import DynamicShape, TreePolicy, TreeShape
 from ...inference.tuning.machine import hardware
 from ...inference.tuning.round_costs import RoundCosts
 from ...inference.tuning.tree_search import default_dynamic_tree
-from ...inference.tuning.tree_spec import DynamicShape, TreePolicy, TreeShape
 from ...train.config import EvalConfig
 from ...train.data.chat_template import Example
 from ...train.evaluate import difference_interval, greedy_answers, prompt_of

@@ -34,20 +34,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...inference.drafters.base import PrefillChunk
+from ...inference.drafters.costs import head_shape, kept_costs
+from ...inference.drafters.round import Round
+from ...inference.engines.encoder_decoder import Seq2SeqTarget
+from ...inference.engines.target import Target
 from ...inference.feature_cache import FORMATS, cache_manifest, kept_layers
-from ...inference.models.as_loaded import as_loaded
-from ...inference.models.encoder_decoder import Seq2SeqTarget
-from ...inference.models.loading import load_tokenizer, tokenizer_provenance
-from ...inference.observers import ObservedCall, RoundObserver
-from ...inference.round import Round
-from ...inference.sequences import Conversation
+from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.rounds.sequences import Conversation
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.stats import Stats
-from ...inference.streaming import StreamClosed
-from ...inference.target import Target
-from ...inference.tuning.costs import head_shape, kept_costs
+from ...inference.targets.as_loaded import as_loaded
+from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
+from ...inference.text.streaming import StreamClosed
+from ...inference.trees.stats import Stats
+from ...inference.trees.verify import RULES, AcceptanceRule, greedy
 from ...inference.tuning.machine import hardware
-from ...inference.verify import RULES, AcceptanceRule, greedy
 from .folder import AnswerMarks, End, RecordedFolder, keep_costs
 
 NO_RECORD = "HEADSTART_NO_RECORD"

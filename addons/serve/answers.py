@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
 from ...files import write_whole
-from ...inference.chat_template import REASONING_KEYS, prompt_ids
-from ...inference.messages import check_conversation
-from ...inference.models.loading import load_tokenizer, tokenizer_provenance
+from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
+from ...inference.text.chat_template import REASONING_KEYS, prompt_ids
+from ...inference.text.messages import check_conversation
 from ...options import check_options, template_variables
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ...train.data.answer_file import (

@@ -25,10 +25,10 @@ from ...heads.by_name import head_name
 from ...heads.checkpoints.hub import local_folder
 from ...heads.checkpoints.model_card import Listing, served_depth
 from ...heads.checkpoints.save_load import load_head, publishable
-from ...inference.chat_template import load_chat_tokenizer, prompt_ids
+from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.stats import Stats
-from ...inference.target import Target
+from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids
+from ...inference.trees.stats import Stats
 
 WORKER = Path(__file__).parent / "in_vllm" / "vllm_worker.py"
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")

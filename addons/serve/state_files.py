@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...heads.base import TargetInfo, TargetModules
-from ...inference.target import Target
+from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
 from ...train.data.token_cache import conversations_of
 from ...train.features.sources import States, StateSource

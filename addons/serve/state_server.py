@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...inference.target import Target
+from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
 from ...train.features.sources import States, StateSource
 from ..openai_server import OpenAIServer, ServerError

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...inference.verify import depth_first
+from ...inference.trees.verify import depth_first
 
 Draw = dict[str, Any]
 Trial = tuple[float, float, float]

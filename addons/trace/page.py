@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...files import write_whole
-from ...inference.detokenizer import decoded, shown_token, text_pieces
+from ...inference.engines.encoder_decoder import Seq2SeqTarget
 from ...inference.inputs import prompts_of
-from ...inference.models.encoder_decoder import Seq2SeqTarget
-from ...inference.models.loading import load_tokenizer
 from ...inference.output import GenerateOutput
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.stats import Stats
+from ...inference.targets.loading import load_tokenizer
+from ...inference.text.detokenizer import decoded, shown_token, text_pieces
+from ...inference.trees.stats import Stats
 from .record import WHOLE_ROUNDS, Recorder, Tracer, rounded
 from .report import TraceReport, trace_report
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.model_rows import DraftModel
+from ...inference.drafters.round import Round
 from ...inference.drafters.tree_policies import draft_models
-from ...inference.observers import ObservedCall, RoundObserver
-from ...inference.round import Round
-from ...inference.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
-from ...inference.stats import PARTS, RoundRecord, Stats
-from ...inference.tuning.tree_spec import TreeKind
-from ...inference.verify import (
+from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
+from ...inference.trees.stats import PARTS, RoundRecord, Stats
+from ...inference.trees.tree_spec import TreeKind
+from ...inference.trees.verify import (
     AcceptanceRule,
     greedy,
     point_mass,

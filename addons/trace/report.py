@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...inference.stats import RoundRecord, Stats
+from ...inference.trees.stats import RoundRecord, Stats
 
 BINS = 10
 """Bins of the draft's probability, of equal width."""

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from ...heads.base import DraftHead
-from ..round import Round
-from ..tree import DraftTree
+from ..trees.tree import DraftTree
+from ..trees.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
-from ..tuning.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShape
 from .answer_lengths import AnswerLengths
 from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_rows
+from .round import Round
 from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01

@@ -18,10 +18,10 @@ from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..round import Round
-from ..sampling import Sampler
-from ..tree import DraftTree
-from ..tuning.tree_spec import ROOT, TreeKind
+from ..trees.sampling import Sampler
+from ..trees.tree import DraftTree
+from ..trees.tree_spec import ROOT, TreeKind
+from .round import Round
 
 Value = TypeVar("Value")
 

@@ -7,14 +7,10 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ...heads.base import CheckpointMetadata, DraftHead, TargetModules
-from ..models.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
-from ..models.loading import load_tokenizer, tokenizer_provenance
-from ..target import Target
-from ..tuning.costs import measured_costs
-from ..tuning.machine import machine_key
-from ..tuning.round_costs import RoundCosts
-from ..tuning.tree_search import batch_budget
-from ..tuning.tree_spec import (
+from ..engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
+from ..engines.target import Target
+from ..targets.loading import load_tokenizer, tokenizer_provenance
+from ..trees.tree_spec import (
     DynamicShape,
     EarlyExitShape,
     SampledShape,
@@ -24,8 +20,12 @@ from ..tuning.tree_spec import (
     stored_tree,
     tree_policies,
 )
+from ..tuning.machine import machine_key
+from ..tuning.round_costs import RoundCosts
+from ..tuning.tree_search import batch_budget
 from .adaptive import AdaptiveDrafter, candidate_chains, candidate_trees
 from .base import BatchDrafter, Drafter, NoDraft
+from .costs import measured_costs
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain
 from .head_and_lookup import HeadAndLookup

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...heads.base import TargetInfo, TargetModules
 from ...heads.layers.constants import counting
-from ..kv_cache import TreeCache
-from ..target import Target
-from ..tree import NewNodes, framed
+from ..cache.kv_cache import TreeCache
+from ..engines.target import Target
+from ..trees.tree import NewNodes, framed
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...heads.base import TargetModules
 from ...heads.layers.decoder_layer import at_least_fp32
-from ..tree import DraftTree
-from ..tuning.tree_spec import EarlyExitShape, TreeKind, TreeShape
+from ..trees.tree import DraftTree
+from ..trees.tree_spec import EarlyExitShape, TreeKind, TreeShape
 from .base import NoDraft
 from .model_rows import DraftModel
 from .tree_policies import HeadDrafter

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import constants, counting, upload
-from ..round import Round
-from ..tree import DraftTree
+from ..trees.tree import DraftTree
 from .base import BatchDrafter, DraftContext, PrefillChunk
 from .prompt_lookup import PromptLookupDrafter, Trie
+from .round import Round
 
 FACTOR = 0x9E3779B97F4A7C15
 """K: odd and large."""

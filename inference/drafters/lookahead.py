@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from ..round import Round
 from .base import DraftContext
 from .ngram_index import NgramIndex
 from .prompt_lookup import NgramDrafter, Trie
+from .round import Round
 
 KEPT_ROOTS = 4096
 """First tokens whose n-grams are kept, the most recently used ones."""

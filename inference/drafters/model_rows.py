@@ -23,10 +23,10 @@ from ...heads.base import DraftHead, DraftState, TargetModules
 from ...heads.layers.draft_cache import MOST_NEW_TOKENS, STEP, DraftCache
 from ...heads.layers.tree_slots import has_tree_kernel
 from ..engines.base import Engine, Runner
-from ..round import Round
 from .base import DraftContext, PrefillChunk
 from .draft_model import AssistantModel
 from .ngram_model import NgramModel
+from .round import Round
 
 CHUNK_TOKENS = MOST_NEW_TOKENS
 """Tokens that a head reads at once: its attention mask has as many rows."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..round import Round
-from ..sampling import RandomSampler
-from ..tree import DraftTree
+from ..trees.sampling import RandomSampler
+from ..trees.tree import DraftTree
 from .base import BatchDrafter, DraftContext, NewestTokens, NoDraft, PrefillChunk
+from .round import Round
 
 
 class HostDrafter(BatchDrafter):

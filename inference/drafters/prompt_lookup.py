@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import upload
-from ..round import Round
-from ..tree import DraftTree
+from ..trees.tree import DraftTree
 from .base import BatchDrafter, DraftContext, PrefillChunk, replaced_rows, selected_rows
 from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
+from .round import Round
 
 CONTINUATIONS = 16
 """Occurrences in a corpus that are read, at most."""

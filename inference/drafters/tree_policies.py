@@ -27,13 +27,13 @@ from ...heads.base import TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
-from ..round import Round
-from ..sampling import RandomSampler, Sampler
-from ..tree import DraftTree
+from ..trees.sampling import RandomSampler, Sampler
+from ..trees.tree import DraftTree
+from ..trees.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape
 from ..tuning.tree_search import prune
-from ..tuning.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreeShape
 from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk
 from .model_rows import DraftModel, ModelRows, ModelState
+from .round import Round
 
 
 class HeadDrafter(BatchDrafter):

@@ -16,8 +16,7 @@ from typing import Self
 
 from torch import Tensor
 
-from ..round import Round
-from ..tree import DraftTree
+from ..trees.tree import DraftTree
 from .base import (
     BatchDrafter,
     Begins,
@@ -29,6 +28,7 @@ from .base import (
     PrefillChunk,
     ReadsPrompts,
 )
+from .round import Round
 
 
 def validated(drafter: Drafter, vocab_size: int) -> BatchDrafter:

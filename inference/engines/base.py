@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...heads.base import DraftHead
-from ..kv_cache import Growth, StateShape, TreeCache, slots_for
-from ..target_model import TargetModel
-from ..tree import DraftTree, NewNodes
+from ..cache.kv_cache import Growth, StateShape, TreeCache, slots_for
+from ..targets.target_model import TargetModel
+from ..trees.tree import DraftTree, NewNodes
 
 LEAST_PADDING = 2048
 """Minimum padding tokens that an extra prefill forward must save, where launching a forward is what takes time."""
@@ -136,7 +136,7 @@ class Engine(ABC):
     def read_prompt(
         self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
     ) -> TargetOutput:
-        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `models.prompt_inputs`.
+        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `targets.prompt_inputs`.
 
         `inputs` are those that `model.generate` prepared.
         """

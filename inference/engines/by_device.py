@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..target_model import TargetModel
+from ..targets.target_model import TargetModel
 from . import cuda_graph
 from .base import Engine
 from .cpu import cpu_engine

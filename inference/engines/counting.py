@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_cache import TreeCache
-from ..target_model import TargetModel
+from ..cache.kv_cache import TreeCache
+from ..targets.target_model import TargetModel
 from .base import Runner
 from .cpu import PackedLinearEngine
 from .eager import EagerEngine, Masks

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.base import DraftHead
-from ..kv_cache import StateShape, TreeCache
-from ..models.changes import has_hooks
-from ..models.prompt_inputs import in_one_dimension
-from ..target_model import TargetModel
-from ..tree import DraftTree, NewNodes
+from ..cache.kv_cache import StateShape, TreeCache
+from ..targets.changes import has_hooks
+from ..targets.prompt_inputs import in_one_dimension
+from ..targets.target_model import TargetModel
+from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed

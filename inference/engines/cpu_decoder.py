@@ -21,8 +21,8 @@ from ...heads.eagle3 import FusionLayer
 from ...heads.layers.constants import counting
 from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries
-from ..kv_cache import StateShape, TreeCache
-from ..models.changes import WeightWatch
+from ..cache.kv_cache import StateShape, TreeCache
+from ..targets.changes import WeightWatch
 from .cpu_kernels import PackedLinear, Weights, is_plain, kernels, library, linear, norm, pack, packed_copy, pointer
 from .known import SILU, KnownDecoder, agrees, known_decoder
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...heads.layers.constants import recording
 from ...heads.layers.draft_cache import DraftCache
-from ..kv_cache import LEAST_DOUBLING, TreeCache
+from ..cache.kv_cache import LEAST_DOUBLING, TreeCache
 from .attention import kernels_without_plans
 from .base import Runner
 

@@ -21,12 +21,12 @@ from ...heads.layers.constants import constants, counting
 from ...heads.layers.masked_attention import FEW
 from ...heads.layers.tree_attention import attend_to_slots
 from ...heads.layers.tree_slots import TreeSlots, has_tree_kernel
-from ..kv_cache import Growth, StateShape, TreeCache
-from ..models.changes import WeightWatch, has_hooks
-from ..models.prompt_inputs import offset, position_offsets
-from ..models.segments import has_changing_angles
-from ..target_model import TargetModel
-from ..tree import DraftTree, NewNodes
+from ..cache.kv_cache import Growth, StateShape, TreeCache
+from ..targets.changes import WeightWatch, has_hooks
+from ..targets.prompt_inputs import offset, position_offsets
+from ..targets.segments import has_changing_angles
+from ..targets.target_model import TargetModel
+from ..trees.tree import DraftTree, NewNodes
 from .attention import Mark, PlanlessRunner, causal_mask, marked, tree_mask
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cuda_graph import GraphRunner

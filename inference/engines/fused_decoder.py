@@ -36,8 +36,8 @@ from ...heads.layers.draft_cache import KVEntries
 from ...heads.layers.fused import add_norm, rotary_store, silu_product
 from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
-from ..kv_cache import TreeCache
-from ..models.twin import twin_of
+from ..cache.kv_cache import TreeCache
+from ..targets.twin import twin_of
 from .branches import side_by_side
 from .known import SILU, KnownDecoder, has_attention_norms
 

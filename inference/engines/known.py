@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ..kv_cache import StateShape, TreeCache
+from ..cache.kv_cache import StateShape, TreeCache
 
 SILU = type(ACT2FN["silu"])
 """The activation that our kernels implement."""

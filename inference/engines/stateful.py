@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...heads.layers.constants import counting
-from ..kv_cache import TreeCache
-from ..state_cache import Lanes, Path, StateCache
-from ..target_model import TargetModel
-from ..tree import DraftTree, NewNodes
+from ..cache.kv_cache import TreeCache
+from ..cache.state_cache import Lanes, Path, StateCache
+from ..targets.target_model import TargetModel
+from ..trees.tree import DraftTree, NewNodes
 from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
 from .cpu import PackedLinearEngine

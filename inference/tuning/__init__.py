@@ -1,1 +1,1 @@
-"""Which draft tree to use: tree specs, the search for a tree, the cost of a round."""
+"""Measurements of this machine, and the tree that is fastest by them."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..trees.tree_spec import SampledShape, TreePolicy
 from .machine import positive
-from .tree_spec import SampledShape, TreePolicy
 
 SIZES = (1, 2, 4, 8, 16, 32)
 """Tokens of the forwards whose costs a machine keeps."""

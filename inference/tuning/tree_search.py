@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import torch
 
+from ..trees.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape
 from .round_costs import RoundCosts
-from .tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape
 
 GPU_TOKENS = 128
 """Tokens of a forward on a GPU that costs hardly more than one of a single token."""

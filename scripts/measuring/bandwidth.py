@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Stats, Target
-from headstart.inference.tuning.costs import forward_seconds
+from headstart.inference.drafters.costs import forward_seconds
 from headstart.inference.tuning.machine import seconds_in_turns
 
 READ_BYTES = {"cuda": 2**31, "cpu": 2**28}

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.console import ProgressBar, counted
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.chat_template import check_lengths, prompt_ids
-from headstart.inference.messages import Messages
-from headstart.inference.models.encoder_decoder import Seq2SeqTarget
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.tuning.acceptance import Answered
+from headstart.inference.drafters.acceptance import Answered
+from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
+from headstart.inference.text.chat_template import check_lengths, prompt_ids
+from headstart.inference.text.messages import Messages
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.inference.tuning.machine import turns
 from headstart.scripts.command_line import DecodingOptions
 

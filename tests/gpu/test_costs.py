@@ -8,10 +8,10 @@ import pytest
 from helpers import DEVICE, head_for
 
 from headstart.inference import SpeculativeLM
+from headstart.inference.drafters.costs import measured_costs
 from headstart.inference.engines.eager import EagerEngine
 from headstart.inference.engines.fused_decoder import FusedDecoder
 from headstart.inference.tuning import machine
-from headstart.inference.tuning.costs import measured_costs
 
 if DEVICE != "sim":
     pytest.skip("by a clock that the simulated device moves", allow_module_level=True)

@@ -156,7 +156,7 @@ def test_a_drafter_of_ones_own(on_cpu, there, device, mode, slots):
 
 
 def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):
-    from headstart.inference import prefill
+    from headstart.inference.rounds import prefill
 
     monkeypatch.setattr(prefill, "PREFILL_TOKENS", 7)
     here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3")

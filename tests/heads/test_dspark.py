@@ -16,8 +16,8 @@ from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.early_exit import EarlyExitChain
-from headstart.inference.sampling import RandomSampler
-from headstart.inference.tuning.tree_spec import EarlyExitShape
+from headstart.inference.trees.sampling import RandomSampler
+from headstart.inference.trees.tree_spec import EarlyExitShape
 
 OPTIONS = [
     {"block_size": 4, "markov_rank": 3},

@@ -22,7 +22,7 @@ from headstart.heads.eagle import STEP
 from headstart.heads.layers.target_layer import described
 from headstart.heads.mtp import OUTPUTS
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.models.info import target_info, target_modules
+from headstart.inference.targets.info import target_info, target_modules
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.head import head_of
 from headstart.train.loop import warm_start

@@ -16,7 +16,7 @@ from headstart.inference.drafters.tree_policies import HeadDrafter
 from headstart.inference.engines.cpu import PackedLinearEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.engines.cpu_kernels import PackedLinear
-from headstart.inference.models.changes import SAMPLED, WeightWatch
+from headstart.inference.targets.changes import SAMPLED, WeightWatch
 
 
 @pytest.mark.parametrize("kind", ["kernels", "linear layers", "tied"])

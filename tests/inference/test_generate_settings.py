@@ -19,8 +19,9 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate, prefill
+from headstart.inference import GenerateOutput, SpeculativeLM, Target, TreeShape, custom_generate
 from headstart.inference.drafters import model_rows
+from headstart.inference.rounds import prefill
 from headstart.inference.tuning.machine import machine_key
 
 VOCAB = 31

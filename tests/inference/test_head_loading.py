@@ -10,10 +10,10 @@ import torch
 from headstart.heads import CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM
+from headstart.inference.drafters import costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.head_loading import load_fitting_head, merge_adapter_of
-from headstart.inference.tuning import costs
-from headstart.inference.tuning.tree_spec import TreeShape
+from headstart.inference.trees.tree_spec import TreeShape
 
 WAYS = pytest.mark.parametrize(
     "given",

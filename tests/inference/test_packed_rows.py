@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.inference import Target
-from headstart.inference.target import SIMILAR, of_similar_length, sequences_in
+from headstart.inference.engines.target import SIMILAR, of_similar_length, sequences_in
 
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}

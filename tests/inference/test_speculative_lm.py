@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, kv_cache, tree_policy
-from headstart.inference.kv_cache import BUCKET, POOLED
-from headstart.inference.stats import PARTS
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
+from headstart.inference.cache import kv_cache
+from headstart.inference.cache.kv_cache import BUCKET, POOLED
+from headstart.inference.trees.stats import PARTS
 
 VOCAB = 31
 

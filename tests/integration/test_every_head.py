@@ -26,7 +26,7 @@ from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import SpeculativeLM, Target, tree_policy
 from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.by_name import tree_drafter
-from headstart.inference.verify import point_mass
+from headstart.inference.trees.verify import point_mass
 
 DEPTH = 3
 WIDTH = 3

@@ -18,7 +18,7 @@ from headstart.addons.serve.options import ServedTrainConfig
 from headstart.heads import build_head
 from headstart.heads.checkpoints.model_card import model_card
 from headstart.heads.checkpoints.save_load import GENERATE_FILE, generate_source
-from headstart.inference.prompt_files import read_prompts
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.command_line import options
 
 ROOT = Path(__file__).parents[2]

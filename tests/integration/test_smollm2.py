@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.verification import Verification
-from headstart.inference.verify import point_mass
+from headstart.inference.rounds.verification import Verification
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.trees.verify import point_mass
 from headstart.scripts.measuring.comparison import first_difference
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headstart.heads import HEADS, build_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.models.loading import locate
+from headstart.inference.targets.loading import locate
 
 pytestmark = pytest.mark.versions
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -27,7 +27,7 @@ from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConf
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.features import precompute
 from headstart.scripts.serve_check import ASKED, ROUNDING
 from headstart.scripts.verify import VerifyConfig, verify_head

@@ -12,9 +12,9 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.stats import PARTS, RoundRecord
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.trees.stats import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking
 from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
 

@@ -13,7 +13,7 @@ from headstart.heads.checkpoints import hub
 from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.models import dtypes
+from headstart.inference.targets import dtypes
 from headstart.scripts.export import ExportConfig, export_foreign
 from headstart.scripts.import_head import ImportConfig, import_foreign
 from headstart.scripts.load_target import original_target

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headstart.inference import load_tokenizer
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.models.loading import load_model
+from headstart.inference.targets.loading import load_model
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts import chat, trace
 from headstart.scripts.bench import BenchConfig, benchmark
 from headstart.scripts.generate import GenerateConfig, stream_answer

@@ -13,14 +13,14 @@ import torch
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
 from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.drafters import costs as tuning_costs
+from headstart.inference.drafters.acceptance import Answered, accuracy_by_rank, dynamic_lengths
 from headstart.inference.drafters.adaptive import candidate_trees
+from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
-from headstart.inference.prompt_files import read_prompts
-from headstart.inference.stats import RoundRecord, Stats
-from headstart.inference.tuning import costs as tuning_costs
-from headstart.inference.tuning.acceptance import Answered, accuracy_by_rank, dynamic_lengths
-from headstart.inference.tuning.costs import costs_of_rounds, timed_trees
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.trees.stats import RoundRecord, Stats
 from headstart.inference.tuning.machine import machine_key
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import best_static_tree, expected_length

@@ -13,8 +13,8 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
 from headstart.inference.engines.eager import EagerEngine
-from headstart.inference.models.replay import ReplayTarget
-from headstart.inference.stats import acceptance_figures
+from headstart.inference.replay import ReplayTarget
+from headstart.inference.trees.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
 from headstart.train.config import EvalConfig

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads.checkpoints.save_load import differences, load_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer, tokenizer_provenance
-from headstart.inference.chat_template import data_origin, warn_of_other_data
+from headstart.inference.text.chat_template import data_origin, warn_of_other_data
 from headstart.scripts.generate import GenerateConfig, stream_answer
 from headstart.train.loop import train
 

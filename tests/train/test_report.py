@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from headstart.heads import build_head
 from headstart.heads.objective import Objective
 from headstart.inference import Stats
-from headstart.inference.stats import RoundRecord
+from headstart.inference.trees.stats import RoundRecord
 from headstart.stopping import Stopped
 from headstart.train import loop, report
 from headstart.train.data.chat_template import Example

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from headstart.inference.stats import RoundRecord
+from headstart.inference.trees.stats import RoundRecord
 from headstart.stopping import Stopped
 from headstart.train import loop, tracking
 from headstart.train.config import TrackingConfig

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...inference.messages import check_conversation, user_turns
+from ...inference.text.messages import check_conversation, user_turns
 from ..config import SelfMadeConfig
 from .chat_template import REASONING_TAGS
 from .conversations import distinct_share, open_file

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...inference.chat_template import GENERATION_TAG, TEMPLATE_ERRORS, message_forms, reasoning_of, render
+from ...inference.text.chat_template import GENERATION_TAG, TEMPLATE_ERRORS, message_forms, reasoning_of, render
 from ...options import template_variables
 
 REASONING_TAGS = (

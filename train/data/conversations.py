@@ -35,8 +35,15 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from ...files import text_shards
 from ...inference.feature_cache import text_rows
-from ...inference.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
-from ...inference.prompt_files import compression, holds_array, json_array, open_bytes, parsed_line, without_compression
+from ...inference.text.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
+from ...inference.text.prompt_files import (
+    compression,
+    holds_array,
+    json_array,
+    open_bytes,
+    parsed_line,
+    without_compression,
+)
 from ...inference.tuning.machine import cache_folder
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}

@@ -25,13 +25,13 @@ from transformers import PreTrainedTokenizerBase
 from ...console import ProgressBar, log
 from ...files import write_whole
 from ...heads.base import dtype_name
-from ...inference.chat_template import load_chat_tokenizer, prompt_ids, render
+from ...inference.drafters.round import Round
 from ...inference.load import load_speculative_lm
-from ...inference.models.loading import target_facts, tokenizer_provenance
-from ...inference.observers import ObservedCall, RoundObserver
-from ...inference.round import Round
-from ...inference.sequences import Sequences
+from ...inference.rounds.observers import ObservedCall, RoundObserver
+from ...inference.rounds.sequences import Sequences
 from ...inference.speculative_lm import SpeculativeLM
+from ...inference.targets.loading import target_facts, tokenizer_provenance
+from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids, render
 from ...options import check_options
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig

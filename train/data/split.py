@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ...inference.chat_template import check_tokenizer
-from ...inference.models.loading import TargetFacts
-from ...inference.target import Target
+from ...inference.engines.target import Target
+from ...inference.targets.loading import TargetFacts
+from ...inference.text.chat_template import check_tokenizer
 from ..config import TrainConfig
 from .chat_template import NEEDS_NO_TEMPLATE, Example
 from .conversations import Source

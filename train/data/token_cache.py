@@ -37,8 +37,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console import console
 from ...files import write_whole
-from ...inference.messages import format_of
-from ...inference.models.loading import tokenizer_provenance
+from ...inference.targets.loading import tokenizer_provenance
+from ...inference.text.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
 from ...options import check_options, template_variables
 from .chat_template import Example, whole_sequences

@@ -15,9 +15,9 @@ from torch import Tensor
 from ...console import ProgressBar, log
 from ...files import free_bytes
 from ...heads.base import DraftHead
+from ...inference.engines.target import Target
 from ...inference.feature_cache import MANIFEST, FeatureCache, kept_layers, key_of
-from ...inference.models.outer_modules import OuterTarget
-from ...inference.target import Target
+from ...inference.outer_modules import OuterTarget
 from ...stopping import Stopped, stop_on_signals
 from ..config import TrainConfig
 from ..data.chat_template import Example

@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from ...console import log
 from ...inference.feature_cache import FeatureCache, key_of
-from ...inference.models.replay import BEYOND
 from ...inference.probe import probe_text
+from ...inference.replay import BEYOND
 from ..config import TrainConfig
 from ..data.chat_template import Example
 from ..engines import all_agree, from_main

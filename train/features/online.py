@@ -18,6 +18,7 @@ from torch import Tensor
 from ...console import ProgressBar, log
 from ...files import free_bytes
 from ...heads.base import DraftHead, TargetFeatures
+from ...inference.engines.target import Target
 from ...inference.feature_cache import (
     FORMATS,
     FeatureCache,
@@ -27,7 +28,6 @@ from ...inference.feature_cache import (
     kept_layers,
     key_of,
 )
-from ...inference.target import Target
 from ...stopping import Stopped, stop_on_signals
 from ..config import FeaturesConfig
 from ..data.batches import Batch, budgeted, collate

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, PreTrainedModel
 
-from ...inference.models.dtypes import dtype_named
-from ...inference.models.loading import locate, model_loader
-from ...inference.models.outer_modules import OuterTarget
-from ...inference.target import Target
+from ...inference.engines.target import Target
+from ...inference.outer_modules import OuterTarget
+from ...inference.targets.dtypes import dtype_named
+from ...inference.targets.loading import locate, model_loader
 from ..config import TrainConfig
 from ..machines import shard_mesh
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ...heads.base import TargetInfo
-from ...inference.target import Target
+from ...inference.engines.target import Target
 from ..data.chat_template import Example
 
 States = tuple[Tensor, Tensor | None]

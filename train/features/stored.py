@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...files import text_shards, write_whole
 from ...heads.base import DraftHead, TargetFeatures
+from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache, decoded, key_of, text_row
-from ...inference.models.outer_modules import OuterTarget
-from ...inference.models.replay import BEYOND, ReplayTarget
-from ...inference.observers import RoundObserver
+from ...inference.outer_modules import OuterTarget
 from ...inference.probe import PROBE_ENDS, probe_drafts, probe_text
-from ...inference.target import Target
+from ...inference.replay import BEYOND, ReplayTarget
+from ...inference.rounds.observers import RoundObserver
 from ..config import EvalConfig
 from ..data.batches import Batch
 from ..data.chat_template import Example

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headstart.inference import Target, load_tokenizer, verify
+from headstart.inference import Target, load_tokenizer
+from headstart.inference.cache.kv_cache import TreeCache
 from headstart.inference.engines import cpu, eager
-from headstart.inference.kv_cache import TreeCache
-from headstart.inference.logits import TreeLogitsProcessor
-from headstart.inference.verify import Rule, without_replacement
+from headstart.inference.trees import verify
+from headstart.inference.trees.logits import TreeLogitsProcessor
+from headstart.inference.trees.verify import Rule, without_replacement
 from headstart.scripts.certify import CertifyConfig, certify
 
 PROMPTS = ("count", "a story", "a lake?")

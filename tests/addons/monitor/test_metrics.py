@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.addons.monitor import Monitor
 from headstart.inference import SpeculativeLM, Stats
-from headstart.inference.stats import RoundRecord
+from headstart.inference.trees.stats import RoundRecord
 
 FILES = Path(__file__).parents[3] / "examples" / "monitoring"
 LABELS = {"model": "tiny", "head": "", "drafter": "prompt-lookup"}
@@ -134,7 +134,7 @@ def test_processes_are_served_together(tmp_path, monkeypatch):
         import sys
         from headstart.inference import Stats
         from headstart.addons.monitor import Monitor
-        from headstart.inference.stats import RoundRecord
+        from headstart.inference.trees.stats import RoundRecord
         monitor = Monitor()
         monitor.add(Stats([[RoundRecord(1, 2, 3)] * int(sys.argv[1])], 3, {}, [0.1]))
         if sys.argv[1] == "2":

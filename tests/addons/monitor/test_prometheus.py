@@ -19,7 +19,7 @@ import yaml
 
 from headstart.addons.monitor import Monitor
 from headstart.inference import Stats
-from headstart.inference.stats import RoundRecord
+from headstart.inference.trees.stats import RoundRecord
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "examples" / "monitoring"

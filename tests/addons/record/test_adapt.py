@@ -20,8 +20,8 @@ from headstart.files import text_shards
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import Target, load_tokenizer
+from headstart.inference.drafters.costs import head_shape
 from headstart.inference.feature_cache import text_row
-from headstart.inference.tuning.costs import head_shape
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.scripts.__main__ import COMMANDS
 from headstart.stopping import Stopped

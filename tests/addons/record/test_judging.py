@@ -27,12 +27,12 @@ from headstart.addons.record.judging import (
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.models.outer_modules import OuterTarget
-from headstart.inference.stats import RoundRecord, Stats
-from headstart.inference.tuning import costs as costs_module
-from headstart.inference.tuning.costs import head_shape, kept_costs, measured_costs
+from headstart.inference.drafters import costs as costs_module
+from headstart.inference.drafters.costs import head_shape, kept_costs, measured_costs
+from headstart.inference.outer_modules import OuterTarget
+from headstart.inference.trees.stats import RoundRecord, Stats
+from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
-from headstart.inference.tuning.tree_spec import DynamicShape, TreeShape
 from headstart.train.evaluate import greedy_answers
 
 NEW_TOKENS = 10

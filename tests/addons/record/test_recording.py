@@ -246,7 +246,7 @@ def test_long_texts_are_cut_and_prompts_that_fill_them_left_out(target, tokenize
 
 
 def test_a_long_prompt_is_recorded_chunk_by_chunk(target, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("headstart.inference.prefill.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("headstart.inference.rounds.prefill.PREFILL_TOKENS", 16)
     lm = model_with(target, "eagle3")
     ids = prompts(4, longest=70)["inputs"]
     ids[1:3, :50] = ids[0, :50]  # a common prefix is read once

@@ -22,7 +22,7 @@ from headstart.addons.serve import answers as served
 from headstart.addons.serve.answers import ask_servers
 from headstart.addons.serve.options import AnswersConfig
 from headstart.inference import tokenizer_provenance
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.command_line import options
 from headstart.stopping import Stopped
 from headstart.train.data.chat_template import encode

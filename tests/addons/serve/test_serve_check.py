@@ -13,7 +13,7 @@ from headstart.addons.serve.comparison import in_vllm
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts import serve_check
 from headstart.scripts.serve_check import ASKED, ServeCheckConfig
 

@@ -18,7 +18,7 @@ from headstart.addons.serve.state_files import ServerLayers
 from headstart.addons.serve.state_server import StateServer
 from headstart.heads import build_head
 from headstart.inference import Target
-from headstart.inference.models.outer_modules import OuterTarget
+from headstart.inference.outer_modules import OuterTarget
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features

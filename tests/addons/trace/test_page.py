@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from headstart.addons.trace import Trace
 from headstart.inference import Stats
-from headstart.inference.stats import PARTS, RoundRecord
+from headstart.inference.trees.stats import PARTS, RoundRecord
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")

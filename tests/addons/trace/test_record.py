@@ -13,7 +13,7 @@ from headstart.addons.trace import trace
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.stats import PARTS
+from headstart.inference.trees.stats import PARTS
 
 SETTINGS = {"max_new_tokens": 32, "eos_token_id": [], "pad_token_id": 0}
 SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.7}

@@ -26,9 +26,9 @@ from headstart.inference.drafters.adaptive import (
 )
 from headstart.inference.drafters.by_name import auto_trees, make_drafter
 from headstart.inference.drafters.validated import validated
+from headstart.inference.trees.tree_spec import EarlyExitShape
 from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.inference.tuning.tree_search import default_length
-from headstart.inference.tuning.tree_spec import EarlyExitShape
 
 VOCAB, STEP, NODE, ANSWER = 20, 1.0, 0.1, 128
 

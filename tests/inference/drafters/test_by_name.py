@@ -31,10 +31,10 @@ from headstart.inference.drafters.specs import (
     SmallerModel,
     drafter_spec,
 )
-from headstart.inference.models.loading import load_tokenizer, tokenizer_provenance
+from headstart.inference.targets.loading import load_tokenizer, tokenizer_provenance
+from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
+from headstart.inference.trees.verify import choose_rule
 from headstart.inference.tuning.machine import machine_key
-from headstart.inference.tuning.tree_spec import DynamicShape, TreeShape
-from headstart.inference.verify import choose_rule
 
 VOCAB = 20
 

@@ -10,8 +10,8 @@ from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter, tree_drafter
 from headstart.inference.drafters.early_exit import confidence
-from headstart.inference.tuning.tree_spec import EarlyExitShape, spec_of
-from headstart.inference.verify import RULES, choose_rule
+from headstart.inference.trees.tree_spec import EarlyExitShape, spec_of
+from headstart.inference.trees.verify import RULES, choose_rule
 
 VOCAB = 20
 WORDS = ["stop:0.3:chain:4", "stop:0.2:drawn:chain:3", "stop:1:chain:3"]

@@ -16,8 +16,8 @@ from headstart.inference import DynamicShape, SpeculativeLM, TreeShape, tree_pol
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.tree_policies import DynamicTree, HeadDrafter, StaticTree
-from headstart.inference.sampling import RandomSampler
-from headstart.inference.verify import emitted_tokens, point_mass
+from headstart.inference.trees.sampling import RandomSampler
+from headstart.inference.trees.verify import emitted_tokens, point_mass
 
 ENDS = TargetModules(nn.Identity(), nn.Linear(1, 1), nn.Identity(), ())
 

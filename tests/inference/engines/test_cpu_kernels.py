@@ -30,7 +30,7 @@ from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
 from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
 from headstart.inference.engines.eager import EagerEngine
-from headstart.inference.tree import NewNodes, framed
+from headstart.inference.trees.tree import NewNodes, framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
 SIZES = {

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
-from headstart.inference.provenance import hardware
+from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import first_difference
 
 pytestmark = pytest.mark.isa

@@ -9,8 +9,8 @@ from helpers import build_model
 from templates import FAMILIES, end_tokens, tokenizer_of
 
 from headstart.inference import tokenizer_provenance
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.messages import check_conversation
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.messages import check_conversation
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made
 from headstart.train.data.answer_file import lines_of

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headstart.inference.chat_template import (
+from headstart.inference.text.chat_template import (
     check_tokenizer,
     data_origin,
     prompt_ids,
@@ -18,7 +18,7 @@ from headstart.inference.chat_template import (
     variables_read,
     warn_of_unread_variables,
 )
-from headstart.inference.prompt_files import read_prompts
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, encode

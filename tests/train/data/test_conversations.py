@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from headstart.inference.messages import check_conversation
+from headstart.inference.text.messages import check_conversation
 from headstart.train.data.conversations import check_row, open_source, open_sources, parsed_name, read_conversations
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]

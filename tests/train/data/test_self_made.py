@@ -13,8 +13,8 @@ import torch
 from helpers import Ended
 
 from headstart.inference import load_tokenizer, tokenizer_provenance
-from headstart.inference.chat_template import prompt_ids
-from headstart.inference.messages import check_conversation
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.text.messages import check_conversation
 from headstart.stopping import Stopped
 from headstart.train.config import SelfMadeConfig
 from headstart.train.data import self_made as selfmade

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import PreTrainedTokenizerFast
 
-from headstart.inference.chat_template import prompt_ids
+from headstart.inference.text.chat_template import prompt_ids
 from headstart.train.data.chat_template import Example, encode, joined
 
 REASONING = "one and two add\n\nthe numbers"

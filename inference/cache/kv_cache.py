@@ -1,0 +1,365 @@
+"""A preallocated KV cache with a length per row, for trees of tokens.
+
+Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
+in node order. The capacity, which masks cover, grows in steps, so that shapes rarely change. `accept` then moves the
+accepted nodes' entries together; the rest is overwritten later.
+
+Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection and replacement
+take one operation per block: one or two for most models. Blocks of generations that ended are pooled.
+
+Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A accepted, R rows, N
+nodes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...heads.layers.constants import counting
+from ...heads.layers.draft_cache import STEP
+
+BUCKET = 256
+"""Slots by which the capacity grows."""
+LEAST_DOUBLING = 1024
+"""Slots of the smallest cache whose capacity doubles."""
+Growth = Literal["buckets", "doubling", "room"]
+MEMINFO = Path("/proc/meminfo")
+"""Linux's table of memory."""
+POOLED = 2
+"""Largest number of caches of finished generations that are kept for the next ones."""
+
+
+def slots_for(tokens: int, growth: Growth) -> int:
+    """Slots of each row of a cache whose longest row has so many tokens, those of its next forward included."""
+    whole_steps = -(-tokens // STEP) * STEP
+    # Never equal to the length: equal sizes would specialise a compiled function.
+    slots = (whole_steps // BUCKET + 1) * BUCKET
+    if growth == "buckets":
+        return slots
+    return max(LEAST_DOUBLING, 1 << (slots - 1).bit_length())
+
+
+def free_memory(device: torch.device) -> float:
+    """Free bytes, torch's unused reserve included; infinite for a device that does not report them."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + held)
+    return _free_host_memory() if device.type == "cpu" else float("inf")
+
+
+def _free_host_memory() -> float:
+    """Free bytes of the host's memory; infinite on a system other than Linux without the package psutil."""
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            name, value = line.split(":")
+            if name == "MemAvailable":
+                return float(value.removesuffix("kB")) * 1024
+    if importlib.util.find_spec("psutil") is None:
+        return float("inf")
+    import psutil
+
+    return float(psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Shape of a layer's keys, or values, as far as it is the same in every generation."""
+
+    heads: int
+    size: int
+    """Width of a head."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class CacheInterface:
+    """How a model's forward takes and returns its KV cache."""
+
+    name: str
+    """The argument that takes it, and the output that returns it."""
+    state_shapes: list[StateShape]
+    """Shapes of each layer's keys, then of the values."""
+
+
+@dataclass
+class Pool:
+    """Blocks of unused caches, the newest last.
+
+    The next generation of the same size reuses them, so that the addresses that a CUDA graph was recorded with stay.
+    """
+
+    blocks: list[list[Tensor]] = field(default_factory=list)
+
+    def take(self, shapes: Sequence[tuple[StateShape, int]], rows: int, slots: int) -> list[Tensor]:
+        """Uninitialized blocks [L, B, G, S, E] for the given number of layers of each shape."""
+        sizes = [(layers, rows, shape.heads, slots, shape.size) for shape, layers in shapes]
+        for number, blocks in enumerate(self.blocks):
+            usable = all(block.is_inference() == torch.is_inference_mode_enabled() for block in blocks)
+            if usable and [block.shape for block in blocks] == sizes:
+                return self.blocks.pop(number)
+        return [
+            torch.empty(size, dtype=shape.dtype, device=shape.device)
+            for size, (shape, _) in zip(sizes, shapes, strict=True)
+        ]
+
+
+class TreeCache(Cache):
+    """The cache of one `generate` call."""
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        batch_size: int,
+        device: torch.device,
+        tokens: int = 0,
+        rows: int = 0,
+        pool: Pool | None = None,
+        growth: Growth = "buckets",
+    ) -> None:
+        """An empty cache for tokens on a device; `shapes` are those of each layer's keys, then of the values.
+
+        It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
+        """
+        layers = len(shapes) // 2
+        super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
+        self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        """Committed tokens of each row; a smaller length crops it."""
+        self.pool = Pool() if pool is None else pool
+        self._block_of: dict[StateShape, list[int]] = {}
+        """The keys and values, by their number in `shapes`, that lie in the block of a shape."""
+        for number, shape in enumerate(shapes):
+            self._block_of.setdefault(shape, []).append(number)
+        self._rows = max(rows, batch_size)
+        self._room = slots_for(tokens, growth) if tokens else 0
+        self.capacity = 0
+        """Slots that forwards attend to."""
+        self.growth: Growth = growth
+        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or
+        to all the room there is, where attention reads no more than what is in use."""
+        self.bucketed_length = 0
+        """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
+        self.blocks: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        """Keys of each layer, [B, G, S, E]: views of the blocks."""
+        self.values: list[Tensor] = []
+        self.slots_BN = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        """Slots of the latest forward's entries."""
+        self._slots: dict[torch.device, Tensor] = {}
+        """`slots_BN` on the other devices that layers lie on."""
+        self.prefilled = 0
+        """Prompt tokens of every row that were read, padding too."""
+        self.attended: int | None = None
+        """Slots that the next forward attends to; None for the whole capacity."""
+        self.start = 0
+        """Position of the next forward's first token, for models without position ids."""
+        self.position_offsets: Tensor | None = None
+        """What to add to the place of each token for its position, in each dimension that positions have; None where
+        positions are places. Of one row, whose prompt had images."""
+        self.cross_attention: Cache | None = None
+        """Cross-attention cache of an encoder-decoder."""
+
+    def ensure_capacity(self, tokens: int) -> None:
+        """Allocate slots for rows of this length."""
+        self._resize(self._rows, slots_for(tokens, self.growth))
+
+    def release(self) -> None:
+        """Leave the blocks to the next generation; this cache must not be used again."""
+        if self.blocks:
+            self.pool.blocks = [*self.pool.blocks, self.blocks][-POOLED:]
+        self.blocks, self.keys, self.values = [], [], []
+
+    def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
+        """Reserve slots for the next forward, which writes `new_tokens` in every row.
+
+        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of earlier forwards
+        stay.
+        """
+        self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
+        capacity = slots_for(self.bucketed_length, self.growth)
+        if not self.blocks or capacity > self.capacity:
+            if self.growth == "room":
+                capacity = max(capacity, self._room)
+            self._grow(capacity)
+        new_N = counting(drafted + new_tokens, self.lengths_B.device)
+        self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
+        self.attended = None
+
+    def follow(self, start: int, tokens: int) -> None:
+        """Show the model a cache of `start` tokens, after which its next forward reads `tokens` in order.
+
+        For a forward whose masks and positions the model makes itself: all rows are equally long.
+        """
+        self.start = start
+        self.attended = start + tokens
+
+    def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
+        """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
+        if not in_order:
+            scattered = True
+            if path_BA.device.type == "cpu":  # on other devices the check would be a sync
+                new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
+                scattered = bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
+            if scattered:
+                self.compact(path_BA)
+        self.lengths_B = self.lengths_B + lengths_B
+
+    def compact(self, path_BA: Tensor) -> None:
+        """Move the entries of `path_BA` right behind the committed tokens."""
+        accepted = path_BA.shape[1]
+        if accepted == 1:
+            return
+        source_BA, target_BA = self.slots_BN.gather(1, path_BA), self.slots_BN[:, :accepted]
+        batch = len(source_BA)
+        for block in self.blocks:
+            source, target = (slots.to(block.device) for slots in (source_BA, target_BA))
+            if batch == 1:
+                block[:, :1].index_copy_(3, target[0], block[:, :1].index_select(3, source[0]))
+            else:
+                slots_LBSGE = block[:, :batch].transpose(2, 3)
+                rows_B1 = counting(batch, source.device, column=True)
+                slots_LBSGE[:, rows_B1, target] = slots_LBSGE[:, rows_B1, source]
+
+    def advance(self, lengths_B: Tensor) -> None:
+        """Commit the first `lengths_B` tokens of the last forward where they lie."""
+        self.lengths_B = self.lengths_B + lengths_B
+
+    def advance_prompt(self, tokens: int) -> None:
+        """Commit what the last forward read of prompts: as many tokens in every row, padding too."""
+        self.advance(torch.full_like(self.lengths_B, tokens))
+        self.prefilled += tokens
+
+    def erase_uncommitted(self, shortest: int) -> None:
+        """Zero the slots after each row's committed tokens, of which the shortest row has `shortest`.
+
+        Rejected drafts lie there until others overwrite them. Their values have weight 0, which NaN and inf outlast.
+        """
+        slots_S = counting(self.capacity - shortest, self.lengths_B.device, shortest)
+        unused_BS = slots_S >= self.lengths_B[:, None]
+        for block in self.blocks:
+            after_LBGSE = block[:, : len(unused_BS), :, shortest : self.capacity]
+            after_LBGSE.masked_fill_(unused_BS.to(block.device)[None, :, None, :, None], 0)
+
+    def erase_next(self, count: int) -> None:
+        """Zero the `count` slots after each row's committed tokens, without asking the device for their number."""
+        if count <= 0:
+            return
+        slots_BC = self.lengths_B[:, None] + counting(count, self.lengths_B.device)
+        rows_B1 = counting(len(slots_BC), self.lengths_B.device, column=True)
+        for block in self.blocks:
+            block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
+
+    def keep_snapshot(self) -> None:
+        """Make sure that `rewind` can come back to here, where a model keeps more than keys and values."""
+
+    def rewind(self, tokens: int) -> int:
+        """Go back to the first `tokens` of the text of a single row, or as far as it takes; return how many stay."""
+        self.lengths_B = torch.full_like(self.lengths_B, tokens)
+        self.erase_uncommitted(tokens)
+        self.prefilled = tokens
+        return tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def select(self, rows_R: Tensor) -> None:
+        """Keep these rows only; an index may repeat."""
+        rows = len(rows_R)
+        if rows > self._rows:
+            self._resize(rows, self._room)
+        for block in self.blocks:
+            shown = block[:, :, :, : self.capacity]
+            chosen_R = rows_R.to(block.device)
+            for layer_BGSE in shown:  # one by one: the copy that indexing makes would be as large as the cache
+                layer_BGSE[:rows] = layer_BGSE[chosen_R]
+        self.lengths_B = self.lengths_B[rows_R]
+        self._view()
+
+    def replace(self, rows_R: Tensor, other: TreeCache) -> None:
+        """Overwrite these rows with those of another cache."""
+        if other.capacity > self.capacity:
+            self._grow(other.capacity)
+        for block, theirs in zip(self.blocks, other.blocks, strict=True):
+            block[:, rows_R.to(block.device), :, : other.capacity] = theirs[:, : len(rows_R), :, : other.capacity]
+        self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
+
+    def _grow(self, capacity: int) -> None:
+        """Attend to `capacity` slots; the new ones are zeroed, for uninitialized memory may hold NaN."""
+        self._resize(self._rows, capacity)
+        for block in self.blocks:
+            block[:, :, :, self.capacity : capacity] = 0
+        self.capacity = capacity
+        self._view()
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Allocate at least this many rows and slots."""
+        if self.blocks and rows <= self._rows and slots <= self._room:
+            return
+        rows, slots = max(rows, self._rows), max(slots, self._room)
+        sizes = [(shape, len(numbers)) for shape, numbers in self._block_of.items()]
+        before, self.blocks = self.blocks, self.pool.take(sizes, rows, slots)  # or there is no memory: nothing changed
+        self._rows, self._room = rows, slots
+        for old, new in zip(before, self.blocks, strict=False):
+            new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
+        self._view()
+
+    def _view(self) -> None:
+        """Update `keys` and `values`, each layer's part of the blocks."""
+        states: dict[int, Tensor] = {}
+        for block, numbers in zip(self.blocks, self._block_of.values(), strict=False):
+            shown = block[:, : len(self.lengths_B), :, : self.capacity]
+            states.update(zip(numbers, shown.unbind(0), strict=True))
+        each = [states[number] for number in sorted(states)]
+        self.keys, self.values = each[: len(each) // 2], each[len(each) // 2 :]
+
+
+class TreeLayer(CacheLayerMixin):
+    """One layer's interface for transformers; the `TreeCache` holds the entries."""
+
+    is_sliding = False
+
+    def __init__(self, cache: TreeCache, index: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.index = index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Store the layer's new entries; return the keys and values to attend to."""
+        cache, device = self.cache, key_states.device
+        slots_BN = cache.slots_BN
+        if device != slots_BN.device:  # the model is spread over several devices
+            if device not in cache._slots:
+                cache._slots[device] = slots_BN.to(device)
+            slots_BN = cache._slots[device]
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        rows_B1 = counting(len(key_states), device, column=True)
+        for kept, new in ((keys, key_states), (values, value_states)):
+            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)  # `scatter_` would copy all of it on a CPU
+        return keys[:, :, : cache.attended], values[:, :, : cache.attended]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("a TreeCache allocates all layers at once")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        cache = self.cache
+        return cache.capacity if cache.attended is None else cache.attended, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.start
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in older versions of transformers."""
+        return self.get_max_length()

@@ -1,0 +1,534 @@
+"""A `TreeCache` with layers that keep a state: the window of a convolution, a recurrence, or both.
+
+Keys and values of a rejected draft are overwritten; a state that has seen it is spoiled. So the cache keeps each row's
+states as they were at a position that is certain, the snapshot, `read` tokens into the text. The tokens committed since
+are pending: their keys and values are in the cache, the snapshot has not seen them. A forward begins at the snapshot:
+
+    text     The  cat  sat  on  the          snapshot after "cat", pending "sat on", root "the"
+    forward            sat  on  the  mat  .  pending, root, drafts; a copy of the snapshot goes in
+
+If all its tokens are accepted, the states that come out are the next snapshot and nothing is pending. Else the snapshot
+stays, and the accepted tokens are pending: a rejected draft costs a few tokens more in the next forward, and no other.
+Where many are pending, the engine reads them alone (`advance_lanes`).
+
+A recurrence follows one path. So the paths of a tree are read side by side, each a lane with a copy of the snapshot:
+
+    paths  root a b, root c          lane 0   pending  root  a  b
+                                     lane 1   pending  root  c  (padding)
+
+Attention layers store a node's keys and values once, from the first lane with it, in the node's slot. What padding, on
+the right, does to the states of a lane does not matter: that lane's states are not kept.
+
+A convolution's window after any token can be cut from its inputs. With no recurrence beside it nothing is ever pending.
+
+Letters in tensor names: B batch, N nodes, R lanes, T tokens of a lane, K entries that are stored, S slots, G heads of
+keys and values, E head size, A accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...heads.layers.constants import counting, upload
+from .kv_cache import CacheInterface, Pool, TreeCache, TreeLayer
+
+KEPT_SNAPSHOTS = 2
+"""Ends of prompts, the newest ones, to which a conversation can go back."""
+Path = list[int]
+"""Nodes of a tree from its root on."""
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Shape of one state of one row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """Contents of the cache for one layer."""
+
+    has_keys: bool
+    convolutions: dict[int, RowState]
+    """The windows of its convolutions, by number."""
+    recurrences: dict[int, RowState]
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.convolutions or self.recurrences)
+
+
+@dataclass(frozen=True)
+class StatefulInterface:
+    """How a model with states takes and returns its cache, and what that keeps for every layer."""
+
+    cache: CacheInterface
+    """Its name, and the shapes of the keys and values of those layers that have them."""
+    layers: list[CachedLayer]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer keeps more than the window of a convolution."""
+        return any(layer.recurrences for layer in self.layers)
+
+    def row_bytes(self) -> int:
+        """Bytes of the states of a row."""
+        total = 0
+        for layer in self.layers:
+            for state in (*layer.convolutions.values(), *layer.recurrences.values()):
+                total += math.prod(state.shape) * state.dtype.itemsize
+        return total
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Tokens of a row that a forward reads in line."""
+
+    row: int
+    path: Path
+    """Nodes of the row's tree, which the lane reads after the row's pending tokens."""
+    slots: list[int]
+    """Slots of all its tokens."""
+    positions: list[int]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A forward over lanes: what it reads, and where its results belong."""
+
+    lanes: list[Lane]
+    """The lanes of a row follow each other."""
+    width: int
+    """Tokens of a lane, padding included."""
+    tokens_RT: Tensor
+    slots_RT: Tensor
+    """Slots of the tokens' keys and values; padding repeats the last."""
+    positions_RT: Tensor
+    committed_R: Tensor
+    """Committed tokens of each lane's row."""
+    last_R: Tensor
+    """Index of the last token of each lane."""
+    rows_R: Tensor | None
+    """Row of each lane; None where lane r is row r of the cache, and there are no others."""
+    stored: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    """Entries to store: their lanes, their indices in these, and the rows and slots they go to, each [K]."""
+    first_BN: Tensor
+    """The first lane with each node."""
+    index_BN: Tensor
+    """The index of each node in that lane."""
+    in_line: bool
+    """Whether every lane reads the slots from one on, in order, and all lanes the same slots, without padding."""
+
+
+class StateCache(TreeCache):
+    """The cache of one `generate` call of a model with states."""
+
+    def __init__(
+        self,
+        interface: StatefulInterface,
+        batch_size: int,
+        device: torch.device,
+        tokens: int = 0,
+        rows: int = 0,
+        pool: Pool | None = None,
+    ) -> None:
+        """An empty cache of what a model keeps; the other arguments are those of `TreeCache`."""
+        super().__init__(interface.cache.state_shapes, batch_size, device, tokens, rows, pool)
+        attending = 0
+        self.layers = []
+        for layer in interface.layers:
+            kept: Any = _NoLayer()
+            if layer.has_state and layer.has_keys:
+                kept = _StateAndKeys(self, attending, layer)
+            elif layer.has_state:
+                kept = _StateLayer(self, layer)
+            elif layer.has_keys:
+                kept = _LaneLayer(self, attending)
+            attending += layer.has_keys
+            self.layers.append(kept)
+        self.recurrent = interface.recurrent
+        self.read = [0] * batch_size
+        """Tokens of each row that its snapshot has seen."""
+        self.tokens_BS = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+        """The token in each slot."""
+        self.lanes: Lanes | None = None
+        """Those of the latest forward, whose outcome the snapshots do not reflect yet, or of the one that runs."""
+        self._before: list[int] = []
+        """Committed tokens of each row before that forward."""
+        self._path_BA: Tensor | None = None
+        """The path that was accepted of it; None for its first nodes."""
+        self._kept: list[tuple[int, list[_States]]] = []
+        """Snapshots that a conversation can go back to, by the tokens that they have seen."""
+
+    @property
+    def states(self) -> list[_StateLayer]:
+        """The layers with a state."""
+        return [layer for layer in self.layers if isinstance(layer, _StateLayer)]
+
+    def settle(self) -> None:
+        """Take the latest forward's states as snapshots where all that they have seen is committed.
+
+        To be called before anything that depends on `read` or on the snapshots. Until then `lengths_B` may be set back.
+        """
+        lanes = self.lanes
+        if lanes is None:
+            return
+        lengths: list[int] = self.lengths_B.tolist()  # sync: after the loop's own, for which all has been computed
+        paths = None if self._path_BA is None else self._path_BA.tolist()
+        rows: list[int] = []
+        sources: list[int] = []
+        counts: list[int] = []
+        for row, (before, length) in enumerate(zip(self._before, lengths, strict=True)):
+            grown = length - before
+            if grown <= 0:
+                continue
+            last = grown - 1 if paths is None else paths[row][grown - 1]
+            source = self._lane_after(row, last, whole=self.recurrent)
+            if source is None:
+                continue
+            rows.append(row)
+            sources.append(source)
+            counts.append(before - self.read[row] + grown)
+        for layer in self.states:
+            layer.take(rows, sources, counts, cut=not self.recurrent)
+        for row in rows:
+            self.read[row] = lengths[row]
+        self.lanes = None
+        for layer in self.states:
+            layer.forget()
+
+    def _lane_after(self, row: int, node: int, whole: bool) -> int | None:
+        """The first lane of a row with this node; with `whole` one that ends there and has no padding."""
+        assert self.lanes is not None
+        width = self.lanes.width
+        for number, lane in enumerate(self.lanes.lanes):
+            if lane.row != row or node not in lane.path:
+                continue
+            if not whole or (lane.path[-1] == node and len(lane.slots) == width):
+                return number
+        return None
+
+    def pending(self) -> list[int]:
+        """Committed tokens of each row that its snapshot has not seen; to be asked after `settle`."""
+        lengths: list[int] = self.lengths_B.tolist()  # sync: as in `settle`
+        return [length - read for length, read in zip(lengths, self.read, strict=True)]
+
+    def tree_lanes(self, tokens_BN: Tensor, paths: list[list[Path]]) -> None:
+        """Lanes of the next forward, over each row's pending tokens and the paths to the leaves of its tree.
+
+        There must be room for all nodes.
+        """
+        lengths: list[int] = self.lengths_B.tolist()
+        self._write_tokens(tokens_BN)
+        nodes = tokens_BN.shape[1]
+        first_BN = [[0] * nodes for _ in lengths]
+        index_BN = [[0] * nodes for _ in lengths]
+        lanes: list[Lane] = []
+        stored: list[tuple[int, int, int, int]] = []
+        for row, row_paths in enumerate(paths):
+            known: set[int] = set()
+            length = lengths[row]
+            pending = list(range(self.read[row], length))
+            for path in row_paths:
+                slots = [*pending, *[length + node for node in path]]
+                positions = [*pending, *range(length, length + len(path))]
+                for index, node in enumerate(path, len(pending)):
+                    if node in known:
+                        continue
+                    known.add(node)
+                    stored.append((len(lanes), index, row, length + node))
+                    first_BN[row][node] = len(lanes)
+                    index_BN[row][node] = index
+                lanes.append(Lane(row, path, slots, positions))
+            for node in set(range(nodes)) - known:  # padding of the tree, in place of which the root is read
+                first_BN[row][node] = first_BN[row][0]
+                index_BN[row][node] = index_BN[row][0]
+        self._begin(lanes, lengths, stored, first_BN, index_BN)
+
+    def advance_lanes(self, rows: list[int], count: int) -> None:
+        """Lanes of a forward over the first `count` pending tokens of some rows; `advanced` takes their states."""
+        lanes = []
+        for row in rows:
+            slots = list(range(self.read[row], self.read[row] + count))
+            lanes.append(Lane(row, [], slots, positions=slots))
+        self._begin(lanes, self.lengths_B.tolist(), [], [], [])
+
+    def advanced(self) -> None:
+        """The forward of `advance_lanes` has run: its states are the snapshots."""
+        assert self.lanes is not None
+        lanes = self.lanes.lanes
+        rows = [lane.row for lane in lanes]
+        counts = [len(lane.slots) for lane in lanes]
+        for layer in self.states:
+            layer.take(rows, list(range(len(lanes))), counts, cut=False)
+        for row, count in zip(rows, counts, strict=True):
+            self.read[row] += count
+        self.lanes = None
+
+    def _begin(
+        self,
+        lanes: list[Lane],
+        lengths: list[int],
+        stored: list[tuple[int, int, int, int]],
+        first_BN: list[list[int]],
+        index_BN: list[list[int]],
+    ) -> None:
+        """Hand out copies of the snapshots, and put what the forward needs on the device."""
+        device = self.lengths_B.device
+        rows = [lane.row for lane in lanes]
+        width = max(len(lane.slots) for lane in lanes)
+        slots_RT = upload([_padded(lane.slots, width) for lane in lanes], device)
+        each_row_once = rows == list(range(len(lengths)))
+        rows_R = None if each_row_once else upload(rows, device)
+        tokens_BS = self.tokens_BS if rows_R is None else self.tokens_BS[rows_R]
+        entries = None
+        if stored:
+            lanes_K, index_K, rows_K, slots_K = upload(stored, device).unbind(1)
+            entries = (lanes_K, index_K, rows_K, slots_K)
+        first = lanes[0].slots[0]
+        in_order = list(range(first, first + width))
+        self.lanes = Lanes(
+            lanes,
+            width,
+            tokens_RT=tokens_BS.gather(1, slots_RT),
+            slots_RT=slots_RT,
+            positions_RT=upload([_padded(lane.positions, width) for lane in lanes], device),
+            committed_R=upload([lengths[row] for row in rows], device),
+            last_R=upload([len(lane.slots) - 1 for lane in lanes], device),
+            rows_R=rows_R,
+            stored=entries,
+            first_BN=upload(first_BN, device),
+            index_BN=upload(index_BN, device),
+            in_line=all(lane.slots == in_order for lane in lanes),
+        )
+        self._before = lengths
+        self._path_BA = None
+        for layer in self.states:
+            layer.hand_out(rows_R)
+
+    def _write_tokens(self, tokens_BN: Tensor) -> None:
+        """Note the tokens of the next forward's slots."""
+        if self.tokens_BS.shape[1] < self.capacity:
+            self.tokens_BS = _widened(self.tokens_BS, self.capacity)
+        slots_BN = self.lengths_B[:, None] + counting(tokens_BN.shape[1], tokens_BN.device)
+        self.tokens_BS.scatter_(1, slots_BN, tokens_BN)
+
+    def compact(self, path_BA: Tensor) -> None:
+        super().compact(path_BA)
+        self._path_BA = path_BA
+        accepted_BA = self.tokens_BS.gather(1, self.slots_BN.gather(1, path_BA))
+        self.tokens_BS.scatter_(1, self.slots_BN[:, : path_BA.shape[1]], accepted_BA)
+
+    def select(self, rows_R: Tensor) -> None:
+        self.settle()
+        super().select(rows_R)
+        self.tokens_BS = self.tokens_BS[rows_R]
+        self.read = [self.read[row] for row in rows_R.tolist()]
+        for layer in self.states:
+            layer.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: TreeCache) -> None:
+        assert isinstance(other, StateCache)
+        self.settle()
+        other.settle()
+        super().replace(rows_R, other)
+        width = max(self.tokens_BS.shape[1], other.tokens_BS.shape[1])
+        theirs_BS = _widened(other.tokens_BS, width)
+        self.tokens_BS = _widened(self.tokens_BS, width).index_copy(0, rows_R, theirs_BS)
+        for row, read in zip(rows_R.tolist(), other.read, strict=True):
+            self.read[row] = read
+        for layer, theirs in zip(self.states, other.states, strict=True):
+            layer.replace(rows_R, theirs)
+
+    def keep_snapshot(self) -> None:
+        self.settle()
+        states = [layer.snapshot.copy() for layer in self.states]
+        self._kept = [*self._kept, (self.read[0], states)][-KEPT_SNAPSHOTS:]
+
+    def rewind(self, tokens: int) -> int:
+        self.settle()
+        if tokens < self.read[0]:
+            self._kept = [(read, states) for read, states in self._kept if read <= tokens]
+            if not self._kept:
+                return 0
+            tokens, states = self._kept[-1]
+            for layer, kept in zip(self.states, states, strict=True):
+                layer.snapshot = kept.copy()
+            self.read = [tokens]
+        return super().rewind(tokens)
+
+    @property
+    def nbytes(self) -> int:
+        states = sum(layer.snapshot.nbytes for layer in self.states)
+        return super().nbytes + states
+
+
+def _padded(numbers: list[int], width: int) -> list[int]:
+    """The numbers with the last one repeated, up to a width."""
+    return [*numbers, *[numbers[-1]] * (width - len(numbers))]
+
+
+def _widened(tokens_BS: Tensor, slots: int) -> Tensor:
+    """Tokens with zeros after them, up to a number of slots."""
+    return torch.nn.functional.pad(tokens_BS, (0, slots - tokens_BS.shape[1]))
+
+
+class _NoLayer:
+    """A layer that keeps nothing, such as one of experts alone."""
+
+
+class _States:
+    """States of a layer, each with a first dimension for rows or lanes: by number, windows and recurrences."""
+
+    def __init__(self, windows: dict[int, Tensor], recurrences: dict[int, Tensor]) -> None:
+        self.windows = windows
+        self.recurrences = recurrences
+
+    @classmethod
+    def empty(cls, layer: CachedLayer, rows: int) -> _States:
+        """States of rows that have read nothing."""
+        windows = {number: _zeros(state, rows) for number, state in layer.convolutions.items()}
+        recurrences = {number: _zeros(state, rows) for number, state in layer.recurrences.items()}
+        return cls(windows, recurrences)
+
+    def rows(self, rows_R: Tensor | None) -> _States:
+        """Copies of these rows' states; None for all."""
+        return _States(_rows(self.windows, rows_R), _rows(self.recurrences, rows_R))
+
+    def copy(self) -> _States:
+        return self.rows(None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in (*self.windows.values(), *self.recurrences.values()))
+
+
+def _zeros(state: RowState, rows: int) -> Tensor:
+    return torch.zeros(rows, *state.shape, dtype=state.dtype, device=state.device)
+
+
+def _rows(states: dict[int, Tensor], rows_R: Tensor | None) -> dict[int, Tensor]:
+    if rows_R is None:
+        return {number: state.clone() for number, state in states.items()}
+    return {number: state.index_select(0, rows_R.to(state.device)) for number, state in states.items()}
+
+
+class _StateLayer(LinearAttentionCacheLayerMixin):
+    """One layer's states for transformers: a forward reads and overwrites copies of the snapshot."""
+
+    def __init__(self, cache: StateCache, layer: CachedLayer) -> None:
+        numbers = len({*layer.convolutions, *layer.recurrences})
+        super().__init__(number_of_states=numbers)
+        self.snapshot = _States.empty(layer, len(cache.lengths_B))
+        """Each row's states where they are certain."""
+        self._inputs: dict[int, Tensor] = {}
+        """What each convolution has read in the latest forward: the window before it, and the inputs of its tokens."""
+        self.has_previous_state = dict.fromkeys(range(numbers), True)  # zeros are the state of an empty text
+        self.is_conv_states_initialized = {number: number in layer.convolutions for number in range(numbers)}
+        self.is_recurrent_states_initialized = {number: number in layer.recurrences for number in range(numbers)}
+        self.conv_kernel_size = {number: state.shape[-1] for number, state in layer.convolutions.items()}
+
+    def hand_out(self, rows_R: Tensor | None) -> None:
+        """Copy the snapshots of the lanes' rows for a forward."""
+        states = self.snapshot.rows(rows_R)
+        self.conv_states = {**dict.fromkeys(range(self.number_of_states)), **states.windows}
+        self.recurrent_states = {**dict.fromkeys(range(self.number_of_states)), **states.recurrences}
+        self._inputs = {}
+
+    def take(self, rows: list[int], lanes: list[int], counts: list[int], cut: bool) -> None:
+        """Take the states of these lanes as those rows' snapshots.
+
+        With `cut` a lane's windows are those after `counts` of its tokens, whatever it has read after them.
+        """
+        if not rows:
+            return
+        for number, window in self.snapshot.windows.items():
+            inputs = self._inputs.get(number)
+            if cut and inputs is not None:
+                size = window.shape[-1]
+                cuts = [inputs[lane, ..., count : count + size] for lane, count in zip(lanes, counts, strict=True)]
+                windows = _replaced(window, rows, torch.stack(cuts), list(range(len(cuts))))
+            else:
+                windows = _replaced(window, rows, self.conv_states[number], lanes)
+            self.snapshot.windows[number] = windows
+        for number, state in self.snapshot.recurrences.items():
+            self.snapshot.recurrences[number] = _replaced(state, rows, self.recurrent_states[number], lanes)
+
+    def forget(self) -> None:
+        """Free what the latest forward left."""
+        self.conv_states = dict.fromkeys(range(self.number_of_states))
+        self.recurrent_states = dict.fromkeys(range(self.number_of_states))
+        self._inputs = {}
+
+    def select(self, rows_R: Tensor) -> None:
+        self.snapshot = self.snapshot.rows(rows_R)
+
+    def replace(self, rows_R: Tensor, other: _StateLayer) -> None:
+        for ours, theirs in (
+            (self.snapshot.windows, other.snapshot.windows),
+            (self.snapshot.recurrences, other.snapshot.recurrences),
+        ):
+            for number, state in ours.items():
+                ours[number] = state.index_copy(0, rows_R.to(state.device), theirs[number])
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
+        """Shift the inputs of the forward's tokens into the window; return the window before them, and them."""
+        window: Any = self.conv_states[state_idx]
+        inputs = torch.cat([window, conv_states], dim=-1)
+        self._inputs[state_idx] = inputs
+        self.conv_states[state_idx] = inputs[..., -window.shape[-1] :]
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
+        before: Any = self.recurrent_states[state_idx]
+        self.recurrent_states[state_idx] = recurrent_states.to(before.dtype)
+        return recurrent_states
+
+    def lazy_initialization(self, *_: object, **__: object) -> None:
+        raise AssertionError("a StateCache has all states from the start")
+
+
+def _replaced(states: Tensor, rows: list[int], of_lanes: Any, lanes: list[int]) -> Tensor:
+    """The states with those of these lanes in these rows."""
+    if rows == lanes == list(range(len(of_lanes))) and len(of_lanes) == len(states):
+        return of_lanes
+    return states.index_copy(0, upload(rows, states.device), of_lanes[upload(lanes, states.device)])
+
+
+class _LaneLayer(TreeLayer):
+    """Keys and values of a layer, whose entries come in lanes."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        cache = self.cache
+        assert isinstance(cache, StateCache) and cache.lanes is not None
+        lanes, device = cache.lanes, key_states.device
+        attended = []
+        for kept, new in ((cache.keys[self.index], key_states), (cache.values[self.index], value_states)):
+            if lanes.stored is not None:
+                lanes_K, index_K, rows_K, slots_K = (indices_K.to(device) for indices_K in lanes.stored)
+                kept.transpose(1, 2)[rows_K, slots_K] = new.transpose(1, 2)[lanes_K, index_K]
+            shown = kept[:, :, : cache.attended]
+            if lanes.rows_R is not None:  # one row's entries are not copied for its lanes
+                if len(shown) == 1:
+                    shown = shown.expand(len(lanes.lanes), -1, -1, -1)
+                else:
+                    shown = shown[lanes.rows_R.to(device)]
+            attended.append(shown)
+        return attended[0], attended[1]
+
+
+class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]  # transformers' bases differ in is_croppable
+    """A layer with a state beside keys and values."""
+
+    def __init__(self, cache: StateCache, index: int, layer: CachedLayer) -> None:
+        _LaneLayer.__init__(self, cache, index)
+        _StateLayer.__init__(self, cache, layer)

@@ -1,0 +1,146 @@
+"""Acceptance that trees would have, from one pass over a target's own answers.
+
+How often the true token at each depth is the head's i-th best gives the acceptance length of every
+static tree (see `tree_search`). A dynamic tree of a smaller size or depth is a part of the largest
+one that the head proposes, so one pass over the answers gives the acceptance length of all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...heads.base import DraftHead, TargetFeatures
+from ..engines.base import TargetOutput
+from ..engines.target import Target
+from ..trees.sampling import RandomSampler
+from ..trees.tree_spec import DynamicShape
+from .base import DraftContext, PrefillChunk
+from .tree_policies import DynamicTree
+
+RANKS = 10
+"""Ranks whose accuracy is measured: the most children that a node of a calibrated tree has."""
+Size = tuple[int, int]
+"""Nodes of a dynamic tree, the root counted, and its depth."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with the target's answer."""
+
+    tokens_T: Tensor
+    """Both, on the target's device."""
+    prompt_length: int
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens_T) - self.prompt_length
+
+
+@torch.no_grad()
+def accuracy_by_rank(target: Target, head: DraftHead, answers: Iterable[Answered]) -> list[list[float]]:
+    """How often the true token at each depth is the head's i-th best, given the true tokens before it.
+
+    Returns:
+        accuracy_KI: shares of all positions of the answers, by depth and by rank.
+    """
+    hits_KI = torch.zeros(head.max_depth, min(RANKS, head.draft_vocab_size))
+    counts_K = torch.zeros(head.max_depth)
+    for answer in answers:
+        tokens_1T = answer.tokens_T[None]
+        positions_T = torch.arange(len(answer.tokens_T))
+        features_1TF, last_1TD = target.read(tokens_1T, head.feature_layers)
+        features = TargetFeatures(
+            features_BTF=features_1TF.to(target.dtype),
+            last_BTD=last_1TD.to(target.dtype),
+            tokens_BT=tokens_1T,
+            loss_mask_BT=(positions_T >= answer.prompt_length)[None],
+            modules=target.modules,
+        )
+        output = head(features, ranks=hits_KI.shape[1])
+        depths = len(output.counts_K)  # a short answer has fewer than the head
+        hits_KI[:depths] += output.hits_KI.cpu()
+        counts_K[:depths] += output.counts_K.cpu()
+    accuracy: list[list[float]] = (hits_KI / counts_K.clamp(min=1)[:, None]).tolist()
+    return accuracy
+
+
+@torch.inference_mode()
+def dynamic_lengths(
+    target: Target, head: DraftHead, width: int, answers: Iterable[Answered], sizes: Sequence[int]
+) -> dict[Size, float]:
+    """Acceptance length of dynamic trees of a width along the answers, by size and depth."""
+    depths = range(1, head.max_depth + 1)
+    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.draft_modules)
+    rounds: dict[Size, list[int]] = {}
+    for size in sizes:
+        for depth in depths:
+            rounds[size, depth] = []
+    for answer in answers:
+        text_1T = answer.tokens_T[None]
+        tokens = answer.tokens_T.tolist()
+        length = len(tokens)
+        output = target.engine.read_chunk(text_1T, length, target.engine.new_cache(1), head.feature_layers, [0])
+        drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
+        drafter.prefill(_chunk(text_1T, output, 0, answer.prompt_length))
+        accepted: dict[Size, list[int]] = {key: [] for key in rounds}
+        for place in range(answer.prompt_length, length - 1):
+            truth = tokens[place + 1 : place + 1 + head.max_depth]
+            candidates = drafter.candidates(drafter.rows.catch_up(), text_1T[:, place], head.max_depth)
+            tokens_1C, parents_1C, values_1C = candidates
+            path = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
+            for depth in depths:
+                seen = 1 + drafter.width + (depth - 1) * drafter.width**2
+                ranks = [_rank(values_1C[0, :seen], node) for node in path[:depth]]
+                for size in sizes:
+                    # A child is worth no more than its parent, so the ranks along the path never fall.
+                    accepted[size, depth].append(sum(rank < size for rank in ranks))
+            drafter.prefill(_chunk(text_1T, output, place, place + 1))
+        for key, accepted_P in accepted.items():
+            rounds[key] += _round_lengths(accepted_P)
+    return {key: statistics.mean(lengths) for key, lengths in rounds.items()}
+
+
+def _round_lengths(accepted_P: list[int]) -> list[int]:
+    """Tokens of each round of an answer, by the drafts that would be accepted from every position of it."""
+    lengths = []
+    place = 0  # of a round's root in the answer
+    while place < len(accepted_P):
+        lengths.append(min(accepted_P[place] + 1, len(accepted_P) - place))
+        place += lengths[-1]
+    return lengths
+
+
+def _chunk(text_1T: Tensor, output: TargetOutput, start: int, stop: int) -> PrefillChunk:
+    """Part of a text whose features the target has computed."""
+    return PrefillChunk(
+        text_1T[:, start:stop],
+        text_1T[:, start + 1 : stop + 1],
+        output.features_BNF[:, start:stop],
+        torch.tensor([stop - start], device=text_1T.device),
+    )
+
+
+def _true_path(truth: list[int], tokens: list[int], parents: list[int]) -> list[int]:
+    """Candidates that are the true continuation, from the root on."""
+    path: list[int] = []
+    above = 0
+    for token in truth:
+        children = [node for node, parent in enumerate(parents) if parent == above and tokens[node] == token]
+        if not children:
+            break
+        above = children[0]
+        path.append(above)
+    return path
+
+
+def _rank(values_C: Tensor, node: int) -> int:
+    """Place of a candidate among all by their values; of equal ones the first comes first."""
+    better = int((values_C > values_C[node]).sum())
+    equal_before = int((values_C[:node] == values_C[node]).sum())
+    return better + equal_before

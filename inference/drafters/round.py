@@ -1,0 +1,104 @@
+"""The contract of a speculation round: what drafters and observers learn of it.
+
+A drafter proposes a tree. The target may verify a part of it only: a chain where it checks chains
+alone, fewer nodes where memory is short, the root alone at a border of positions. So a node has
+two numbers. Here a target that checks chains alone cuts a tree of five nodes to its longest path:
+
+    proposed   0 root      parents -1 0 0 2 3
+               ├─ 1
+               └─ 2 ── 3 ── 4
+    verified   0 root ── 1 ── 2 ── 3
+    nodes      (0, 2, 3, 4)        verified node 1 is the proposed node 2
+
+`output`, `verdict` and `scores_BNV` count the verified nodes.
+
+Letters in tensor names: B batch, N verified nodes, A nodes of a path, U uniform numbers, V vocabulary, F width of the
+chosen layers' features side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...heads.layers.constants import Download
+from ..engines.base import TargetOutput
+from ..trees.sampling import Sampler
+from ..trees.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The acceptance rule's decision for each row."""
+
+    path_BA: Tensor
+    """The accepted nodes, the root first; A is the tree's depth + 1, the rest is padding."""
+    lengths_B: Tensor
+    """Valid nodes of each path, the root counted: as many tokens are emitted. 0 for an idle row, which has ended and
+    keeps its place in the batch."""
+    next_tokens_B: Tensor
+    """The bonus token of each row, the root of its next round."""
+    emitted_BA: Tensor
+    """The emitted tokens: after each node of `path_BA`, the token that follows it."""
+    features_BAF: Tensor
+    """The target's features at the accepted nodes."""
+    cut_B: Tensor
+    """Whether a path ends before an accepted node after which no token can be chosen: a score is NaN, or none is above
+    -inf; in sampling one is inf."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished speculation round."""
+
+    proposed: DraftTree
+    """The tree as the drafter made it."""
+    verified: DraftTree
+    """The tree that the target read."""
+    nodes: Sequence[int] | None
+    """For each verified node, in every row, its number in the proposed tree; None where nothing was cut."""
+    output: TargetOutput
+    """The target's logits and features at every verified node."""
+    verdict: Verdict
+    scores_BNV: Tensor
+    """What the rule decided on: the target's logits after every logits processor, in at least float32."""
+    numbers: Tensor | Sampler | None = None
+    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a sampler that draws for
+    itself; None where the rule draws none."""
+    tokens: Sequence[list[int]] = ()
+    """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
+    An idle row emits none."""
+    cut: Sequence[bool] = ()
+    """On the host: `Verdict.cut_B`."""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any draft was verified."""
+        return self.verified.max_depth > 0
+
+
+def read_by_host(finished: Round, meanwhile: Callable[[], None] | None = None) -> Round:
+    """A round with its tokens on the host.
+
+    `meanwhile` launches what needs none of them, so that the device goes on while the host reads and decides.
+    """
+    verdict = finished.verdict
+    columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]
+    download = Download(torch.cat(columns, dim=1))
+    if meanwhile is not None:
+        meanwhile()
+    # sync: the only one of a round; the host must know what to return and when to stop
+    rows = download.tolist()
+    cut = [bool(row[1]) for row in rows]
+    if any(cut):  # such a path's last token stands in the place of the bonus token
+        last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
+        verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
+    return replace(
+        finished,
+        verdict=verdict,
+        tokens=[row[2 : 2 + row[0]] for row in rows],
+        cut=cut,
+    )

@@ -1,0 +1,377 @@
+"""The target: an unmodified, frozen Hugging Face causal LM, and what is known of it.
+
+Its forwards over trees of tokens are run by its `engine`.
+
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, D hidden size, F width
+of the chosen layers side by side.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ...extras import require_extra
+from ...heads.base import TargetModules, dtype_name
+from ..targets.as_loaded import as_loaded
+from ..targets.changes import WeightWatch, code_of
+from ..targets.dtypes import chosen_dtype
+from ..targets.info import active_adapters, before_lm_head, fingerprint, target_modules
+from ..targets.loading import (
+    MAPS,
+    check_model_options,
+    default_device,
+    downloaded_commit,
+    load_model,
+    refuse_loading_options,
+    without_peft,
+)
+from ..targets.target_model import TargetModel
+from .attention import kernels_without_plans
+from .base import Engine
+from .by_device import chosen_engine
+from .counting import CountingEngine, PackedCountingEngine
+from .cpu import PackedLinearEngine
+from .eager import EagerEngine
+from .stateful import PackedStatefulEngine, StatefulEngine
+from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
+
+
+class CurrentLMHead(nn.Module):
+    """A target's LM head for a drafter, which holds it while the target is compiled, or compiled again."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+
+    @property
+    def weight(self) -> Tensor:
+        return self.target.modules.lm_head.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.target.engine.lm_head(states)
+        return logits
+
+
+SIMILAR = 0.75
+"""Shortest of the sequences of packed rows that are read together, as a share of the longest."""
+MERGED_ADAPTER = "_headstart_merged_adapter"
+"""Attribute of a model into which an adapter was merged, which must not be merged twice: the adapter's folder, and the
+provenance of the model without it."""
+
+
+class Target(TargetModel):
+    """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
+
+    shares_prompts = True
+    """Whether rows with the same prompt may be read once."""
+    eager_engine: type[EagerEngine] = EagerEngine
+    """The engine that runs the model as it is."""
+    packed_engine: type[EagerEngine] = PackedLinearEngine
+    """The engine that runs it with linear layers in our CPU kernels."""
+
+    def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
+        """Wrap a loaded model, with the name and the Hub's commit that it was loaded by.
+
+        Raises:
+            ValueError: an architecture that cannot run draft trees, with the reason.
+        """
+        super().__init__(model, name)
+        self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
+        """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
+        merged = vars(model).get(MERGED_ADAPTER)
+        self.adapter: str | None = None if merged is None else merged[0]
+        """Folder of the peft adapter that was merged into the weights, by this target or an earlier one."""
+        self._compiled_version: Hashable = None
+        self._weights = WeightWatch()
+        self._refreshed = 0
+        self._tried = False
+        self.lock = threading.RLock()
+        """Held by the running generation: kernels, drafters and their measurements are shared."""
+        if self.stateful is not None and self.eager_engine is EagerEngine:
+            self.eager_engine = StatefulEngine
+            self.packed_engine = PackedStatefulEngine
+        elif self.counted and self.eager_engine is EagerEngine:
+            self.eager_engine = CountingEngine
+            self.packed_engine = PackedCountingEngine
+        self.engine: Engine = self.eager_engine(self)
+        """Runs the forwards; `compile` chooses another."""
+
+    def __repr__(self) -> str:
+        compiled = ", compiled" if self.compiled else ""
+        return f"{type(self).__name__}({self.name!r}, {dtype_name(self.dtype)}, {self.device}{compiled})"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path | PreTrainedModel,
+        dtype: torch.dtype | str = "fastest",
+        device_map: str | int | torch.device | dict[str, Any] | None = None,
+        revision: str | None = None,
+        **model_kwargs: Any,
+    ) -> Target:
+        """Load a target.
+
+        Args:
+            source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
+                loaded model, a `PeftModel` too, which runs with its active adapter.
+            dtype: dtype of the weights; "auto" for the checkpoint's own, "fastest" for the fastest one here that is as
+                exact, see `dtypes`.
+            device_map: a device, accelerate's map of modules to devices, or the name of one of its strategies ("auto");
+                None for the first GPU, or the CPU.
+            revision: revision of a Hub id.
+            model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
+                `loading.MODEL_OPTIONS`, for transformers' `from_pretrained`.
+
+        Raises:
+            ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot run draft trees.
+        """
+        check_model_options(model_kwargs)
+        source = without_peft(source)
+        if isinstance(source, PreTrainedModel):
+            refuse_loading_options(source.dtype, dtype, device_map, revision, model_kwargs)
+            return cls(source)
+        where = default_device() if device_map is None else device_map
+        if isinstance(where, dict) or where in MAPS:
+            chosen = chosen_dtype(dtype, source, None, revision, model_kwargs)
+        else:
+            where = torch.device(where)
+            chosen = chosen_dtype(dtype, source, where, revision, model_kwargs)
+        return cls.load(source, chosen, where, revision, model_kwargs)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        dtype: torch.dtype | str,
+        device: str | torch.device | dict[str, Any],
+        revision: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Target:
+        """`from_pretrained` with a given dtype (or "auto", as in transformers) and device."""
+        model = load_model(source, dtype, device, revision, options)
+        return cls(model, str(source), downloaded_commit(source, revision, options))
+
+    def compile(self, mode: bool = True) -> None:
+        """Choose the engine that runs the forwards, see `chosen_engine`.
+
+        Called again with the same mode, nothing changes unless weights or active adapters have, as far as `version`
+        sees it.
+        """
+        if not mode and not self.compile_mode:
+            return
+        version = self.version
+        if self.compile_mode == mode and self._compiled_version == version:
+            return
+        if self.compile_mode != mode or self.engine.copies_weights:
+            self.engine = chosen_engine(self, mode, self.eager_engine, self.packed_engine)
+        else:
+            self.engine.renew()
+        self._compiled_version = version
+
+    @property
+    def compile_mode(self) -> bool:
+        """The last argument of `compile`."""
+        return self.engine.mode
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forwards run otherwise than operation by operation."""
+        return self.engine.name != EagerEngine.name
+
+    def renew(self) -> None:
+        """Before a generation: take account of weights or active adapters that have changed."""
+        if self.compiled:
+            self.compile(self.compile_mode)
+
+    @property
+    def draft_modules(self) -> TargetModules:
+        """The parts of it that heads draft with; the LM head is the one of the engine that is chosen at the time."""
+        lm_head: Any = CurrentLMHead(self)
+        return replace(self.modules, lm_head=lm_head)
+
+    @property
+    def version(self) -> Hashable:
+        """The model, its active adapters and code, and the state of its weights, see `targets.changes`."""
+        adapters = active_adapters(self.model)
+        return id(self.model), adapters, self._refreshed, self._weights.version(self.model), code_of(self.model)
+
+    def refresh(self) -> None:
+        """Take the weights for changed, as after a write that `version` cannot see; copies are made again."""
+        self._refreshed += 1
+        self.renew()
+
+    def merge_adapter(self, folder: str | Path) -> None:
+        """Merge a peft adapter into the weights, as a jointly trained head needs."""
+        require_extra("peft", "a head with an adapter for its target")
+        from peft import PeftModel  # here: its import takes a second
+
+        provenance = self.provenance  # before the model changes: a head is compared with the base model
+        merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
+        self.model = merged.eval().requires_grad_(False)
+        self.modules = target_modules(self.model)
+        self.before_lm_head = before_lm_head(self.model)
+        vars(self).pop("computes_logits", None)  # found anew
+        self.adapter = str(Path(folder).resolve())
+        setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
+        self.refresh()  # peft changes weights in a way that their version does not show
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Identity of the model without a merged adapter, for the checkpoint of a head that is trained against it."""
+        merged = vars(self.model).get(MERGED_ADAPTER)
+        return self.current_provenance() if merged is None else merged[1]
+
+    def current_provenance(self) -> dict[str, Any]:
+        """Identity of the model with its weights as they are now, an adapter merged in or not."""
+        packing = getattr(self.model.config, "quantization_config", None)
+        method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
+        return {
+            "target": self.name,
+            "revision": self.commit,
+            "dtype": dtype_name(self.dtype),
+            "quantization": None if method is None else str(getattr(method, "value", method)),
+            "weights": fingerprint(self.model),
+        }
+
+    def check_decoding(self) -> None:
+        """Try, once for each architecture and version on this machine, whether trees get the model's own logits.
+
+        Called before the first token; see `engines.trial`.
+
+        Raises:
+            ValueError: they do not, and how far off they are; or a forward fails in the model.
+        """
+        if self._tried:
+            return
+        with self.lock, as_loaded(self.model):
+            check_architecture(self, self._retargeted)
+            if self.modules.logit_scale != 1 or self.modules.logit_cap is not None:
+                self.computes_logits  # noqa: B018 - a config has a scale or a cap that the model may not apply
+        self._tried = True
+
+    def was_tried(self) -> None:
+        """Another target of the same model has passed `check_decoding`."""
+        self._tried = True
+
+    def check_features(self) -> None:
+        super().check_features()
+        if any(weight.is_meta for weight in self.model.parameters()):  # its states come from elsewhere
+            return
+        vocab_size = self.info.vocab_size
+        length = min(6, self.max_positions)
+        tokens_1T = torch.tensor([[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]])
+        tokens_1T = tokens_1T.to(self.device)
+        with self.lock, as_loaded(self.model), torch.inference_mode():
+            self.renew()  # weights may have changed since the last generation
+            trained_BTD, _ = self.states(tokens_1T, (-1,))
+            decoded = self.engine.read_chunk(tokens_1T, length, self.engine.new_cache(1), (-1,), [length - 1])
+        by_median = tolerance(self.model) == ROUNDING_IN_16_BITS
+        different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
+        if different is not None and different > tolerance(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than generate does: its "
+                f"last states differ by {different:.2g} of their spread (positions or a mask that it makes only while "
+                "it generates), so a head would learn from other features than it drafts with; train for a target of "
+                "another family, or another version of transformers"
+            )
+
+    def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
+        """The target of a model that shares this one's weights, and the engine that runs it as it is."""
+        other = type(self)(model, self.name, self.commit)
+        other.hold_weakly()  # a target and its engine hold each other: the model would be freed long after its owner
+        return other, other.engine
+
+    def states(
+        self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Features of whole right-padded sequences, without a cache.
+
+        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`, best given on
+        the host, is 0 at the start of every sequence, which attends to no other: sequences of similar length are read
+        together, each as a row of its own. A mask would be quadratic in the row, and not every model and attention
+        kernel takes one.
+        """
+        if positions_BT is None:
+            self._keep_step(layers, 1)
+            return self._rows(tokens_BT, layers)
+        sequences = sequences_in(positions_BT.cpu())
+        lengths = [place.stop - place.start for _, place in sequences]
+        groups = of_similar_length(lengths, tokens_BT.shape[1])
+        self._keep_step(layers, len(groups))
+        found: list[Tensor] = []
+        for group in groups:
+            texts = [tokens_BT[row, place] for row, place in (sequences[i] for i in group)]
+            read = self._rows(pad_sequence(texts, batch_first=True), layers)
+            if not found:
+                found = [part.new_zeros(*tokens_BT.shape, part.shape[-1]) for part in read]
+            for whole, part in zip(found, read, strict=True):
+                for number, i in enumerate(group):
+                    row, place = sequences[i]
+                    whole[row, place] = part[number, : lengths[i]]
+        features_BTF, last_BTD = found
+        return features_BTF, last_BTD
+
+    def forwards(self, needed: int) -> int:
+        """Number of forwards of a read that needs so many: more, where all processes make each forward together."""
+        return needed
+
+    def _keep_step(self, layers: tuple[int, ...], needed: int) -> None:
+        """Make the forwards that other processes need and this one does not."""
+        for _ in range(self.forwards(needed) - needed):
+            self._rows(torch.zeros(1, 1, dtype=torch.int64, device=self.device), layers)
+
+    def _rows(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`states` of rows that each hold one sequence."""
+        indices = self.hidden_state_indices(layers)
+        (last,) = self.hidden_state_indices((-1,))
+        with kernels_without_plans(self.device):  # the lengths of training rows keep changing
+            output = self.model(
+                input_ids=tokens_BT,
+                use_cache=False,
+                logits_to_keep=torch.empty(0, dtype=torch.int64, device=self.device),
+                output_hidden_states=sorted({*indices, last}),
+            )
+        last_BTD = self.last_features(output.hidden_states[last]).to(self.device)
+        states = []
+        for layer, index in zip(layers, indices, strict=True):
+            states.append(last_BTD if layer == -1 else output.hidden_states[index].to(self.device))
+        return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
+
+    read = torch.no_grad()(states)
+    """`states` without gradients, for training on a frozen model."""
+
+
+def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:
+    """Row and place of each sequence in packed rows; its positions begin with 0, and it has the padding after it."""
+    sequences: list[tuple[int, slice]] = []
+    for row, positions_T in enumerate(positions_BT):
+        starts = torch.nonzero(positions_T == 0).flatten().tolist()
+        stops = [*starts[1:], len(positions_T)]
+        sequences += [(row, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)]
+    return sequences
+
+
+def of_similar_length(lengths: list[int], budget: int) -> list[list[int]]:
+    """Divide texts into groups, longest first, that a forward reads as padded rows.
+
+    A group has at most `budget` tokens, padding included, or a single text, and no text in it is shorter than SIMILAR
+    of its longest.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[i] >= SIMILAR * longest and (len(groups[-1]) + 1) * longest <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups

@@ -1,0 +1,389 @@
+"""A trial of a model's architecture: a forward over a small draft tree against the model's own `generate`.
+
+What a forward over a tree needs (a mask and positions that are inputs, a cache that keeps every token) no config tells
+for certain: a model may build a mask of its own, or count places in the cache. So before its first token every
+architecture reads a short text in two parts and then a tree, and the logits are compared with those of `generate`,
+which is made to write the same paths token by token. It is tried once: the result is kept with this machine's
+measurements, by the model's config, dtype and attention, and by the versions of transformers and headstart.
+
+A text must be longer than the model's windows of local attention for them to matter. Those that a model reads from its
+config in every forward are shortened for the trial, in a copy that shares all weights; where the copy differs, the
+model itself is tried on a text of the length that it takes.
+
+Letters in tensor names: B paths, N nodes, T tokens of the text, D tokens of a path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib.metadata
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
+
+from ...heads.base import dtype_name
+from ..targets.states import check_states
+from ..targets.target_model import TargetModel
+from ..targets.twin import twin_of
+from ..trees.tree import DraftTree
+from ..trees.tree_spec import TreeShape
+from ..tuning.machine import measured_once
+from .base import Engine
+
+BRANCHING = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [0, 0, 0], [1, 0, 0]])
+"""Two paths from the root, whose nodes lie side by side in the cache."""
+CHAIN = TreeShape.chain(3)
+TEXT = 18
+"""Tokens of the text, if no window is longer."""
+SHORT_WINDOW = 6
+"""Length to which windows are shortened: shorter than the text, longer than the paths."""
+SHORTENED = ("sliding_window", "attention_chunk_size")
+"""Windows that models read from their config in every forward, by its keys."""
+LOCAL = ("window", "local", "chunk")
+"""Words in the keys of other windows, for which the text must be longer."""
+LONGEST_LOCAL = 512
+"""Longest of these."""
+LONGEST_TEXT = 8192
+"""Most tokens of a text on which a model is tried as it is."""
+ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Largest difference by rounding at any node, relative to the spread of the logits; `generate` returns float32."""
+ROUNDING_IN_16_BITS = 0.05
+"""The same for shorter formats and quantized weights, at the median node: rounding may choose another expert."""
+MORE = 3
+"""How many times as large a difference by rounding may be after a long text as after a short one."""
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's code raises for inputs that it does not expect."""
+WITHOUT_EFFECT = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "torch_dtype",
+    "transformers_version",
+)
+"""Keys of a config that change nothing that is computed."""
+
+
+Retarget = Callable[[PreTrainedModel], tuple[TargetModel, Engine]]
+"""Makes the target of a model, and the engine that runs it as it is."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The text and the paths that a model is tried on."""
+
+    text_1T: Tensor
+    paths_BD: Tensor
+    """The root, and the tokens below it."""
+    shape: TreeShape
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree of the paths."""
+        paths_BD = self.paths_BD.tolist()
+        tokens = [paths_BD[0][0]]
+        for path in self.shape.paths:
+            tokens.append(paths_BD[path[0]][len(path)])
+        return DraftTree.of_shape(self.shape, torch.tensor([tokens], device=self.text_1T.device))
+
+
+def check_architecture(target: TargetModel, retarget: Retarget) -> None:
+    """Refuse a model whose logits for the nodes of a tree are not those that it has for single tokens.
+
+    Args:
+        target: the model, in eval mode.
+        retarget: makes the target of a model that shares its weights, and the engine that runs it as it is.
+
+    Raises:
+        ValueError: what was compared, how far off it is, and what to do.
+    """
+    model = target.model
+    if model.device.type == "meta" or target.max_positions < 2 * CHAIN.size + 2:
+        return
+    measure = partial(run_trial, target, retarget)
+    measured_once(target.device, f"trial of {architecture(model)}", measure, read_difference, timing=False)
+
+
+def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
+    """The difference that a model passes the trial with, on the text that its windows need; see `tree_difference`.
+
+    Raises:
+        ValueError: the difference is larger than rounding makes it.
+    """
+    model = target.model
+    if target.stateful is not None:
+        check_states(model)
+    windows = windows_of(model.config.get_text_config())
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
+    if hooked or not windows:
+        # Texts longer than long windows would take too long in a model that accelerate spreads or offloads.
+        window = max((window for window in windows if window <= LONGEST_LOCAL), default=0)
+        length = window + TEXT
+        difference = tree_difference(*retarget(model), length)
+        if difference is not None and difference > tolerance(model):
+            raise ValueError(refusal(target, difference, length))
+        return difference
+    shortened = with_short_windows(model)  # held here: its target holds it weakly
+    difference = tree_difference(*retarget(shortened), TEXT)
+    if difference is None or difference <= tolerance(model):
+        return difference
+    # A model that does not read its windows from the config differs, too: it is tried as it is.
+    length = 2 * max(windows) + TEXT
+    if length > LONGEST_TEXT:
+        raise ValueError(refusal(target, difference, TEXT))
+    return tried_as_it_is(target, retarget, length)
+
+
+def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> float | None:
+    """The difference after a text that passes all windows, which is at most a few times that after a short text.
+
+    Little of what is seen lies out of a long window, so that forgetting it makes a small difference.
+
+    Raises:
+        ValueError: the difference is larger.
+    """
+    short = tree_difference(*retarget(target.model), TEXT)
+    difference = tree_difference(*retarget(target.model), length)
+    if short is None or difference is None:
+        return None
+    allowed = min(tolerance(target.model), max(MORE * short, ROUNDING[torch.float32]))
+    if difference > allowed:
+        raise ValueError(refusal(target, difference, length))
+    return difference
+
+
+def read_difference(kept: Any) -> float | None:
+    """A kept difference; a ValueError for anything else, and the trial is made again."""
+    if kept is not None and not isinstance(kept, float | int):
+        raise ValueError(f"{kept!r} is no difference")
+    return kept
+
+
+def architecture(model: PreTrainedModel) -> str:
+    """All that decides how a model computes, besides its weights."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in WITHOUT_EFFECT}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    attention = model.config._attn_implementation
+    experts = getattr(model.config, "_experts_implementation", None)
+    how = ", ".join(str(part) for part in (dtype_name(model.dtype), attention, experts) if part)
+    versions = f"transformers {transformers.__version__}, headstart {importlib.metadata.version('headstart')}"
+    return f"{type(model).__module__}.{type(model).__qualname__} {digest} in {how}, {versions}"
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """The difference up to which logits are the same but for rounding."""
+    if getattr(model.config, "quantization_config", None):
+        return ROUNDING_IN_16_BITS
+    return ROUNDING.get(model.dtype, ROUNDING_IN_16_BITS)
+
+
+def refusal(target: TargetModel, difference: float, length: int) -> str:
+    """Why a model cannot be decoded, and what to do."""
+    model = target.model
+    return (
+        f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: after a text of {length} tokens, one "
+        f"forward over a tree of {BRANCHING.size} gives other logits than generate gives for its tokens one by one, by "
+        f"{difference:.2g} of their spread, where rounding in {dtype_name(model.dtype)} makes at most "
+        f"{tolerance(model):.0e}. Its layers see a text in a way that its config does not tell, or differ with and "
+        "without a KV cache; choose a target of another family, or another version of transformers than "
+        f"{transformers.__version__}"
+    )
+
+
+@torch.inference_mode()
+def tree_difference(target: TargetModel, engine: Engine, length: int) -> float | None:
+    """How far the logits of a tree after a text are from those of `generate`, relative to their spread.
+
+    The largest over the nodes; the median where rounding may choose other experts. None where no logits are finite.
+
+    Raises:
+        ValueError: what failed, in `generate` or in our forward.
+    """
+    model = target.model
+    longest = text_length(target, length)
+    trial = trial_of(target, longest, CHAIN if engine.chains_only else BRANCHING)
+    try:
+        expected_NV = generated_logits(model, trial)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        raise ValueError(
+            f"{type(model).__name__} ({target.name!r}) cannot be tried: its own generate fails on a text of {longest} "
+            f"tokens with {in_short(error)}"
+        ) from error
+    try:
+        found_NV = tree_logits(target, engine, trial)
+    except torch.OutOfMemoryError:
+        raise
+    except ValueError:
+        raise
+    except FAILURES as error:
+        raise ValueError(
+            f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: a forward over a text of "
+            f"{longest} tokens and a tree of {trial.shape.size}, with our KV cache and masks, fails in the model with "
+            f"{in_short(error)}; choose a target of another family, or another version of transformers than "
+            f"{transformers.__version__}"
+        ) from error
+    return relative_difference(found_NV, expected_NV, at_median=tolerance(model) == ROUNDING_IN_16_BITS)
+
+
+def in_short(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) -> float | None:
+    """Root mean square of the difference at each node over that of the expected logits around their mean."""
+    found_NV = found_NV.double()
+    expected_NV = expected_NV.double()
+    known_NV = expected_NV.isfinite()
+    rows_N = known_NV.any(-1)
+    if not bool(rows_N.any()):
+        return None
+    count_N = known_NV.sum(-1).clamp(min=1)
+    mean_N1 = expected_NV.where(known_NV, 0).sum(-1, keepdim=True) / count_N[:, None]
+    spread_N = ((expected_NV - mean_N1).where(known_NV, 0) ** 2).sum(-1)
+    error_N = ((found_NV - expected_NV).where(known_NV, 0) ** 2).sum(-1)
+    error_N = error_N.nan_to_num(nan=torch.inf)
+    size_N = (expected_NV.where(known_NV, 0) ** 2).sum(-1)
+    least_N = size_N * torch.finfo(torch.float32).eps ** 2  # where all logits are the same
+    relative_N = (error_N / (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)).sqrt()[rows_N]
+    return float(relative_N.median() if at_median else relative_N.max())
+
+
+def text_length(target: TargetModel, length: int) -> int:
+    """Tokens of the text: `length`, or more to pass local windows, or fewer to stay within the positions."""
+    for window in local_windows(target.config):
+        length = max(length, window + TEXT)
+    return min(length, target.max_positions - 2 * CHAIN.size)
+
+
+def local_windows(config: PreTrainedConfig) -> Iterator[int]:
+    """Short windows of a config that are not among `SHORTENED`, found by the words in its keys."""
+    for key, value in config.to_dict().items():
+        named = any(word in str(key) for word in LOCAL)
+        if named and key not in SHORTENED and type(value) is int and 1 < value <= LONGEST_LOCAL:
+            yield value
+
+
+def windows_of(config: PreTrainedConfig) -> list[int]:
+    """The windows of a config that the trial shortens."""
+    values = [getattr(config, key, None) for key in SHORTENED]
+    return [value for value in values if value is not None and value > SHORT_WINDOW]
+
+
+def with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model that shares its weights, with windows of `SHORT_WINDOW` tokens in its config."""
+    config = copy.deepcopy(model.config)
+    text_config = config.get_text_config()
+    for key in SHORTENED:
+        value = getattr(text_config, key, None)
+        if value is not None and value > SHORT_WINDOW:
+            setattr(text_config, key, SHORT_WINDOW)
+    configs = {id(model.config.get_text_config()): text_config, id(model.config): config}
+    twin: Any = twin_of(model, lambda module: None)
+    for module in twin.modules():
+        for name, held in list(vars(module).items()):
+            if id(held) in configs:
+                vars(module)[name] = configs[id(held)]
+    return twin
+
+
+def trial_of(target: TargetModel, length: int, shape: TreeShape) -> Trial:
+    """A text of ordinary tokens, and two paths that go on differently after the root."""
+    embedding = target.model.get_input_embeddings()
+    size = min(target.info.vocab_size, getattr(embedding, "num_embeddings", target.info.vocab_size))
+    special = set(special_tokens(target.model.config.to_dict()))
+    ordinary = [token for token in range(size) if token not in special] or list(range(size))
+    paths = 2 if shape is BRANCHING else 1
+    depth = shape.depth + 1
+    count = length + paths * depth
+    tokens = [ordinary[(7919 * place + 31) % len(ordinary)] for place in range(count)]
+    text_1T = torch.tensor([tokens[:length]], device=target.device)
+    paths_BD = torch.tensor(tokens[length:], device=target.device).view(paths, depth)
+    paths_BD[:, 0] = paths_BD[0, 0]
+    return Trial(text_1T, paths_BD, shape)
+
+
+def special_tokens(config: dict[str, Any]) -> Iterator[int]:
+    """The tokens that a config names: they may stand for an image, or for padding that a model masks."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from special_tokens(value)
+        elif "token" in str(key):
+            listed = value if isinstance(value, list | tuple) else [value]
+            yield from (token for token in listed if type(token) is int)
+
+
+class _Forced(LogitsProcessor):
+    """Lets `generate` write given tokens."""
+
+    def __init__(self, paths_BD: Tensor, length: int) -> None:
+        self.paths_BD = paths_BD
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self.length
+        forced = torch.full_like(scores, -torch.inf)
+        return forced.scatter_(1, self.paths_BD[:, step : step + 1].to(scores.device), 0)
+
+
+def generated_logits(model: Any, trial: Trial) -> Tensor:
+    """The model's own logits [1 + N, V] after the text and at every node, token by token with its own KV cache."""
+    paths, depth = trial.paths_BD.shape
+    length = trial.text_1T.shape[1]
+    text_BT = trial.text_1T.expand(paths, -1)
+    # One step more than the paths have tokens, whose own token is written anew.
+    forced_BD = torch.cat([trial.paths_BD, trial.paths_BD[:, -1:]], dim=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = model.generate(
+            text_BT,
+            attention_mask=torch.ones_like(text_BT),
+            logits_processor=LogitsProcessorList([_Forced(forced_BD, length)]),
+            max_new_tokens=depth + 1,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=[],
+            pad_token_id=0,
+            stop_strings=None,
+            disable_compile=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits_BDV = torch.stack(output.logits, dim=1)
+    rows = [logits_BDV[0, 0], logits_BDV[0, 1]]
+    for path in trial.shape.paths:
+        rows.append(logits_BDV[path[0], 1 + len(path)])
+    return torch.stack(rows)
+
+
+def tree_logits(target: TargetModel, engine: Engine, trial: Trial) -> Tensor:
+    """Our logits [1 + N, V] after the text, which is read in two parts, and at every node of the tree."""
+    length = trial.text_1T.shape[1]
+    first = length - length // 3
+    cache = engine.new_cache(1, length + trial.shape.size)
+    engine.read_chunk(trial.text_1T[:, :first], length, cache, (), [])
+    read = engine.read_chunk(trial.text_1T[:, first:], length, cache, (), [length - first - 1])
+    output = engine.forward_tree(trial.tree, length, cache, ())
+    return torch.cat([read.logits_BNV[0], output.logits_BNV[0]])

@@ -1,1 +1,0 @@
-"""Loading a target model: names, number formats, what is supported."""

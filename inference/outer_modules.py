@@ -1,0 +1,367 @@
+"""A target without its blocks: embedding, final norm and LM head alone, read by name from the checkpoint's files.
+
+A head trains on states that something else computed, and needs of the target only these modules. The other weights
+stay on torch's meta device, which takes no memory. A block can still be read for itself, for a head that starts from
+one.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from ..extras import require_extra
+from ..heads.base import dtype_name
+from ..heads.checkpoints.files import files_of_tensors, open_safetensors
+from .engines.target import Target
+from .targets.info import FINGERPRINTED, before_lm_head, target_modules
+from .targets.interface import fitting_logits
+from .targets.loading import downloaded_commit, locate, model_loader
+
+SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
+"""Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
+LOAD_ALL = "or load the whole target (features.mode online, cached or auto)"
+"""The way out of every error: what a checkpoint lacks here, loading the model finds or makes."""
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint in safetensors files, each read when it is asked for."""
+
+    def __init__(self, source: str | Path, revision: str | None = None) -> None:
+        """Find the files of a folder or a Hub id; of the Hub's, those with tensors that are read are downloaded.
+
+        Raises:
+            ValueError: a GGUF file, or a checkpoint without safetensors files.
+        """
+        self.source = str(source)
+        self._folder, gguf = locate(source)
+        self._revision = revision
+        self._renamed: dict[str, str] = {}
+        if gguf is not None:
+            raise ValueError(
+                f"{self.source!r} is a GGUF file, whose tensors are not read by name; save the model once with "
+                f"transformers' save_pretrained and give that folder as target, {LOAD_ALL}"
+            )
+        index = self._path(SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            self.files = files_of_tensors(index)
+            """The file of each tensor."""
+            return
+        whole = self._path(SAFE_WEIGHTS_NAME)
+        if whole is None:
+            raise ValueError(
+                f"{self.source!r} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, from which single "
+                f"tensors are read; save the model in safetensors files, {LOAD_ALL}"
+            )
+        self.files = files_of_tensors(whole)
+
+    def rename_for(self, model: PreTrainedModel) -> None:
+        """Take in how transformers renames this model's tensors as it loads them."""
+        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        for name in self.files:
+            renamed = name
+            for renaming in renamings:
+                renamed, _ = renaming.rename_source_key(renamed)
+            self._renamed.setdefault(renamed, name)
+
+    def name_of(self, parameter: str, shape: torch.Size, base: str) -> str | None:
+        """The checkpoint's name of a model's parameter; None if it has none.
+
+        Checkpoints may lack the prefix `base` of the model's body, or put others before it.
+        """
+        for name in (parameter, parameter.removeprefix(f"{base}."), f"{base}.{parameter}"):
+            if name in self.files:
+                return name
+            if name in self._renamed:
+                return self._renamed[name]
+        ending = parameter
+        while "." in ending:  # "weight" alone would fit any
+            fitting = [name for name in self.files if name.endswith(f".{ending}") and self._shape(name) == shape]
+            if len(fitting) == 1:
+                return fitting[0]
+            ending = ending.partition(".")[2]
+        return None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in the checkpoint's dtype.
+
+        Raises:
+            ValueError: a file that is missing or cut, or a tensor that is not made of 16-bit or longer floats.
+        """
+        with open_safetensors(self._file(name)) as file:
+            tensor = cast(Tensor, file.get_tensor(name))
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.source!r} keeps {name} as {dtype_name(tensor.dtype)}, packed or scaled, which is not read "
+                f"without its quantizer; take a checkpoint that keeps it in 16 bits, {LOAD_ALL}"
+            )
+        return tensor
+
+    def first_values(self, name: str, count: int) -> Tensor | None:
+        """The first values of a tensor; None if its file is on the Hub and not here."""
+        path = self._path(self.files[name], here=True)
+        if path is None:
+            return None
+        with open_safetensors(path) as file:
+            part = file.get_slice(name)
+            shape = part.get_shape()
+            if not shape:
+                return cast(Tensor, file.get_tensor(name)).flatten()
+            row = 1
+            for size in shape[1:]:
+                row *= size
+            return cast(Tensor, part[: -(-count // max(row, 1))]).flatten()[:count]
+
+    def _shape(self, name: str) -> torch.Size:
+        with open_safetensors(self._file(name)) as file:
+            return torch.Size(file.get_slice(name).get_shape())
+
+    def _file(self, name: str) -> Path:
+        path = self._path(self.files[name])
+        if path is None:
+            raise ValueError(f"{self.source!r} lacks the file {self.files[name]}, which holds {name}: copy it again")
+        return path
+
+    def _path(self, file: str, here: bool = False) -> Path | None:
+        """A file of the checkpoint, downloaded unless it must be `here` already; None if there is none."""
+        if Path(self._folder).is_dir():
+            path = Path(self._folder) / file
+            return path if path.is_file() else None
+        try:
+            found = cached_file(
+                self._folder,
+                file,
+                revision=self._revision,
+                local_files_only=here,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=not here,
+            )
+        except OSError as error:
+            if here:
+                return None
+            raise ValueError(f"no target model at {self.source!r}: {error}") from error
+        return None if found is None else Path(found)
+
+
+class BlocksInFiles(Sequence[nn.Module]):
+    """A model's blocks on the meta device, each of which is read from the checkpoint whenever it is asked for."""
+
+    def __init__(self, target: OuterTarget) -> None:
+        self._target = target
+        self._empty = target.empty_blocks
+
+    def __len__(self) -> int:
+        return len(self._empty)
+
+    @overload
+    def __getitem__(self, place: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[nn.Module]: ...
+    def __getitem__(self, place: int | slice) -> nn.Module | list[nn.Module]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return self._target.read_block(self._empty[place])
+
+
+class OuterTarget(Target):
+    """A target of which the embedding, the final norm and the LM head are in memory, and which runs no forward."""
+
+    def __init__(
+        self, model: PreTrainedModel, name: str, commit: str | None, checkpoint: CheckpointTensors, device: torch.device
+    ) -> None:
+        """Read the outer modules of a model on the meta device; `load` makes one.
+
+        Raises:
+            ValueError: a tensor that the checkpoint lacks or keeps packed, or an architecture that is no target.
+        """
+        super().__init__(model, name, commit)
+        self.checkpoint = checkpoint
+        self.device = device
+        self._names: dict[int, list[str]] = {}
+        """The names of each parameter on the meta device; a shared one has several."""
+        for name, weight in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(weight), []).append(name)
+        modules = self.modules
+        tied = modules.lm_head.weight is cast(Any, modules.embed).weight
+        self._weights_known = self._fingerprint()  # while every parameter still has its name
+        for module in (modules.embed, modules.norm):
+            self._fill(cast(nn.Module, module))
+        if tied:
+            own = self._own_head_weight()
+            modules.lm_head.weight = cast(Any, modules.embed).weight if own is None else own
+        self._fill(modules.lm_head)
+        self.empty_blocks: Sequence[nn.Module] = modules.blocks
+        self.modules = replace(modules, blocks=BlocksInFiles(self))
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        dtype: torch.dtype | str,
+        device: str | torch.device | dict[str, Any],
+        revision: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> OuterTarget:
+        """Read the outer modules of a target; the arguments are those of `Target.load`, a dtype by its value."""
+        require_extra("accelerate", "a target without its blocks")
+        from accelerate import init_empty_weights
+
+        options = dict(options or {})
+        if options.pop("quantization_config", None) is not None:
+            raise ValueError(
+                "target_quantization packs weights as a whole model is loaded, and here only the embedding, the final "
+                f"norm and the LM head are read; leave it out, {LOAD_ALL}"
+            )
+        assert isinstance(dtype, torch.dtype) and isinstance(device, (str, torch.device))
+        checkpoint = CheckpointTensors(source, revision)
+        try:
+            config = AutoConfig.from_pretrained(locate(source)[0], revision=revision)
+        except OSError as error:
+            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+        with init_empty_weights(include_buffers=False):
+            model = cast(PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options))
+        model.tie_weights()  # parameters that are shared were made twice
+        model.eval().requires_grad_(False)
+        with suppress(OSError):  # most models without a generation config have none
+            model.generation_config = GenerationConfig.from_pretrained(locate(source)[0], revision=revision or "main")
+        checkpoint.rename_for(model)
+        commit = downloaded_commit(source, revision)
+        return cls(model, str(source), commit, checkpoint, torch.device(device))
+
+    def read_block(self, empty: nn.Module) -> nn.Module:
+        """A copy of a block with its weights."""
+        block = copy.deepcopy(empty)
+        for (_, weight), (_, own) in zip(empty.named_parameters(), block.named_parameters(), strict=True):
+            self._names[id(own)] = self._names[id(weight)]
+        names = {id(own) for own in block.parameters()}
+        self._fill(block)
+        for number in names:
+            del self._names[number]
+        return block.to(self.device)
+
+    def states(
+        self, tokens_BT: Tensor, layers: tuple[int, ...], positions_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError(f"{self.name!r} has no blocks in memory, and computes no states")
+
+    read = states
+
+    def check_decoding(self) -> None:
+        """Nothing to try: it runs no forward."""
+
+    def check_states_returned(self) -> None:
+        """Nothing to try: it runs no forward."""
+
+    @cached_property
+    def computes_logits(self) -> bool:
+        """Whether the modules make the logits of the model, tried on a small random model of its class."""
+        small = self._small_model()
+        tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
+        fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)
+        if fitting is None or self.before_lm_head is not None:  # whose layers would have to be read as well
+            return False
+        self.modules = replace(self.modules, logit_scale=fitting.logit_scale, logit_cap=fitting.logit_cap)
+        return True
+
+    def _small_model(self) -> PreTrainedModel:
+        config = copy.deepcopy(self.model.config)
+        text_config = config.get_text_config()
+        layers = text_config.num_hidden_layers
+        for name, value in vars(text_config).items():
+            if isinstance(value, list) and len(value) == layers:
+                setattr(text_config, name, value[:1])
+        text_config.num_hidden_layers = 1
+        text_config.vocab_size = SMALL_VOCABULARY
+        for name in ("intermediate_size", "moe_intermediate_size"):  # the one block of a large model takes gigabytes
+            if isinstance(getattr(text_config, name, None), int):
+                setattr(text_config, name, SMALL_WIDTH)
+        for part in (config, text_config):
+            part.pad_token_id = None
+        model = model_loader(config).from_config(config, dtype=torch.float32)
+        return cast(PreTrainedModel, model.eval().requires_grad_(False))
+
+    def current_provenance(self) -> dict[str, Any]:
+        """The provenance of the whole target; without `weights` where the files do not tell what a model's would be."""
+        packing = getattr(self.model.config, "quantization_config", None)
+        method = (packing or {}).get("quant_method") if isinstance(packing, dict) else None
+        found = {
+            "target": self.name,
+            "revision": self.commit,
+            "dtype": dtype_name(self.dtype),
+            "quantization": None if method is None else str(method),
+        }
+        return found if self._weights_known is None else {**found, "weights": self._weights_known}
+
+    def _own_head_weight(self) -> nn.Parameter | None:
+        """The LM head of a checkpoint whose config ties it to the embedding, if its values are others.
+
+        transformers does not tie such a model either.
+        """
+        modules = self.modules
+        name = next(name for name, module in self.model.named_modules() if module is modules.lm_head)
+        if f"{name}.weight" not in self.checkpoint.files:
+            return None
+        embedding = cast(Any, modules.embed).weight
+        own = self.checkpoint.read(f"{name}.weight").to(embedding)
+        return None if torch.equal(own, embedding) else nn.Parameter(own, requires_grad=False)
+
+    def _fill(self, module: nn.Module) -> None:
+        """Replace a module's parameters on the meta device by those of the checkpoint."""
+        for part in module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                if weight.device.type != "meta":
+                    continue
+                tensor = self.checkpoint.read(self._required_name(weight))
+                if tensor.shape != weight.shape:
+                    raise ValueError(
+                        f"{self.name!r} keeps {self._names[id(weight)][0]} as {list(tensor.shape)}, and its config "
+                        f"asks for {list(weight.shape)}: config.json and weights are of different models"
+                    )
+                part.register_parameter(
+                    name, nn.Parameter(tensor.to(self.device, weight.dtype).contiguous(), requires_grad=False)
+                )
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(self.device)
+
+    def _required_name(self, weight: Tensor) -> str:
+        for parameter in self._names[id(weight)]:
+            name = self.checkpoint.name_of(parameter, weight.shape, self.model.base_model_prefix)
+            if name is not None:
+                return name
+        wanted = self._names[id(weight)][0]
+        stem = wanted.rpartition(".")[0]
+        packed = sorted(each for each in self.checkpoint.files if stem in each)
+        kept = f"; it keeps {', '.join(packed[:4])}, packed" if packed else ""
+        raise ValueError(
+            f"{self.name!r} holds no tensor {wanted}{kept}. A head needs the embedding, the final norm and the LM "
+            f"head, which only a tied LM head may lack; take a checkpoint that has it, {LOAD_ALL}"
+        )
+
+    def _fingerprint(self) -> str | None:
+        """The `info.fingerprint` of the whole model; None where files keep weights by other names.
+
+        Experts that transformers joins as it loads them, and packed weights, have other names.
+        """
+        digest = hashlib.sha256()
+        for name, weight in self.model.named_parameters():
+            kept = self.checkpoint.name_of(name, weight.shape, self.model.base_model_prefix)
+            values = None if kept is None else self.checkpoint.first_values(kept, FINGERPRINTED)
+            if values is None or not values.dtype.is_floating_point or values.dtype.itemsize < 2:
+                return None
+            digest.update(name.encode() + values.to(weight.dtype).to(torch.bfloat16).float().numpy().tobytes())
+        return digest.hexdigest()[:16]

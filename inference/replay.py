@@ -1,0 +1,191 @@
+"""A target that repeats answers it gave before: acceptance of a head at the cost of its drafts alone.
+
+Greedy decoding accepts a draft where it is the target's next token, and for a known answer these tokens are known. So
+the target answers each prompt once, plainly, and reads prompt and answer once for the features. From then on the
+decoding loop, the acceptance rule and the statistics run as ever, and every forward is a look-up. For each head and
+tree the result is that of real decoding, but for near ties in the features' last bits.
+
+The entries of the KV cache are the tokens themselves, by which a forward finds the answer that each row is part of.
+
+Letters in tensor names: B batch, N nodes, T time, R known texts, F width of the chosen layers side by side,
+V vocabulary, K chosen positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from .cache.kv_cache import StateShape, TreeCache
+from .engines.base import Engine, TargetOutput
+from .engines.target import Target
+from .rounds.observers import RoundObserver
+from .rounds.sequences import left_padded
+from .speculative_lm import SpeculativeLM
+from .trees.tree import DraftTree
+
+BEYOND = 16
+"""Tokens that are known beyond an answer, so that the drafts of its last round are judged, too."""
+READ_ROWS = 8
+"""Texts that the target reads at once."""
+UNKNOWN = -1
+"""Padding behind a text: no token."""
+
+
+class ReplayTarget(Target):
+    """Greedy decoding with a copy of `target` that looks up what `target` would compute.
+
+    `learn` must have been called for every prompt. The target must not change afterwards.
+    """
+
+    shares_prompts = False
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target.model, target.name, target.commit)
+        self.original = target
+        self.computes_logits = target.computes_logits  # tried now: later there is no forward
+        self.lock = target.lock
+        self.engine = ReplayEngine(self)
+        self.texts: dict[tuple[int, ...], Tensor] = {}
+        """By prompt, the text [T] that begins with it."""
+        self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """By layers, texts_RT with padding, and their features_RTF."""
+
+    def check_decoding(self) -> None:
+        self.original.check_decoding()
+
+    def current_provenance(self) -> dict[str, Any]:
+        return self.original.current_provenance()
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """That of the original, which may have been found before its weights were divided among processes."""
+        return self.original.provenance
+
+    def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
+        """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""
+        wanted = {tuple(prompt.tolist()): prompt for prompt in prompts}
+        known = {key: len(self.texts.get(key, ())) for key in wanted}
+        needed = {key: min(len(key) + new_tokens, self.max_positions) for key in wanted}
+        return [prompt for key, prompt in wanted.items() if known[key] < needed[key]]
+
+    def learn(
+        self,
+        prompts: Sequence[Tensor],
+        new_tokens: int,
+        observers: Sequence[RoundObserver] = (),
+    ) -> None:
+        """Let the target answer those prompts [T] for which no answer of `new_tokens` is known yet."""
+        lacking = self.unknown(prompts, new_tokens)
+        if not lacking:
+            return
+        room = self.max_positions - max(map(len, lacking))
+        input_ids, mask = left_padded(lacking, self.device)
+        lm = SpeculativeLM(self.original)
+        lm.observers += observers
+        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
+        output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
+        answers_RT = output.sequences[:, input_ids.shape[1] :]
+        for prompt, answer_T in zip(lacking, answers_RT, strict=True):
+            self.keep(prompt, torch.cat([prompt.to(self.device), answer_T]))
+
+    def table(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """All texts [R, T], padded by `UNKNOWN`, and their features [R, T, F]; read when they are first asked for."""
+        for known, (texts_RT, features_RTF) in self._tables.items():  # prefill asks for one layer more than rounds
+            if known[: len(layers)] == layers:
+                return texts_RT, features_RTF[..., : len(layers) * self.info.hidden_size]
+        texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
+        texts_RT = pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
+        self._tables[layers] = texts_RT, self.features_of(texts_RT, layers)
+        return self._tables[layers]
+
+    def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """Features [R, T, F] of texts that are padded by `UNKNOWN`; the target reads them."""
+        return torch.cat([self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)])
+
+    def keep(self, prompt_T: Tensor, text_T: Tensor) -> None:
+        """Know a text that begins with a prompt."""
+        self.texts[tuple(prompt_T.tolist())] = text_T.to(self.device)
+        self._tables.clear()
+
+
+class ReplayEngine(Engine):
+    """Looks up what the target's forwards would return."""
+
+    name = "replay"
+    target: ReplayTarget
+
+    @property
+    def state_shapes(self) -> list[StateShape]:
+        return [StateShape(1, 1, torch.int64, self.target.device)] * 2
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.target.original.engine.lm_head
+
+    @property
+    def features_are_free(self) -> bool:
+        return False
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.target.original.engine.logits(states)
+
+    def forward_nodes(self, *given: Any, **named: Any) -> TargetOutput:
+        raise AssertionError("only whole trees are looked up")
+
+    def read_chunk(
+        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+    ) -> TargetOutput:
+        """Prefill: the tokens are committed, and their features come from the table."""
+        size = tokens_BT.shape[1]
+        cache.reserve(size, max(longest - size, 0))
+        chain_BTT = (
+            torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril().expand(len(tokens_BT), -1, -1)
+        )
+        depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
+        output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
+        cache.advance_prompt(size)
+        return output
+
+    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+        """Next tokens and features of all nodes; the cache gets the nodes' tokens."""
+        known, nodes = tree.structure, tree.tokens_BN.shape[1]
+        cache.reserve(nodes, longest)
+        every = list(range(nodes))
+        return self._looked_up(tree.tokens_BN, known.ancestors_BNN, known.depths_BN, cache, layers, every, 1)
+
+    def _looked_up(
+        self,
+        tokens_BN: Tensor,
+        ancestors_BNN: Tensor,
+        depths_BN: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+        certain: int,
+    ) -> TargetOutput:
+        """Logits [B, K, V] that are 1 for the next token, and features [B, N, F]; 0 behind what no answer holds."""
+        texts_RT, features_RTF = self.target.table(layers)
+        batch, longest = len(tokens_BN), texts_RT.shape[1]
+        rows_B1 = torch.arange(batch, device=self.target.device)[:, None]
+        committed_BT = cache.keys[0][:, 0, :, 0]
+        committed_BT[rows_B1, cache.slots_BN] = tokens_BN
+        places_BN = (cache.lengths_B[:, None] + depths_BN).clamp(max=longest - 1)
+        # A row's text is the stored one whose prefix matches the committed tokens and the certain ones after them; the
+        # one with the shortest prompt, where a prompt is the beginning of another.
+        width = min(committed_BT.shape[1], longest)
+        so_far_B1T = torch.arange(width, device=self.target.device) < cache.lengths_B[:, None, None] + certain
+        same_BRT = (committed_BT[:, None, :width] == texts_RT[:, :width]) & so_far_B1T
+        text_B1 = same_BRT.int().cumprod(-1).sum(-1).argmax(-1, keepdim=True)
+        right_BN = texts_RT[text_B1, places_BN] == tokens_BN
+        found_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
+        next_BN = texts_RT[text_B1, (places_BN + 1).clamp(max=longest - 1)].clamp(min=0)
+        features_BNF = features_RTF[text_B1, places_BN].masked_fill(~found_BN[..., None], 0)
+        logits_BKV = torch.zeros(batch, len(kept), self.target.info.vocab_size, device=self.target.device)
+        logits_BKV.scatter_(2, next_BN[:, kept, None], found_BN[:, kept, None].float())
+        return TargetOutput(logits_BKV, features_BNF)

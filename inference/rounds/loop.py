@@ -1,0 +1,384 @@
+"""The speculative decoding loop.
+
+A round has these steps, which are numbered in `speculation_round` and `verify_round`:
+
+    1  proposed = drafter.propose(roots)                 what may follow each row's newest token, the root
+    2  verified, nodes = limits.cut(proposed)            the part that the target can verify now
+    3  output = engine.forward_tree(verified, cache)     one forward over all nodes
+    4  scores = process(output.logits, verified)         logits processors, each node with its own prefix
+    5  verdict = verify_and_commit(verified, scores)     the accepted path and one token more; the KV cache keeps it
+    6  finished = read_by_host(Round(...))               the round's only wait for the device
+    7  sequences.add(finished)                           text, stopping, streaming
+    8  drafter.observe(finished)                         the head reads what was accepted
+
+For example, after the text "the cat", whose last token is the root of this tree:
+
+    0 cat ──┬── 1 sat ──── 3 on
+            └── 2 is
+
+One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing its own path. The target says "sat"
+after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is emitted, and "a" is the next root.
+
+Where the device replays recorded functions, step 8 is launched within step 6, before the host knows the tokens: see
+`BatchDrafter.observe_ahead`. How prompts are read stands in `prefill`.
+
+Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the chosen layers'
+features.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...heads.layers.constants import upload
+from ..cache.kv_cache import TreeCache
+from ..drafters.base import BatchDrafter, NoDraft
+from ..drafters.round import Round, read_by_host
+from ..engines.base import TargetOutput
+from ..trees.sampling import RandomSampler, Sampler
+from ..trees.stats import Stats
+from ..trees.tree import DraftTree
+from .decoding import Decoding
+from .limits import Limits, at_border, forward_without_spoiled, reread
+from .noise import PositionNoise
+from .observers import ObservedCall, observing
+from .prefill import prefill_all, prefill_slots, similar_lengths
+from .sequences import Conversation, Sequences
+
+
+@torch.inference_mode()
+def speculate(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None = None
+) -> Stats:
+    """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
+    stats = Stats(rows=[[] for _ in sequences.rows])
+    if not decoding.observers:
+        decode(decoding, drafter, sequences, past, stats)
+        return stats
+    layers = drafter.feature_layers
+    for observer in decoding.observers:
+        decoding.target.check_layers(observer.feature_layers)
+        layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
+    if len(layers) > len(drafter.feature_layers):
+        decoding = replace(decoding, feature_layers=layers)
+    call = ObservedCall(
+        decoding.target,
+        drafter,
+        decoding.verification.rule,
+        decoding.process_logits,
+        sequences,
+        stats,
+        past,
+        decoding.prompt_inputs,
+        layers,
+    )
+    with ExitStack() as observing_all:
+        for observer in decoding.observers:
+            observing_all.enter_context(observing(observer, call))
+        try:
+            decode(decoding, drafter, sequences, past, stats)
+        except BaseException:
+            stats.drop_unfinished()
+            raise
+    return stats
+
+
+def decode(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None, stats: Stats
+) -> None:
+    """Read the prompts, then one round after the other until every sequence has ended."""
+    sampler = decoding.sampler
+    target = decoding.target
+    if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
+        positions = drafter.max_nodes + 1
+        noise = PositionNoise(sampler, sequences.rows, positions, target.info.vocab_size, target.device)
+        decoding = replace(decoding, noise=noise)
+
+    with stats.timed("prefill"):
+        began = time.perf_counter()
+        cache, roots_B = prefill_all(decoding, drafter, sequences, past)
+        stats.first_token_seconds = [time.perf_counter() - began]
+        roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+
+    limits = Limits(target, drafter.max_nodes)
+    while sequences.active:
+        began = time.perf_counter()
+        finished = speculation_round(decoding, drafter, sequences, cache, roots_B, limits, stats)
+        stats.round_seconds.append(time.perf_counter() - began)
+        stats.max_depth = max(stats.max_depth, finished.verified.max_depth)
+        for observer in decoding.observers:
+            observer.round(finished)
+        roots_B = finished.verdict.next_tokens_B
+        del finished  # so that its logits and scores make room for the next round's
+        if limits.gave_up:
+            drafter = NoDraft("out_of_memory")
+        if sequences.leaving:
+            with stats.timed("prefill"):
+                roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
+
+    stats.cache_bytes = cache.nbytes
+    if past is None:
+        cache.release()
+        return
+    past.tokens = sequences.text(0).tolist()
+    segments = target.segments
+    if segments is not None and target.rereads_at_border and segments.of(len(past.tokens) - 2) > 0:
+        past.segment = 1
+    past.cache = cache
+    past.draft_state = None if limits.ran_out else drafter.saved_state()
+
+
+def speculation_round(
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    roots_B: Tensor,
+    limits: Limits,
+    stats: Stats,
+) -> Round:
+    """One draft, one target forward, one verification, for all active rows.
+
+    Where memory runs out, or a draft makes the target's scores invalid, the round is tried again with a smaller
+    proposal. What an attempt has left behind, in the cache's free slots and in the drafter, cannot change the output.
+    """
+    committed_B = cache.lengths_B
+    calls = decoding.process_logits.calls
+    proposed: DraftTree | None = None
+    finished: Round | None = None
+    while finished is None:
+        try:
+            # 1 What may follow each row's newest token.
+            if proposed is None:
+                with stats.timed("draft"):
+                    if decoding.noise is not None:
+                        decoding.noise.move_to(sequences.active)
+                    proposed = drafter.propose(roots_B)
+            # 2 to 6 The target's verdict on as much of it as it can verify.
+            finished = verify_round(decoding, drafter, sequences, cache, proposed, limits, stats)
+        except torch.OutOfMemoryError:
+            processors_advanced = decoding.process_logits.calls != calls
+            if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
+                raise  # it cannot be repeated, or there is nothing to save
+            limits.shrink(drafter.kind)
+            if limits.gave_up:
+                proposed = NoDraft("out_of_memory").propose(roots_B)
+            continue
+        if finished is None:
+            assert proposed is not None
+            drafter.take_back()
+            cache.lengths_B = committed_B
+            cache.erase_uncommitted(min(sequences.lengths) - 1)
+            # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the
+            # same: to drop them because of what was sampled would change the distribution.
+            if proposed.draft_probs_BNV is None:
+                proposed = NoDraft().propose(roots_B)
+            proposed = replace(proposed, fallback="not_finite")
+
+    # 7 The tokens are appended to the text, which may end.
+    with stats.timed("host"):
+        sequences.add(sequences.decoded, finished, stats)
+    # 8 The drafter reads what was accepted.
+    if not limits.gave_up:
+        with stats.timed("draft"):
+            drafter.observe(shown_to_drafter(decoding, drafter, finished))
+    return finished
+
+
+def verify_round(
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    proposed: DraftTree,
+    limits: Limits,
+    stats: Stats,
+) -> Round | None:
+    """Steps 2 to 6 of a round: cut the proposed tree, verify it by one forward, and commit what was accepted.
+
+    A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`. Attention
+    multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
+    this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
+
+    Returns None if the round must be repeated for that: a row got no token, or some sampled drafts could not be
+    verified. A repeated round (`fallback` is "not_finite") is taken as it is.
+    """
+    repeated = proposed.fallback == "not_finite"
+    sampled = proposed.draft_probs_BNV is not None
+
+    # 2 The part that the target can verify now.
+    with stats.timed("draft"):
+        verified, nodes = limits.cut(proposed, sequences.lengths)
+
+    # 3 One forward over all nodes: logits_BNV, features_BNF.
+    with stats.timed("target"):
+        output = forward(decoding, drafter, sequences, cache, verified)
+    if decoding.process_logits.reads_text and not repeated and is_spoiled(output, sequences, sampled):
+        return None  # before a processor sees what plain decoding would not show it
+
+    # 4 Scores: each node's logits after the processors, by the text that ends with the node.
+    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(verified)
+    with stats.timed("processors"):
+        scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
+        if decoding.process_logits.processors:
+            scores_BNV = decoding.process_logits(scores_BNV, verified, sequences.text, sequences.decoded)
+        if decoding.process_logits.one_by_one and verified.max_depth > 0:
+            sampler = decoding.verification.drawn(verified, scores_BNV, sampler)
+            score_accepted(decoding, verified, scores_BNV, sequences, sampler)
+
+    # 5 The accepted path of each row; the cache keeps its entries.
+    runner = decoding.target.engine.runner
+    verification = decoding.verification
+    with stats.timed("verify"):
+        numbers = verification.random_numbers(verified, scores_BNV, sampler)
+    verdict = verification.verify_and_commit(
+        verified, output.features_BNF, scores_BNV, numbers, cache, stats, runner, sequences.live_B
+    )
+
+    # 6 Its tokens on the host. Meanwhile the device goes on with what the drafter does in any case.
+    finished = Round(proposed, verified, nodes, output, verdict, scores_BNV, numbers)
+    meanwhile = None
+    if runner.replays:
+        meanwhile = partial(drafter.observe_ahead, shown_to_drafter(decoding, drafter, finished))
+    with stats.timed("host"):
+        finished = read_by_host(finished, meanwhile)
+    if repeated:
+        return finished
+    decoded = zip(sequences.decoded, finished.tokens, strict=True)
+    every_row_got_a_token = all(tokens for row, tokens in decoded if row is not None)
+    if not every_row_got_a_token or (sampled and any(finished.cut)):
+        return None
+    return finished
+
+
+def forward(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, tree: DraftTree
+) -> TargetOutput:
+    """The target's output at all nodes of a tree, which it attends to."""
+    target = decoding.target
+    layers = decoding.layers_for(drafter)
+    lengths = sequences.lengths
+    if at_border(target, lengths):
+        return reread(target, sequences.text(sequences.active[0]), cache, layers)
+    longest = max(lengths) - 1  # committed tokens: all but the root
+    if tree.fallback == "not_finite" and tree.max_depth > 0:
+        return forward_without_spoiled(target, min(lengths) - 1, tree, longest, cache, layers)
+    return target.engine.forward_tree(tree, longest, cache, layers)
+
+
+def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> bool:
+    """Whether the logits after a row's root are NaN; of sampled drafts after any node.
+
+    A processor that keeps a state may see a text only once: of a sampled tree all nodes must be in order.
+    """
+    logits_BNV = output.logits_BNV if sampled else output.logits_BNV[:, :1]
+    invalid_BN = logits_BNV.isnan().all(-1)
+    if sequences.live_B is not None:
+        invalid_BN = invalid_BN & (sequences.live_B > 0)[:, None]
+    return bool(invalid_BN.any())  # sync: processors that read the text wait for the tokens anyway
+
+
+def shown_to_drafter(decoding: Decoding, drafter: BatchDrafter, finished: Round) -> Round:
+    """A round without the features that only observers asked for."""
+    if not decoding.feature_layers:
+        return finished
+    features_BNF = decoding.features_for(drafter, finished.output.features_BNF)
+    features_BAF = decoding.features_for(drafter, finished.verdict.features_BAF)
+    output = replace(finished.output, features_BNF=features_BNF)
+    verdict = replace(finished.verdict, features_BAF=features_BAF)
+    return replace(finished, output=output, verdict=verdict)
+
+
+def score_accepted(
+    decoding: Decoding, tree: DraftTree, scores_BNV: Tensor, sequences: Sequences, sampler: Sampler
+) -> None:
+    """Score the nodes that the rule accepts, one after another, in place; the roots are scored already.
+
+    A processor may keep a state that each call advances by the newest token. So it is called as plain decoding calls
+    it: once for each token of a row, in the text's order, never after the row's end and never with a rejected draft.
+    The rule, which must be top-down, is asked after every node which child follows: what it says of nodes below those
+    that are scored is not used.
+    """
+    rows = sequences.decoded
+    tokens_BN = tree.tokens_BN.tolist()  # sync: these processors run on the host
+    scored: list[list[int]] = [[0] for _ in rows]  # the nodes of each row's path so far
+
+    def score(slot: int, i: int) -> Tensor:
+        return scores_BNV[slot, scored[slot][i]]
+
+    growing = [slot for slot, row in enumerate(rows) if row is not None]
+    while growing:
+        result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
+        paths, lengths = result.path_BA.tolist(), result.lengths_B.tolist()
+        grown = []
+        for slot in growing:
+            row, path = sequences.active[slot], paths[slot]
+            known = len(scored[slot])
+            if lengths[slot] == known:
+                continue
+            more = [tokens_BN[slot][node] for node in path[1 : known + 1]]
+            if sequences.ends(row, more, partial(score, slot)):
+                continue
+            node = path[known]
+            text_T = sequences.text(row, more)
+            scores_BNV[slot, node] = decoding.process_logits.score_next(row, text_T, scores_BNV[slot, node])
+            scored[slot].append(node)
+            grown.append(slot)
+        growing = grown
+
+
+def replace_ended(
+    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
+) -> Tensor:
+    """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
+
+    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in between, rows that
+    have ended stay as idle ones.
+
+    Returns the roots of all rows that are active now.
+    """
+    while sequences.leaving and sequences.waiting:
+        slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
+        slots = slots[: len(sequences.waiting)]
+        sequences.leaving -= {sequences.active[slot] for slot in slots}
+        slot_of = {sequences.waiting.popleft(): slot for slot in slots}
+        for rows in similar_lengths(sequences, [*slot_of], decoding.target):
+            group = [slot_of[row] for row in rows]
+            roots_B = prefill_slots(decoding, drafter, sequences, rows, group, cache, roots_B)
+            for row, slot in zip(rows, group, strict=True):
+                sequences.active[slot] = row
+    if not sequences.leaving:
+        return roots_B
+    ended = sequences.leaving | sequences.idle
+    sequences.leaving = set()
+    kept = [slot for slot, row in enumerate(sequences.active) if row not in ended]
+    if not kept:
+        sequences.active = []
+        return roots_B
+    # 1 As many of the ended rows stay as fill the batch up to a size that is recorded.
+    size = min(decoding.target.engine.runner.rounded_rows(len(kept)), len(sequences.active))
+    others = [slot for slot, row in enumerate(sequences.active) if row in ended]
+    stay = sorted(kept + others[: size - len(kept)])
+    if size < len(sequences.active):
+        sequences.active = [sequences.active[slot] for slot in stay]
+        stay_R = upload(stay, roots_B.device)
+        cache.select(stay_R)
+        drafter.select(stay_R)
+        roots_B = roots_B[stay_R]
+    # 2 They are idle: they emit and draw nothing, and attend to one token.
+    sequences.idle = ended & set(sequences.active)
+    if sequences.idle:
+        live = tuple(row is not None for row in sequences.decoded)
+        sequences.live_B = upload(live, roots_B.device, torch.int64)
+        decoding.sampler.draw_for(live)
+        cache.lengths_B = torch.where(sequences.live_B > 0, cache.lengths_B, 1)
+    elif sequences.live_B is not None:
+        sequences.live_B = None
+        decoding.sampler.draw_for(None)
+    return roots_B

@@ -1,0 +1,136 @@
+"""The verification of a round: the acceptance rule, with its random numbers, and the commit of what it accepted.
+
+A rule is dozens of small operations, which take an accelerator far longer to launch than to run: there they are
+recorded and replayed together with the compaction of the KV cache. Random numbers are drawn beforehand.
+
+Letters in tensor names: B batch, N nodes, A nodes of a path, U uniform numbers, V vocabulary, F width of the chosen
+layers' features side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...heads.layers.constants import counting
+from ..cache.kv_cache import TreeCache
+from ..drafters.round import Verdict
+from ..engines.base import Runner
+from ..trees.sampling import PositionSampler, PrecomputedSampler, RandomSampler, Sampler, sampler_by
+from ..trees.stats import Stats
+from ..trees.tree import DraftTree
+from ..trees.verify import AcceptanceRule, emitted_tokens, greedy, point_mass
+
+AS_IT_IS = Runner()
+UNUSED = RandomSampler()
+"""Sampler for rules that draw no random numbers."""
+
+
+class Verification:
+    """An acceptance rule as the decoding loop runs it."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.rule = rule
+        self.samples = rule is not greedy
+        """Whether it is a rule for sampling."""
+        self.one_draw_per_node = rule is point_mass
+
+    def random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler | None:
+        """Random numbers for the rule; a sampler of another class (a test's) draws for itself."""
+        if not self.samples:
+            return None
+        if type(sampler) is PositionSampler:
+            return sampler.exponential_BNV
+        if type(sampler) is not RandomSampler:
+            return sampler
+        # Each row needs at most one number per node and depth, and one for the bonus token.
+        rows, nodes = tree.tokens_BN.shape
+        return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
+
+    def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
+        """A sampler with all random numbers of a round, so that the rule can be asked several times."""
+        if not self.samples or isinstance(sampler, PositionSampler):
+            return sampler
+        rows, nodes = tree.tokens_BN.shape
+        return PrecomputedSampler(uniform_BU=sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device))
+
+    def verify_and_commit(
+        self,
+        tree: DraftTree,
+        features_BNF: Tensor,
+        scores_BNV: Tensor,
+        numbers: Tensor | Sampler | None,
+        cache: TreeCache,
+        stats: Stats,
+        runner: Runner = AS_IT_IS,
+        live_B: Tensor | None = None,
+    ) -> Verdict:
+        """The verdict by these random numbers; rows where `live_B` is 0 are idle and accept nothing."""
+        recorded = runner.replays and not isinstance(numbers, Sampler)  # a test's sampler draws for itself
+        with stats.timed("verify"):
+            if recorded:
+                given = (cache.slots_BN, tree, features_BNF, scores_BNV, numbers)
+                verdict = runner(self.verify_and_compact, (cache,), *given)
+            else:
+                verdict = self.verify(tree, features_BNF, scores_BNV, numbers)
+            if live_B is not None:
+                lengths_B = verdict.lengths_B * live_B
+                cut_B = verdict.cut_B & (live_B > 0)
+                verdict = replace(verdict, lengths_B=lengths_B, cut_B=cut_B)
+        with stats.timed("cache"):
+            if recorded:
+                cache.advance(verdict.lengths_B)
+            else:
+                cache.accept(verdict.path_BA, verdict.lengths_B, tree.in_order)
+        return verdict
+
+    def verify_and_compact(
+        self,
+        cache: TreeCache,
+        slots_BN: Tensor,
+        tree: DraftTree,
+        features_BNF: Tensor,
+        scores_BNV: Tensor,
+        numbers: Tensor | None,
+    ) -> Verdict:
+        """Verify, and move the accepted nodes' entries together; this function is recorded."""
+        verdict = self.verify(tree, features_BNF, scores_BNV, numbers)
+        if not tree.in_order:
+            cache.slots_BN = slots_BN
+            cache.compact(verdict.path_BA)
+        return verdict
+
+    def verify(
+        self, tree: DraftTree, features_BNF: Tensor, scores_BNV: Tensor, numbers: Tensor | Sampler | None
+    ) -> Verdict:
+        """The verdict on a tree by its scores."""
+        sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
+        result = self.rule(tree, scores_BNV, sampler or UNUSED)
+        path_BA = result.path_BA
+        emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
+        if tree.in_order:
+            best_BA = scores_BNV.amax(-1)
+            features_BAF = features_BNF
+        else:
+            rows_B1 = counting(len(path_BA), path_BA.device, column=True)
+            best_BA = scores_BNV[rows_B1, path_BA].amax(-1)
+            features_BAF = features_BNF[rows_B1, path_BA]
+        # An infinite logit is the best one; but there are no probabilities to sample from.
+        finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
+        # A path ends before the first node after which no token can be chosen; with 3 accepted of A = 4 nodes:
+        #     finite                             1 0 1 1
+        #     accepted, or the node's number     3 1 3 3
+        #     length                             1, so the path is cut
+        number_A = counting(path_BA.shape[1], path_BA.device)
+        lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
+        cut_B = lengths_B < result.lengths_B
+        return Verdict(path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B)
+
+
+@lru_cache(maxsize=32)
+def verification_by(rule: AcceptanceRule) -> Verification:
+    """The verification by a rule, the same object each time: what was recorded for it serves every generation."""
+    return Verification(rule)

@@ -1,0 +1,160 @@
+"""The dtype that a model runs in: `dtype="fastest"` is the fastest on this machine of those that are exact for it.
+
+Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF file is dequantized
+and exact in float32 only. On an accelerator "fastest" is the checkpoint's own dtype, as "auto" is everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from ...heads.base import dtype_name
+from ..cache.kv_cache import free_memory
+from ..tuning.machine import measured_once, positive, seconds_in_turns, tell_once
+from .loading import config_of, locate, model_loader
+
+log = logging.getLogger("headstart.inference")
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes that float32 holds exactly and that may be slow on a CPU."""
+WIDTH, INNER, LAYERS = 1024, 4096, 4
+"""Sizes and number of the linear layers that are timed: as in a model of half a billion parameters, and together larger
+than most processors' caches."""
+ROWS = (1, 8)
+"""Tokens of the forwards that are timed: a plain step, and the verification of a small tree."""
+REPEATS, LIMIT = 7, 1.0
+"""Most calls of each, and seconds after which no further one starts."""
+SLOW = 1.25
+"""Least ratio of the time in a named dtype to that in the fastest exact one that gives a warning."""
+ROOM = 0.8
+"""Share of the free memory that weights in float32 may take; the rest is for caches and a head."""
+
+
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """The torch dtype of a name such as bfloat16."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ValueError(f"unknown dtype {dtype!r}; choose from fastest, auto, float32, bfloat16, float16")
+    return named
+
+
+def chosen_dtype(
+    dtype: torch.dtype | str,
+    source: str | Path,
+    device: torch.device | None,
+    revision: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> torch.dtype | str:
+    """The dtype to load a checkpoint in: "auto" for transformers to read it from the checkpoint, or a dtype.
+
+    A named dtype that is slow here is warned of; a "fastest" one that is not the checkpoint's is told in one line.
+
+    Args:
+        dtype: a dtype, its name, "auto" or "fastest".
+        source: as in `Target.from_pretrained`, as for `revision` and `options`.
+        device: where the model goes; None for one on several devices.
+
+    Raises:
+        ValueError: an unknown name for `dtype`, or no config at `source`.
+    """
+    on_cpu = device is not None and device.type == "cpu"
+    if dtype == "auto":
+        _, gguf = locate(source)
+        return "auto" if gguf is None else torch.float32
+    if dtype == "fastest":
+        own, config = own_dtype(source, revision, options)
+        fastest = fastest_dtype(own, config, on_cpu, options or {})
+        if fastest != own:
+            log_once(
+                f"{source} runs in {dtype_name(fastest)}, as exact as its checkpoint's {dtype_name(own)} and not "
+                "slower on this CPU; dtype='auto' takes the checkpoint's"
+            )
+        return fastest
+    named = dtype_named(dtype)
+    if on_cpu and named in (torch.float32, *HALVES):
+        own, _ = own_dtype(source, revision, options)
+        warn_if_slow(named, own)
+    return named
+
+
+def fastest_dtype(
+    own: torch.dtype, config: PreTrainedConfig | None, on_cpu: bool, options: dict[str, Any]
+) -> torch.dtype:
+    """The checkpoint's own dtype, or float32 on a CPU where that is at least as fast and fits in memory."""
+    quantized = getattr(config, "quantization_config", None) or options.get("quantization_config")
+    if config is None or quantized or own not in HALVES or not on_cpu or against_float32(own) < 1:
+        return own
+    return torch.float32 if fits(config) else own
+
+
+@cache
+def log_once(message: str) -> None:
+    """Log a line at level WARNING, which is seen where logging is not configured; once a process."""
+    log.warning(message)
+
+
+def own_dtype(
+    source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
+) -> tuple[torch.dtype, PreTrainedConfig | None]:
+    """A checkpoint's own dtype, float32 by default, and its config, None for a GGUF file."""
+    config = config_of(source, revision, options)
+    if config is None:
+        return torch.float32, None
+    own: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    return own, config
+
+
+def fits(config: PreTrainedConfig) -> bool:
+    """Whether this machine's free memory holds a model's weights in float32."""
+    with torch.device("meta"):
+        model = model_loader(config).from_config(config)
+    weights = sum(weight.numel() for weight in model.parameters())
+    return torch.float32.itemsize * weights < ROOM * free_memory(torch.device("cpu"))
+
+
+def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
+    """Warn, once, that the dtype `named` by the user is slower on this machine's CPU than another exact one."""
+    others = {torch.float32, own} & {torch.float32, *HALVES} - {named}
+    if not others:
+        return
+    taken = {each: 1.0 if each == torch.float32 else against_float32(each) for each in (named, *others)}
+    best = min(others, key=lambda each: taken[each])
+    if taken[named] >= SLOW * taken[best]:
+        tell_once(
+            f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in {dtype_name(named)} "
+            f"as in {dtype_name(best)}, which is as exact for this model; dtype='fastest' takes it"
+        )
+
+
+def against_float32(dtype: torch.dtype) -> float:
+    """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once."""
+    name = f"linear of {ROWS} rows in {dtype_name(dtype)} over float32"
+    return measured_once(torch.device("cpu"), name, lambda: _timed(dtype), positive)
+
+
+@torch.inference_mode()
+def _timed(dtype: torch.dtype) -> float:
+    """The sum of the medians of all `ROWS`, over that in float32."""
+
+    def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:
+        for weight_OI in weights:
+            rows_RD = F.linear(rows_RD, weight_OI)
+
+    shapes = [(INNER, WIDTH), (WIDTH, INNER)] * (LAYERS // 2)
+    calls: dict[tuple[torch.dtype, int], Callable[[], None]] = {}
+    for kind in (torch.float32, dtype):
+        weights = [torch.full(shape, 1 / INNER, dtype=kind) for shape in shapes]
+        calls |= {(kind, rows): partial(forward, torch.ones(rows, WIDTH, dtype=kind), weights) for rows in ROWS}
+    taken = {call: statistics.median(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
+    in_float32, in_dtype = (sum(taken[kind, rows] for rows in ROWS) for kind in (torch.float32, dtype))
+    return in_dtype / in_float32

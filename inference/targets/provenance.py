@@ -1,0 +1,35 @@
+"""Provenance of a figure: package versions, hardware, git revision."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..tuning import machine
+from .loading import default_device
+
+PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "safetensors")
+"""Packages whose versions are saved with every result."""
+
+
+def provenance() -> dict[str, Any]:
+    """Package versions, the processor or GPU with its threads, and the git revision of a checkout."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        versions[name] = next((found.version for found in importlib.metadata.distributions(name=name)), None)
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        revision = None
+    return {"versions": versions, "hardware": hardware(), "git_revision": revision}
+
+
+def hardware() -> str:
+    """The first GPU's name; or the processor's, the instruction set that torch uses, and torch's threads."""
+    return machine.hardware(torch.device(default_device()))

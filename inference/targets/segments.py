@@ -1,0 +1,89 @@
+"""Models that compute every token of a forward by where the forward lies: it must not cross a border.
+
+Rotary embeddings of type longrope have two sets of frequencies, and a forward takes one for all of its tokens: the
+second if its last position lies beyond the length that the model was first trained for. Keys that are in the cache keep
+the frequencies that they were computed with. Llama 4 scales the queries of some layers by a factor that grows in steps,
+and counts tokens from the cache's length instead of taking their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache.kv_cache import StateShape, TreeCache
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Positions of a text in segments: the tokens of one forward over a tree must lie in one of them."""
+
+    first: int
+    """Positions of the first segment."""
+    others: int | None
+    """Positions of each later one; None for a second one without an end."""
+    by_last: bool
+    """Whether all tokens of a forward are computed by its last position, those of a prompt too; False if each is by its
+    place after the tokens in the cache."""
+
+    def of(self, position: int) -> int:
+        """The number of the segment that holds a position."""
+        if position < self.first:
+            return 0
+        return 1 if self.others is None else 1 + (position - self.first) // self.others
+
+    def together(self, lengths: Sequence[int], new_tokens: int) -> bool:
+        """Whether texts with prompts of these lengths stay in one segment, the same for all."""
+        begin = {self.of(length - 1) for length in lengths}
+        end = {self.of(length + new_tokens - 1) for length in lengths}
+        return len(begin | end) == 1
+
+    def reads_whole(self, length: int) -> bool:
+        """Whether a prompt must be read by one forward."""
+        return self.by_last and self.of(length - 1) > 0
+
+
+def segments_of(config: Any) -> Segments | None:
+    """The segments of a text model's positions, by its config; None where a forward may lie anywhere.
+
+    Rotary embeddings of type "dynamic" change beyond the model's positions alone, where no text is decoded.
+    """
+    without_rope = 0 in (getattr(config, "no_rope_layers", None) or ())
+    if without_rope and getattr(config, "attn_temperature_tuning", False):
+        every = int(config.floor_scale)
+        return Segments(every - 1, every, by_last=False)
+    rope = getattr(config, "rope_parameters", None) or {}
+    borders = set()
+    for part in (rope, *rope.values()):
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            borders.add(int(part["original_max_position_embeddings"]))
+    if len(borders) > 1:
+        raise ValueError(
+            f"the layers' longrope rotary embeddings change at different positions ({sorted(borders)}); all must "
+            "change at one"
+        )
+    return Segments(borders.pop(), None, by_last=True) if borders else None
+
+
+def tokens_read_at_border(model: Any, cache_name: str, border: int) -> int | None:
+    """Tokens that `model.generate` reads without its cache where a text crosses the border of two segments.
+
+    None if it keeps its cache. The model is asked with a cache that is as long as the first segment, under the name by
+    which its forward takes one.
+    """
+    cache = TreeCache([StateShape(1, 1, model.dtype, model.device)] * 2, 1, model.device)
+    cache.start = border
+    text_1T = torch.zeros(1, border + 1, dtype=torch.int64, device=model.device)
+    options = {cache_name: cache, "attention_mask": torch.ones_like(text_1T), "use_cache": True}
+    prepared = model.prepare_inputs_for_generation(text_1T, next_sequence_length=1, **options)
+    return None if prepared.get(cache_name) is not None else int(prepared["input_ids"].shape[1])
+
+
+def has_changing_angles(config: Any) -> bool:
+    """Whether the rotary angles depend on how far a forward reaches, which the model asks its tensors in each."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return any(part.get("rope_type") in ("dynamic", "longrope") for part in parts)

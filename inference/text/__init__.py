@@ -1,0 +1,1 @@
+"""Text around tokens: chat templates, messages, the detokenizer, streaming."""

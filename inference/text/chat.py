@@ -1,0 +1,83 @@
+"""A conversation by a chat template, each answer of which reads only the new part of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..engines.target import Target
+from ..rounds.sequences import Conversation
+from .detokenizer import TextStream
+
+
+class Decoder(Protocol):
+    """A `SpeculativeLM`, as far as a conversation needs it."""
+
+    target: Target
+
+    def stream(self, inputs: Tensor, **options: Any) -> Iterator[list[int]]:
+        """Yield the tokens of each round."""
+
+
+class Chat:
+    """A conversation by the tokenizer's chat template; each answer reads only the new part of the text.
+
+    chat = lm.chat(tokenizer, max_new_tokens=256)
+    print(chat.say("What is speculative decoding?"))
+    """
+
+    def __init__(
+        self,
+        lm: Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        system: str | None = None,
+        template: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Begin a conversation; `SpeculativeLM.chat` does so.
+
+        Args:
+            lm: the `SpeculativeLM` that answers.
+            tokenizer: the target's tokenizer.
+            system: the system prompt.
+            template: variables for the chat template, such as `{"enable_thinking": False}`.
+            settings: options of `SpeculativeLM.generate` for every answer.
+
+        Raises:
+            ValueError: a tokenizer without a chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.template = template or {}
+        self.settings = settings
+        self.messages: list[dict[str, str]] = []
+        if system is not None:
+            self.messages.append({"role": "system", "content": system})
+        self.past = Conversation()
+
+    def say(self, text: str, **settings: Any) -> str:
+        """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
+        return "".join(self.stream(text, **settings))
+
+    def stream(self, text: str, **settings: Any) -> Generator[str]:
+        """The answer, piece by piece; an answer that is not read to its end does not enter the conversation."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt: Any = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
+        )
+        answer = TextStream(self.tokenizer)
+        options = {"tokenizer": self.tokenizer, **self.settings, **settings}
+        input_ids = prompt["input_ids"].to(self.lm.target.device)
+        for tokens in self.lm.stream(input_ids, past_key_values=self.past, **options):
+            piece = answer.put(tokens)
+            if piece:
+                yield piece
+        piece = answer.end()
+        if piece:
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]

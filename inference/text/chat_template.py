@@ -1,0 +1,209 @@
+"""Prompts by a tokenizer's chat template: rendering, token ids, and what a head's training data was rendered with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...heads.checkpoints.save_load import differences
+from ...options import template_variables
+from ..targets.loading import load_tokenizer, tokenizer_provenance
+
+GIVEN_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+"""Variables and functions that transformers gives to every chat template."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which servers return an answer's reasoning, and chat templates read it."""
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""The tags of transformers' own around what the assistant writes, in templates that mark it."""
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors that a template's code raises for messages that it was not written for."""
+
+log = logging.getLogger(__name__)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool = False,
+    thinking: bool | None = None,
+    tools: list[Any] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> str:
+    """Render messages as the text that the model reads; `template_kwargs` are further variables for the template.
+
+    Arguments of tool calls are given as objects, and as JSON text to a template that takes them so.
+    """
+    variables = template_variables(thinking, template_kwargs)
+    refused: Exception | None = None
+    for form in message_forms(messages):
+        try:
+            text = tokenizer.apply_chat_template(
+                form, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except TEMPLATE_ERRORS as error:
+            refused = refused or error
+            continue
+        assert isinstance(text, str)
+        if not any(shown in text for shown in _python_objects(form)):
+            return text
+    raise ValueError(
+        f"the chat template refuses a conversation: {refused or 'it shows arguments of tools as Python objects'}"
+    ) from refused
+
+
+def message_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages as a template may take them: arguments of tool calls as objects, and as JSON text."""
+    plain = [_for_template(message) for message in messages]
+    if not any(message.get("tool_calls") for message in plain):
+        return [plain]
+    as_objects = [_with_arguments(message, as_text=False) for message in plain]
+    as_texts = [_with_arguments(message, as_text=True) for message in plain]
+    return [as_objects, as_texts]
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under every key that templates read, and without its weight in training."""
+    kept = {name: value for name, value in message.items() if name != "weight"}
+    reasoning = reasoning_of(message)
+    if message["role"] != "assistant" or not reasoning:
+        return kept
+    return {**dict.fromkeys(REASONING_KEYS, reasoning), **kept}
+
+
+def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as JSON text, as they came if they came so, or as an object."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not as_text and isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        function = {**function, "arguments": arguments} if "arguments" in function else function
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _python_objects(messages: list[dict[str, Any]]) -> list[str]:
+    """How arguments of tool calls look where a template shows objects without converting them to JSON.
+
+    Those that a message's own words hold tell nothing.
+    """
+    words = "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
+    shown = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call.get("function", call).get("arguments")
+            if not isinstance(arguments, Mapping) or str(arguments) == json.dumps(arguments):
+                continue
+            if str(arguments) not in words:
+                shown.append(str(arguments))
+    return shown
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    thinking: bool | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    tools: list[Any] | None = None,
+) -> Tensor:
+    """Token ids, [1, time], after which the assistant answers the messages."""
+    text = render(tokenizer, messages, True, thinking, tools, template_kwargs)
+    ids: Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return ids
+
+
+def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where: str) -> None:
+    """Refuse prompts that leave no room for their answers."""
+    for number, ids_1T in enumerate(prompts, start=1):
+        if ids_1T.shape[1] + new_tokens > positions:
+            raise ValueError(
+                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, which with {new_tokens} new ones do not fit "
+                f"the model's {positions} positions"
+            )
+
+
+def data_origin(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Identity of the tokenizer and template options, which a head's checkpoint records.
+
+    The same variables have the same origin, whichever of the two options set enable_thinking.
+    """
+    variables = template_variables(thinking, template_kwargs)
+    enabled = variables.pop("enable_thinking", None)
+    return {**tokenizer_provenance(tokenizer), "thinking": enabled, "template_kwargs": variables}
+
+
+def warn_of_other_data(
+    trained: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    template_kwargs: dict[str, Any] | None = None,
+) -> None:
+    """Warn if prompts are tokenized or rendered otherwise than the head's training data."""
+    if "thinking" in trained:  # a head that was trained before template_kwargs existed had none
+        trained = {"template_kwargs": {}, **trained}
+    for difference in differences(trained, data_origin(tokenizer, thinking, template_kwargs)):
+        warnings.warn(f"the head may accept less here: {difference}", stacklevel=2)
+
+
+def warn_of_unread_variables(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+) -> None:
+    """Log a warning, of one line, that names the variables that this tokenizer's chat template never reads."""
+    variables = template_variables(thinking, template_kwargs)
+    if not variables or not tokenizer.chat_template:
+        return
+    read = variables_read(tokenizer)
+    unread = [f"{name} = {value!r}" for name, value in variables.items() if name not in read]
+    if unread:
+        others = ", ".join(sorted(read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map))) or "none"
+        log.warning(
+            f"this tokenizer's chat template does not read {', '.join(unread)}, which changes nothing; variables that "
+            f"it reads: {others}"
+        )
+
+
+def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Names of the variables that the tokenizer's chat templates read and do not set themselves."""
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    read: set[str] = set()
+    for text in texts:
+        read |= find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", str(text))))
+    return read
+
+
+def load_chat_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Load a target's tokenizer, which must have a chat template."""
+    tokenizer = load_tokenizer(source)
+    check_tokenizer(tokenizer, source)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, advice: str = "") -> None:
+    """Refuse a tokenizer that cannot render a conversation; `advice` ends the error."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it{advice}"
+        )
+
+
+def reasoning_of(message: dict[str, Any]) -> str:
+    """The reasoning of an answer that stands beside its content."""
+    return next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")

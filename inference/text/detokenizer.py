@@ -1,0 +1,161 @@
+"""Tokens as text while they come: one incremental detokenizer, and how a token is shown by itself.
+
+`tokenizers.decoders.DecodeStream` decodes a fast tokenizer's tokens with the few before them that count. A token may
+end inside a character: nothing is given out until the token that completes it. Tokenizers that change what they decoded
+before (cleaning up the spaces before punctuation, a `decode` in Python) are asked for the whole text each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from ..rounds.sequences import shared_length
+
+INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes bytes to that are not a whole character."""
+BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
+"""Bytes by the symbols that stand for them in byte-level vocabularies."""
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+"""A token that stands for one byte, where a vocabulary falls back to bytes."""
+CLEANED = 8
+"""Characters at the end of a text that cleaning up the spaces before " n't" and the like may still change."""
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """The text of tokens, special ones included unless they are skipped."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+
+def symbol_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
+    """A token's entry in the vocabulary; None for one that the model has and the tokenizer has not."""
+    return next(iter(tokenizer.convert_ids_to_tokens([token])))
+
+
+def decodes_in_order(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether `DecodeStream` gives a tokenizer's text: it is fast, and nothing in Python changes what it decodes."""
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return False
+    return kind.decode is PreTrainedTokenizerFast.decode and kind._decode is PreTrainedTokenizerFast._decode
+
+
+def step(stream: DecodeStream, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str | None:
+    """The text that tokens add to a stream; None if their decoder takes back text that it gave before."""
+    try:
+        return stream.step(tokenizer.backend_tokenizer, tokens) or ""
+    except Exception as error:  # the class that tokenizers raises
+        if "prefix" not in str(error).lower():
+            raise
+        return None
+
+
+class TextStream:
+    """The text of an answer while its tokens come: what is given out never changes, and is the whole text in the end.
+
+    answer = TextStream(tokenizer)
+    for tokens in lm.stream(input_ids, max_new_tokens=256):
+        print(answer.put(tokens), end="")
+    print(answer.end())
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self.tokens: list[int] = []
+        self.text = ""
+        """What was given out."""
+        self._stream: DecodeStream | None = None
+        if decodes_in_order(tokenizer):
+            self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._read = 0
+        """Tokens that the stream has read: not the newest ones, if they are bytes."""
+        self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
+
+    def put(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the text after what was given out that can no longer change, which may be empty."""
+        self.tokens += tokens
+        end = len(self.tokens)
+        while end > self._read and self._may_be_in_bytes(self.tokens[end - 1]):
+            end -= 1
+        if self._stream is None:
+            return self._of_whole_text(end)
+        ready = self.tokens[self._read : end]
+        self._read = end
+        piece = step(self._stream, self.tokenizer, ready) if ready else ""
+        if piece is None:
+            self._stream = None
+            return self._of_whole_text(end)
+        self.text += piece
+        return piece
+
+    def end(self) -> str:
+        """Return the rest of the text."""
+        whole = decoded(self.tokenizer, self.tokens, self.skip_special_tokens)
+        piece = whole[shared_length([whole, self.text]) :]
+        self.text += piece
+        return piece
+
+    def _of_whole_text(self, end: int) -> str:
+        """The text of the first `end` tokens after what was given out, without what may still change."""
+        text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens).rstrip(INCOMPLETE)
+        if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            text = text[:-CLEANED]
+        if not text.startswith(self.text):
+            return ""
+        piece = text[len(self.text) :]
+        self.text = text
+        return piece
+
+    def _may_be_in_bytes(self, token: int) -> bool:
+        """Whether it is a byte, or has no text, so that bytes on both of its sides are decoded together."""
+        symbol = symbol_of(self.tokenizer, token)
+        return token in self._skipped or symbol is None or BYTE_TOKEN.fullmatch(symbol) is not None
+
+
+def text_pieces(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False
+) -> list[str]:
+    """The piece of the text that each token adds; joined, they are the text."""
+    if not tokens:
+        return []
+    whole = decoded(tokenizer, tokens, skip_special_tokens)
+    if decodes_in_order(tokenizer):
+        stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        pieces = [step(stream, tokenizer, [token]) or "" for token in tokens]
+        rest = whole[len("".join(pieces)) :]  # a text that ends within a character
+        pieces[-1] += rest
+        if "".join(pieces) == whole:
+            return pieces
+    return _pieces_of_whole_text(tokenizer, tokens, skip_special_tokens, whole)
+
+
+def _pieces_of_whole_text(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool, whole: str
+) -> list[str]:
+    """`text_pieces` of a tokenizer whose text depends on more of what stands before, or comes after."""
+    ends = [shared_length([decoded(tokenizer, tokens[:end], skip_special_tokens), whole]) for end in range(len(tokens))]
+    ends.append(len(whole))
+    for number in reversed(range(len(tokens))):  # what a later token changes is its own
+        ends[number] = min(ends[number], ends[number + 1])
+    return [whole[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+def shown_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token by itself: its text, or ⟨E2 96⟩, its bytes, where these are not whole characters."""
+    symbol = symbol_of(tokenizer, token)
+    if symbol is None:  # the model's vocabulary is often larger than the tokenizer's
+        return f"⟨{token}⟩"
+    if BYTE_TOKEN.fullmatch(symbol):
+        return f"⟨{symbol[3:5]}⟩"
+    text = decoded(tokenizer, [token])
+    if INCOMPLETE in text and all(letter in BYTE_OF for letter in symbol):
+        return f"⟨{' '.join(f'{BYTE_OF[letter]:02X}' for letter in symbol)}⟩"
+    if symbol.startswith("▁") and not text.startswith(" "):  # decoded by itself, it loses its space
+        return " " + text
+    return text

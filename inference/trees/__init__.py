@@ -1,0 +1,1 @@
+"""Draft trees: shapes, acceptance rules, logits processors, random numbers, statistics."""

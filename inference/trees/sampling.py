@@ -1,0 +1,126 @@
+"""Samplers: the randomness of drafts and acceptance rules.
+
+Letters in tensor names: B batch, N nodes, U uniform numbers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...heads.layers.constants import constants, upload
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no other: Apple's."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass(eq=False)
+class RandomSampler:
+    """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
+
+    generator: torch.Generator | None = None
+    live: tuple[bool, ...] | None = field(default=None, init=False)
+    """For each place of the batch, whether its row is being decoded; None if all are. An idle row gets the numbers of
+    the first that is: those of the others are as without it."""
+
+    def draw_for(self, live: tuple[bool, ...] | None) -> None:
+        """Draw for these places of the batch from now on."""
+        self.live = live
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Uniform numbers in [0, 1), float64 where the device has it."""
+        drawn = torch.rand(self._drawn(shape), dtype=finest(device), device=device, generator=self.generator)
+        return self._in_places(drawn)
+
+    def _drawn(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of numbers for the rows that are being decoded, of a shape for the whole batch."""
+        return shape if self.live is None else (sum(self.live), *shape[1:])
+
+    def _in_places(self, drawn: Tensor) -> Tensor:
+        """The numbers of each row in its place of the batch."""
+        return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
+
+    def on_host(self) -> RandomSampler:
+        """A sampler for tensors on the host, seeded from this one."""
+        if self.generator is None or self.generator.device.type == "cpu":
+            return self
+        seed = torch.randint(2**62, (), device=self.generator.device, generator=self.generator)
+        return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
+
+    def from_start(self) -> RandomSampler:
+        """A sampler whose numbers begin again, where they are fixed."""
+        return self
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        """One class per distribution, [..., V] to [...], by inverse transform sampling."""
+        cumulative = probs.cumsum(-1, dtype=finest(probs.device))
+        uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
+        # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
+        return drawn.clamp(max=probs.shape[-1] - 1)  # for NaN probabilities, which the caller detects
+
+    def accept(self, probs: Tensor) -> Tensor:
+        """True with each of these probabilities; same shape."""
+        return self.uniform(probs.shape, probs.device) < probs
+
+    def distinct(self, probs: Tensor, count: int) -> Tensor:
+        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
+
+        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]. Impossible
+        classes come last.
+        """
+        if count == 1:
+            return self.categorical(probs)[..., None]
+        times = self._in_places(probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator))
+        return (probs / times).topk(count, dim=-1).indices
+
+
+@constants
+def _rank_among_live(live: tuple[bool, ...], device: torch.device) -> Tensor:
+    """For each place of a batch, how many rows before it are being decoded; 0 for an idle one."""
+    ranks = [sum(live[:place]) if live[place] else 0 for place in range(len(live))]
+    return upload(ranks, device)
+
+
+Sampler = RandomSampler
+"""The interface of samplers; a test's enumerates instead of sampling."""
+
+
+@dataclass(eq=False)
+class PositionSampler(RandomSampler):
+    """One draw per node, a race by the random numbers of the node's position; see `noise`."""
+
+    exponential_BNV: Tensor = field(kw_only=True)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        return (probs / self.exponential_BNV).argmax(-1)
+
+
+@dataclass(eq=False)
+class PrecomputedSampler(RandomSampler):
+    """Samples with precomputed uniform numbers, each used once; the batch is the first dimension."""
+
+    uniform_BU: Tensor = field(kw_only=True)
+    used: int = 0
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        count = math.prod(shape[1:])
+        taken_BU = self.uniform_BU[:, self.used : self.used + count]
+        self.used += count
+        return taken_BU.reshape(shape)
+
+    def from_start(self) -> PrecomputedSampler:
+        return PrecomputedSampler(uniform_BU=self.uniform_BU)
+
+
+def sampler_by(numbers: Tensor) -> PositionSampler | PrecomputedSampler:
+    """The sampler that uses random numbers: exponential ones by position [B, N, V], or uniform ones [B, U]."""
+    if numbers.ndim == 3:
+        return PositionSampler(exponential_BNV=numbers)
+    return PrecomputedSampler(uniform_BU=numbers)

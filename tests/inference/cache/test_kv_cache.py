@@ -1,0 +1,104 @@
+"""What stays of a tree in the cache."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache
+
+NODES = 4
+PATHS = [(0, *rest) for rest in product(range(1, NODES), repeat=2) if rest[0] < rest[1]]
+COMMITTED = (5, 9)
+"""Tokens of each row before the tree."""
+
+
+def empty_cache(layers, rows, size=1, **options):
+    cpu = torch.device("cpu")
+    return TreeCache([StateShape(1, size, torch.float32, cpu)] * (2 * layers), rows, cpu, **options)
+
+
+def cache_with_trees(rows):
+    """Entries say in which slot they were written; in the second row they are negative."""
+    cache = empty_cache(2, rows)
+    cache.lengths_B = torch.tensor(COMMITTED[:rows])
+    cache.reserve(NODES, max(COMMITTED))
+    for states in (*cache.keys, *cache.values):
+        for row in range(rows):
+            states[row, 0, :, 0] = torch.arange(cache.capacity) * (1, -1)[row]
+    return cache
+
+
+def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
+    cache = TreeCache([StateShape(3, 4, torch.float32, torch.device("cpu"))] * 4, 1, torch.device("cpu"))
+    random = torch.Generator().manual_seed(0)
+    written = []
+    for length in (5, BUCKET - 6, 4, 1):
+        states = torch.randn(2, 1, 3, length, 4, generator=random)
+        cache.reserve(length, sum(part.shape[3] for part in written))
+        for layer in range(2):
+            cache.layers[layer].update(states[layer], -states[layer])
+        cache.accept(torch.arange(length)[None], torch.tensor([length]))
+        written.append(states)
+        whole = torch.cat(written, dim=3)
+        assert torch.equal(torch.stack(cache.keys)[:, :, :, : whole.shape[3]], whole)
+        assert torch.equal(torch.stack(cache.values)[:, :, :, : whole.shape[3]], -whole)
+        assert (
+            cache.bucketed_length - STEP < whole.shape[3] <= cache.bucketed_length and cache.bucketed_length % STEP == 0
+        )
+        assert cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET and cache.capacity % BUCKET == 0
+
+
+def test_selecting_rows_copies_no_more_than_a_layer_at_once():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.index.Tensor, torch.ops.aten.clone.default):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    cache = cache_with_trees(2)
+    expected = [layer[[1, 0]] for layer in (*cache.keys, *cache.values)]
+    with Largest() as largest:
+        cache.select(torch.tensor([1, 0]))
+    assert all(torch.equal(layer, rows) for layer, rows in zip((*cache.keys, *cache.values), expected, strict=True))
+    assert 0 < largest.elements <= cache.keys[0].numel()
+
+
+def test_the_cache_keeps_the_accepted_path_of_each_row():
+    cache = empty_cache(1, 2)
+    states = torch.arange(10.0).reshape(2, 1, 5, 1)
+    cache.reserve(5, 0)
+    cache.layers[0].update(states, states)
+    cache.accept(torch.tensor([[0, 2, 4], [0, 1, 0]]), torch.tensor([3, 2]))
+    assert cache.lengths_B.tolist() == [3, 2]
+    assert cache.keys[0][0, 0, :3, 0].tolist() == [0, 2, 4]
+    assert cache.keys[0][1, 0, :2, 0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_path_of_any_length_is_kept(rows):
+    for paths in product(PATHS, repeat=rows):
+        for kept in product(range(1, 4), repeat=rows):
+            cache = cache_with_trees(rows)
+            cache.accept(torch.tensor(paths), torch.tensor(kept))
+            for row, (path, length) in enumerate(zip(paths, kept, strict=True)):
+                slots = [*range(COMMITTED[row]), *(COMMITTED[row] + node for node in path[:length])]
+                assert cache.lengths_B[row] == len(slots)
+                for states in (*cache.keys, *cache.values):
+                    assert states[row, 0, : len(slots), 0].tolist() == [(1, -1)[row] * slot for slot in slots]
+
+
+def test_a_path_that_lies_where_it_should_is_not_moved(monkeypatch):
+    moved = []
+    monkeypatch.setattr(TreeCache, "compact", lambda _, path_BA: moved.append(path_BA.tolist()))
+    for path_BA, lengths_B in (([[0, 1, 2], [0, 1, 3]], [3, 2]), ([[0, 3, 0], [0, 0, 0]], [1, 1])):
+        cache_with_trees(2).accept(torch.tensor(path_BA), torch.tensor(lengths_B))
+    assert not moved
+    cache_with_trees(2).accept(torch.tensor([[0, 1, 2], [0, 1, 3]]), torch.tensor([2, 3]))
+    assert len(moved) == 1

@@ -1,0 +1,215 @@
+"""Encoder-decoders: a T5 with random weights, with a smaller one or with counts as its draft, one row and chains."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import transformers as tf
+from transformers import FSMTConfig, FSMTForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from headstart.heads import build_head
+from headstart.inference import SpeculativeLM, TreeShape
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
+from headstart.inference.speculative_lm import Call
+from headstart.inference.trees.sampling import RandomSampler
+
+VOCAB = 12
+
+
+def t5(seed=0, layers=3, decoder_layers=3, vocab=VOCAB):
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=vocab,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=layers,
+        num_decoder_layers=decoder_layers,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+        dropout_rate=0.0,
+    )
+    model = T5ForConditionalGeneration(config).double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data *= 3 if parameter.ndim > 1 else 1
+    return model
+
+
+@pytest.fixture
+def target():
+    return Seq2SeqTarget(t5())
+
+
+def source(length, seed=0, vocab=VOCAB):
+    return torch.randint(2, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def drafters(target):
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    return {
+        "none": None,
+        "smaller": make_drafter(target, small, "chain:3"),
+        "smaller, drawn": make_drafter(target, small, "drawn:chain:2"),
+        "itself": make_drafter(target, target, "chain:3"),
+        "counts": make_drafter(target, "ngram:2", "chain:2"),
+        "random": make_drafter(target, "random"),
+        "lookup": make_drafter(target, "prompt-lookup:2:1:2"),
+        "adaptive": AdaptiveDrafter([make_drafter(target, small, "chain:2")]),
+    }
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", drafters(Seq2SeqTarget(t5())))
+def test_greedy_is_generate(target, name):
+    lm = SpeculativeLM(target, drafters(target)[name])
+    for length in (1, 5, 40):
+        ids = source(length, seed=length)
+        mask = torch.ones_like(ids)
+        mask[0, : length // 3] = 0  # padding that the encoder must not see
+        for given in (mask, torch.ones_like(ids)):
+            settings = {"max_new_tokens": 30, "do_sample": False, "min_new_tokens": 20}
+            expected = target.model.generate(ids, attention_mask=given, **settings)
+            output = lm.generate(ids, attention_mask=given, **settings)
+            assert torch.equal(output.sequences, expected)
+            if name == "itself":
+                assert output.stats.acceptance_length > 2.5  # it may want to end where that is forbidden
+
+
+@pytest.mark.parametrize("name", ["smaller", "smaller, drawn", "lookup"])
+def test_what_is_drawn_has_the_targets_distribution(tools, name):
+    vocab = 3
+    target = Seq2SeqTarget(t5(vocab=vocab))
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1, vocab=vocab))
+    ids = source(4, vocab=vocab)
+
+    def run(branch):
+        tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
+        drafter = make_drafter(target, "prompt-lookup:2:1:1") if name == "lookup" else make_drafter(target, small, tree)
+        lm = SpeculativeLM(target, drafter)
+        outputs = target.encode(ids, None)
+        small.encode(ids, None)
+        settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "min_new_tokens": 2, "temperature": 0.7}
+        found = target.model.generate(
+            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(Call(branch)), **settings
+        )
+        return tuple(found.sequences[0, 1:].tolist())
+
+    found = tools.every_branch(run)
+    for text in itertools.product((0, 2), repeat=2):  # 1 ends a text, which is not allowed yet
+        weight, written = 1.0, [0]
+        for token in text:
+            logits = target.model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits[0, -1] / 0.7
+            logits[1] = -torch.inf
+            weight *= float(logits.softmax(-1)[token])
+            written.append(token)
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9)
+
+
+def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused(target):
+    small = Seq2SeqTarget(t5(seed=1, layers=1, decoder_layers=1))
+    lm = SpeculativeLM(target, make_drafter(target, small, "chain:1|chain:3"))
+    ids, settings = source(6), {"max_new_tokens": 20, "do_sample": False}
+    expected = target.model.generate(ids, **settings)
+    assert torch.equal(lm.generate(ids, **settings).sequences, expected)
+    with pytest.raises(ValueError, match="was not shown its input"):
+        target.model.generate(ids, custom_generate=lm.decoding_method(Call(RandomSampler())), **settings)
+
+
+def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
+    big, small = t5(), t5(seed=1, layers=1, decoder_layers=1)
+    big.save_pretrained(tmp_path / "big")
+    small.save_pretrained(tmp_path / "small")
+    lm = SpeculativeLM.from_pretrained(
+        tmp_path / "big", dtype=torch.float64, drafter=f"model:{tmp_path / 'small'}", tree="chain:2", fallback=False
+    )
+    ids = source(6)
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(lm.generate(ids, **settings).sequences, big.generate(ids, **settings))
+
+
+def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
+    lm = SpeculativeLM(target)
+    with pytest.raises(ValueError, match="one row at a time, not 2: one relative bias"):
+        lm.generate(source(4).expand(2, -1), max_new_tokens=3)
+    with pytest.raises(ValueError, match="checks chains alone, so the nodes of a tree cannot be placed; choose chain"):
+        SpeculativeLM(target, make_drafter(target, "random", "branch:2x2")).generate(source(4), max_new_tokens=3)
+    assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable
+    decoder_only = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
+        make_drafter(target, decoder_only)
+    with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
+        make_drafter(decoder_only, target)
+    head = build_head("medusa", {}, target.info).double()
+    with pytest.raises(ValueError, match="for which there are no draft heads"):
+        SpeculativeLM.from_pretrained(target, head)
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "src_vocab_size": 12, "tgt_vocab_size": 12}
+    fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes))
+    with pytest.raises(ValueError, match="of type 'fsmt'; choose from t5, mt5"):
+        SpeculativeLM.from_pretrained(fsmt)
+
+
+SIZES = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 2,
+}
+OTHERS = {
+    "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**SIZES)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**SIZES)),
+    "pegasus": lambda: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**SIZES)),
+    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**SIZES)),
+    "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**SIZES)),
+    "umt5": lambda: tf.UMT5ForConditionalGeneration(
+        tf.UMT5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+}
+
+
+def other(name):
+    torch.manual_seed(0)
+    model = OTHERS[name]().double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15)
+    start = model.config.decoder_start_token_id
+    model.generation_config = tf.GenerationConfig(decoder_start_token_id=start, pad_token_id=0, eos_token_id=1)
+    return model
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_write_what_generate_writes(tools, name):
+    model = other(name)
+    target = Seq2SeqTarget(model)
+    for length in (3, 17):
+        ids = source(length, vocab=40)
+        settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
+        expected = model.generate(ids, **settings)
+        truth = expected[0, 1:].tolist()
+        assert len(set(truth)) > 3
+        lm = SpeculativeLM(target, tools.Oracle(TreeShape.chain(3), [truth], 40, wrong=0.1))
+        output = lm.generate(ids, **settings)
+        assert torch.equal(output.sequences, expected)
+        assert output.stats.acceptance_length > 2
+        lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+        assert torch.equal(lm.generate(ids, **settings).sequences, expected)

@@ -1,0 +1,236 @@
+"""Before its first token an architecture is tried: faults that no config tells are refused, and known models pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from helpers import build_model
+from torch import Tensor
+
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.engines import eager, trial
+from headstart.inference.tuning import machine
+
+pytestmark = pytest.mark.versions
+VOCAB = 40
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
+PROMPT = torch.tensor([[7, 8, 9, 7, 8]])
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried(nothing_measured: Path) -> Path:
+    """Every test tries anew, and keeps its results in a folder of its own."""
+    return nothing_measured
+
+
+def lively(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose next token depends on its prefix."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1 if parameter.ndim > 1 else parameter.data
+    model.generation_config = tf.GenerationConfig(pad_token_id=0)
+    return model.to(dtype).eval()
+
+
+def mistral(window: int | None, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
+    """A tiny Mistral."""
+    config = tf.MistralConfig(**SMALL, head_dim=8, sliding_window=window)
+    config._attn_implementation = attention
+    return lively(tf.MistralForCausalLM(config), dtype)
+
+
+def kept(folder: Path) -> list[str]:
+    """The trials in the machine's file."""
+    path = folder / "machine.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [name for entries in found.values() for name in entries if name.startswith("trial")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 3, 12, 300, 1000])
+def test_known_models_pass_in_every_format(dtype: torch.dtype, attention: str, window: int | None) -> None:
+    Target(mistral(window, dtype, attention)).check_decoding()
+
+
+def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    tree_difference = trial.tree_difference
+
+    def counted(*given: Any) -> float | None:
+        tried.append(1)
+        return tree_difference(*given)
+
+    monkeypatch.setattr(trial, "tree_difference", counted)
+    for _ in range(2):
+        lm = SpeculativeLM.from_pretrained(mistral(None), drafter="prompt-lookup", compile=False)
+        lm.generate(PROMPT, **SETTINGS)
+    assert len(tried) == len(kept(nothing_tried)) == 1
+    monkeypatch.setattr(machine, "_measured", {})  # another process
+    Target(mistral(None)).check_decoding()
+    assert len(tried) == 1
+    # What may compute otherwise is tried anew: another config, format, attention, or version.
+    Target(mistral(8)).check_decoding()
+    Target(mistral(None, torch.float64)).check_decoding()
+    Target(mistral(None, attention="eager")).check_decoding()
+    monkeypatch.setattr(trial.transformers, "__version__", "5.99.0")
+    Target(mistral(None)).check_decoding()
+    assert len(tried) == len(kept(nothing_tried)) == 5
+
+
+def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(eager.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
+    lm = SpeculativeLM(Target(mistral(300)))
+    with pytest.raises(ValueError, match="cannot be decoded with drafts"):
+        lm.generate(PROMPT, **SETTINGS)
+
+
+@pytest.mark.parametrize("window", [4, 8, 300, 1000])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_window_that_we_forget_is_refused_however_long_it_is(
+    monkeypatch: pytest.MonkeyPatch, nothing_tried: Path, window: int, dtype: torch.dtype
+) -> None:
+    """As of a model whose config does not call its layers sliding."""
+    target = Target(mistral(window, dtype))
+    target.attention_kinds = ("full_attention",)
+    monkeypatch.setattr(Target, "kinds", staticmethod(lambda model: ("full_attention",)))
+    message = "MistralForCausalLM .* gives other logits than generate .* rounding in .* another version of transformers"
+    for _ in range(2):  # a refusal is not kept: it is tried again
+        with pytest.raises(ValueError, match=message):
+            target.check_decoding()
+    assert not kept(nothing_tried)
+
+
+@pytest.mark.parametrize("window", [4, 8, 300])
+def test_a_window_that_the_model_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """As Moshi's, which its config has and its mask has not."""
+    model = build_model(VOCAB, dtype=torch.float32)
+    model.config.sliding_window = window
+    with pytest.raises(ValueError, match="gives other logits than generate"):
+        Target(model).check_decoding()
+
+
+def wrapped_attention(model: Any, change: Any) -> Any:
+    """The model with something of each attention's inputs changed."""
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def changed(*given: Any, plain: Any = plain, **named: Any) -> Any:
+            return plain(*given, **change(named))
+
+        layer.self_attn.forward = changed
+    return model
+
+
+def test_positions_by_the_place_in_the_cache_are_refused() -> None:
+    """As of a model with a bias by the distance of slots."""
+
+    def by_slot(named: dict[str, Any]) -> dict[str, Any]:
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor):
+            place_S = torch.arange(mask.shape[-1], dtype=torch.float32)
+            named["attention_mask"] = mask + 0.5 * place_S.sin()[None, None, None]
+        return named
+
+    with pytest.raises(ValueError, match="cannot be decoded with drafts"):
+        Target(wrapped_attention(mistral(None, attention="eager"), by_slot)).check_decoding()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError])
+def test_what_fails_in_the_model_is_a_refusal_by_name(error: type[Exception]) -> None:
+    def fail(named: dict[str, Any]) -> dict[str, Any]:
+        mask = named.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dtype.is_floating_point:  # ours; its own is None or of booleans
+            raise error("the sizes do not match")
+        return named
+
+    with pytest.raises(ValueError, match=f"MistralForCausalLM .* fails in the model with {error.__name__}.* sizes"):
+        Target(wrapped_attention(mistral(None), fail)).check_decoding()
+
+
+def test_a_model_whose_own_generate_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mistral(None)
+
+    def generate(*given: Any, **named: Any) -> None:
+        raise KeyError("pixel_values")
+
+    monkeypatch.setattr(model, "generate", generate)
+    with pytest.raises(ValueError, match=r"cannot be tried: its own generate fails .* KeyError: 'pixel_values'"):
+        Target(model).check_decoding()
+
+
+def test_memory_that_runs_out_is_no_refusal(nothing_tried: Path) -> None:
+    def run_out(named: dict[str, Any]) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Target(wrapped_attention(mistral(None), run_out)).check_decoding()
+    assert not kept(nothing_tried)
+
+
+@pytest.mark.parametrize("planted", [0.0, float("nan")])
+def test_a_model_that_says_nothing_passes_and_is_not_kept_if_its_logits_are_not_finite(
+    nothing_tried: Path, planted: float
+) -> None:
+    model = mistral(None)
+    model.lm_head.weight.data.fill_(planted)
+    Target(model).check_decoding()
+    assert len(kept(nothing_tried)) == (planted == 0)
+
+
+def test_the_user_s_model_stays_as_it_is() -> None:
+    """Windows are shortened in a copy, and the trial runs in eval mode without the caller's random numbers."""
+    model = mistral(300).train()
+    before = model.config.to_dict()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    Target(model).check_decoding()
+    assert torch.equal(torch.rand(3), expected)
+    assert model.config.to_dict() == before
+    assert all(module.training for module in model.modules())
+
+
+def test_few_positions_and_few_tokens_are_enough() -> None:
+    for positions in (1, 4, 8, 9, 16, 40):
+        config = tf.LlamaConfig(**{**SMALL, "max_position_embeddings": positions, "vocab_size": 3})
+        Target(lively(tf.LlamaForCausalLM(config))).check_decoding()
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neo", "moshi", "doge"])
+def test_models_that_see_a_text_in_their_own_way_are_refused(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Where no check by name is made, too."""
+    for module in ("models.info", "target_model"):
+        monkeypatch.setattr(f"headstart.inference.{module}.counts_positions", lambda model: "")
+    if architecture == "gpt_neo":
+        kinds = [[["global", "local"], 1]]
+        sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}
+        config = tf.GPTNeoConfig(**sizes, attention_types=kinds, window_size=8, max_position_embeddings=512)
+        model = tf.GPTNeoForCausalLM(config)
+    elif architecture == "moshi":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
+        config = tf.MoshiConfig(**sizes, vocab_size=VOCAB, sliding_window=20, max_position_embeddings=64)
+        model = tf.MoshiForCausalLM(config)
+    else:
+        model = tf.DogeForCausalLM(tf.DogeConfig(**SMALL, head_dim=8))
+    with pytest.raises(ValueError, match="cannot be decoded with drafts"):
+        Target(lively(model)).check_decoding()

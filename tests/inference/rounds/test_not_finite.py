@@ -1,0 +1,482 @@
+"""NaN and inf in heads, in drafted tokens and in what they leave behind: the text is the target's all the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import Oracle, every_branch, exactly, write
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+
+from headstart.heads import HEADS, build_head
+from headstart.heads.layers.masked_attention import masked_attention
+from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, TreeShape
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.head_and_lookup import joined
+from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
+from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.engines.cpu import CpuEngine
+from headstart.inference.engines.cpu_decoder import is_packed, packed_head
+from headstart.inference.rounds.prefill import padded_prompts
+from headstart.inference.trees.verify import RULES
+
+VOCAB, NEW, BAD = 24, 9, 0
+"""`BAD`: a token that the target never says, and whose embedding was never trained."""
+PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1}
+TREES = ("dynamic:8:3:3", "branch:2x1", "stop:0.1:chain:3", "drawn:branch:2x1", "independent:branch:2x1")
+
+
+def model_of(dtype=torch.float32, layers=3) -> LlamaForCausalLM:
+    """A random model of dimensions that the CPU kernels take."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= 4
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def spoil(model, value=math.nan) -> None:
+    """Plain decoding never reads the token's embedding, because it never says the token."""
+    model.get_input_embeddings().weight.data[BAD] = value
+    model.lm_head.weight.data[BAD] = 0
+    model.lm_head.weight.data[BAD, 0] = -1e-30  # below the best of the others
+
+
+def head_of(target, kind, **options):
+    torch.manual_seed(1)
+    head = build_head(kind, options, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    return head.eval()
+
+
+def rows_of(*lengths):
+    return [torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+
+
+def stock(model, row, **settings):
+    """What `generate` writes for one row alone."""
+    ids = row[None]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN | settings)[0, len(row) :].tolist()
+
+
+def ours(lm, rows, **settings):
+    ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=BAD)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    output = lm.generate(ids, attention_mask=mask, **PLAIN | settings)
+    return output.sequences[:, ids.shape[1] :].tolist(), output.stats
+
+
+class Poisoned(Oracle):
+    """Some wrong drafts are the token that the target must not be asked about."""
+
+    def _row(self, root, written, truth):
+        row = super()._row(root, written, truth)
+        last = len(row) - 1
+        row[last] = BAD if self.poisons else row[last]
+        return row
+
+    poisons = True
+
+
+# Heads
+
+
+@functools.cache
+def healthy(compile):
+    """A target that no test changes, its greedy texts, and its samples by a seed."""
+    target = Target(model_of())
+    if compile:
+        target.compile()
+    rows = rows_of(6, 3)
+    lm = SpeculativeLM(target)
+    return target, rows, ours(lm, rows)[0], ours(lm, rows, **seeded())[0]
+
+
+def seeded():
+    return {"do_sample": True, "generator": torch.Generator().manual_seed(3)}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compile):
+    target, rows, greedy, sampled = healthy(compile)
+    assert greedy == [stock(target.model, row) for row in rows]
+    options = {"feature_layers": [0, 1]} if kind == "eagle3" else {}
+    head = head_of(target, kind, **options)
+    matrices = [weight for weight in head.parameters() if weight.ndim == 2]
+    matrices[0 if value == math.inf else -1].data[-1] = value
+    for tree in TREES:
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=compile, fallback=False)
+        assert ours(lm, rows)[0] == greedy, tree
+        if not tree.startswith(("drawn", "independent")):
+            assert ours(lm, rows, **seeded())[0] == sampled, tree
+    lm = SpeculativeLM.from_pretrained(target, head, tree=TREES[0], drafter="prompt-lookup", compile=compile)
+    assert ours(lm, rows)[0] == greedy
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        ("drawn:chain:2", "block"),
+        ("drawn:chain:2", "token"),
+        ("drawn:branch:2x1", "traversal"),
+        ("drawn:branch:2x1", "without_replacement"),
+        ("independent:branch:2x1", "with_replacement"),
+    ],
+)
+@pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)])
+def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(tiny_target, tree, rule, depth, value):
+    """At one depth alone, so that finite ones come before or after it."""
+    target = tiny_target(vocab_size=3)
+    head = build_head("medusa", {"num_heads": 2}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(3, dtype=torch.int64))
+    head.lm_heads[depth].weight.data[1] = value
+    drafter = make_drafter(target, tree=tree, head=head, adaptive=False)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(3.0)])
+    prompt = torch.tensor([2, 1])
+
+    def texts(branch):
+        return tuple(write(target, drafter, RULES[rule].verify, [prompt], processors, branch, 2)[0][0])
+
+    found = every_branch(texts)
+    expected = exactly(target, prompt, 2, 3.0)
+    assert set(found) <= set(expected)
+    for text, weight in expected.items():
+        assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-9), text
+
+
+def test_a_dynamic_tree_keeps_its_root_whatever_the_values_are(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    for broken in (math.nan, math.inf, -math.inf):
+        head = build_head("eagle", {"depth": 3}, target.info).to(target.dtype)
+        expand = head.expand
+
+        def expanded(state, tokens_BW, parents_BW, expand=expand, broken=broken):
+            logits_BWV, state = expand(state, tokens_BW, parents_BW)
+            logits_BWV = logits_BWV.clone()
+            logits_BWV[:, -1] = broken  # of the frontier's last node
+            return logits_BWV, state
+
+        head.expand = expanded
+        drafter = make_drafter(target, tree="dynamic:9:3:3", head=head, adaptive=False)
+        assert isinstance(drafter, HeadDrafter)
+        lm = SpeculativeLM(target, drafter)
+        trees, propose = [], drafter.propose
+
+        def proposed(roots_B, trees=trees, propose=propose):
+            trees.append((roots_B, propose(roots_B)))
+            return trees[-1][1]
+
+        drafter.propose = proposed
+        rows = rows_of(5, 4)
+        assert ours(lm, rows)[0] == [stock(target.model, row) for row in rows]
+        for roots_B, tree in trees:
+            assert torch.equal(tree.tokens_BN[:, 0], roots_B)
+            assert torch.equal(tree.parents_BN[:, 0], torch.full_like(roots_B, -1))
+            index_N = torch.arange(tree.tokens_BN.shape[1])
+            assert bool(((tree.parents_BN[:, 1:] >= 0) & (tree.parents_BN < index_N)[:, 1:]).all())
+            assert bool((tree.structure.depths_BN <= tree.max_depth).all())
+
+
+# Drafted tokens
+
+
+SHAPES = {
+    "chain": TreeShape.chain(3),
+    "branches": TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1]]),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("options", ["float64", "sdpa", "eager", "kernels", "bfloat16 kernels"])
+def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options, shape, value):
+    dtype = {"float64": torch.float64, "bfloat16 kernels": torch.bfloat16}.get(options, torch.float32)
+    model = model_of(dtype)
+    spoil(model, value)
+    if options == "eager":
+        model.set_attn_implementation("eager")
+    target = Target(model)
+    if "kernels" in options:
+        target.compile()
+        assert isinstance(target.engine, CpuEngine)
+    for rows in (rows_of(7), rows_of(9, 2, 5)):
+        truths = [ours(SpeculativeLM(target), [row])[0][0] for row in rows]
+        if dtype != torch.bfloat16:
+            assert truths == [stock(model, row) for row in rows]
+        assert not any(BAD in truth for truth in truths)
+        drafter = Poisoned(SHAPES[shape], truths, VOCAB, wrong=0.3)
+        lm = SpeculativeLM(target, drafter)
+        found, stats = ours(lm, rows)
+        assert found == truths
+        assert {record.fallback for row in stats.rows for record in row} == {"not_finite"}
+        drafter.poisons = False
+        found, stats = ours(lm, rows)  # in the blocks of the call before
+        assert found == truths and stats.acceptance_length > 1.3
+
+
+def test_a_conversation_goes_on_where_nan_was_left_after_its_text():
+    """By a prompt that the packed or causal prefill reads, after a text that was cut or goes on."""
+    for compile in (False, True):
+        model = model_of()
+        target = Target(model)
+        lm = SpeculativeLM.from_pretrained(target, compile=compile)
+        row, past = rows_of(9)[0], Conversation()
+        [first], _ = ours(lm, [row], past_key_values=past)
+        for more in (torch.cat([row, torch.tensor([*first, 4, 5])]), torch.cat([row[:6], torch.tensor([3, 3])])):
+            cache = past.cache
+            with torch.inference_mode():
+                for states in (*cache.keys, *cache.values):
+                    states[:, :, len(past.tokens) - 1 :] = math.nan
+            assert ours(lm, [more], past_key_values=past)[0][0] == stock(model, more)
+
+
+def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch):
+    """Where attention skips what is masked, NaN stays in one path: what was accepted before it stands."""
+    target = tiny_target(vocab_size=VOCAB)
+    row = rows_of(6)[0]
+    truth = stock(target.model, row)
+    forward, broken = target.engine.forward_tree, []
+
+    def spoiled(tree, *given):
+        output = forward(tree, *given)
+        if tree.tokens_BN.shape[1] > 3:
+            output.logits_BNV[:, 2] = math.nan
+            broken.append(1)
+        return output
+
+    monkeypatch.setattr(target.engine, "forward_tree", spoiled)
+    lm = SpeculativeLM(target, Oracle(TreeShape.chain(4), [truth], VOCAB, wrong=0.0))
+    found, stats = ours(lm, [row])
+    assert found == [truth] and broken
+    assert {record.accepted for record in stats.rows[0][:-1]} == {1}
+    assert len(broken) == len(stats.rows[0])
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        ("drawn:chain:2", "block"),
+        ("drawn:chain:2", "token"),
+        ("drawn:branch:2x1", "traversal"),
+        ("drawn:branch:2x1", "without_replacement"),
+        ("independent:branch:2x1", "with_replacement"),
+        ("branch:2x1", "point_mass"),
+    ],
+)
+def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_target, tree, rule):
+    """Token 2 is never said, is drafted, and its embedding is NaN."""
+    model = tiny_target(vocab_size=3, layers=1).model
+    weight_VD = model.lm_head.weight.data
+    model.lm_head = torch.nn.Linear(weight_VD.shape[1], 3, dtype=torch.float64).requires_grad_(False)
+    model.lm_head.weight.data.copy_(weight_VD)
+    model.lm_head.bias.data.copy_(torch.tensor([0.0, 0.0, -torch.inf]))
+    model.get_input_embeddings().weight.data[2] = math.nan
+    target = Target(model)
+    head = build_head("medusa", {"num_heads": 2}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(3, dtype=torch.int64))
+    drafter = make_drafter(target, tree=tree, head=head, adaptive=False)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(3.0)])
+    prompt, new_tokens, repeated = torch.tensor([1, 0]), 2, []
+
+    def texts(branch):
+        [row], stats = write(target, drafter, RULES[rule].verify, [prompt], processors, branch, new_tokens)
+        repeated.extend(record for record in stats.rows[0] if record.fallback == "not_finite")
+        return tuple(row)
+
+    found = every_branch(texts)
+    assert repeated
+    for text in itertools.product(range(2), repeat=new_tokens):
+        weight, ids = 1.0, prompt.tolist()
+        for token in text:
+            logits = model(torch.tensor([ids])).logits[0, -1] / 3.0
+            weight *= float(logits.softmax(-1)[token])
+            ids.append(token)
+        assert found[text] == pytest.approx(weight, abs=1e-9), text
+    assert sum(found.values()) == pytest.approx(1)
+
+
+class TreesSeen(RoundObserver):
+    """Keeps the trees that rounds verified."""
+
+    def __init__(self):
+        self.trees = []
+
+    def round(self, finished):
+        self.trees.append(finished.verified)
+
+
+def test_a_repeated_round_is_shown_without_drafts():
+    model = model_of()
+    spoil(model)
+    target = Target(model)
+    head = head_of(target, "medusa")
+    for lm_head in head.lm_heads:
+        lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
+    seen, row = TreesSeen(), rows_of(6)[0]
+    expected = stock(model, row)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
+    lm.observers.append(seen)
+    output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **PLAIN)
+    assert output.sequences[0, len(row) :].tolist() == expected
+    assert {tree.fallback for tree in seen.trees} == {"not_finite"}
+    assert all(tree.tokens_BN.shape[1] == 1 for tree in seen.trees)
+
+
+# What heads and draft models keep
+
+
+CACHED = {kind: head for kind, head in HEADS.items() if kind not in ("medusa", "hydra")}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
+    """Neither of a draft's embedding, nor of features and tokens after what a row accepted."""
+    model = model_of()
+    model.get_input_embeddings().weight.data[BAD] = math.nan
+    target = Target(model)
+    options = {"feature_layers": [0, 1]} if kind == "eagle3" else {"num_layers": 2} if kind in ("eagle", "cut") else {}
+    head = head_of(target, kind, **options)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    if compile:
+        head = packed_head(head)
+        assert is_packed(head)
+    width = len(head.feature_layers) * target.info.hidden_size
+    torch.manual_seed(3)
+    prompt_1TF, accepted_1AF = torch.randn(1, 6, width), torch.randn(1, 4, width)
+
+    @torch.inference_mode()
+    def drafts(broken):
+        """Logits of a healthy sibling of a broken draft, and of the next round's first drafts."""
+        token = BAD if broken else 7
+        state = head.begin(target.modules, 1, 40, 3, 9)
+        state = head.observe(state, prompt_1TF, torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([6]))
+        _, state = head.expand(state, torch.tensor([[3]]), torch.tensor([[-1]]))
+        logits_BWV, state = head.expand(state, torch.tensor([[token, 4]]), torch.tensor([[0, 0]]))
+        sibling_V = logits_BWV[0, -1]
+        _, state = head.expand(state, torch.tensor([[2, token]]), torch.tensor([[0, 1]]))
+        features_1AF = accepted_1AF.clone()
+        features_1AF[:, 2] = math.nan if broken else 0
+        state = head.observe(state, features_1AF, torch.tensor([[4, 2, token, token]]), torch.tensor([2]))
+        first_BWV, state = head.expand(state, torch.tensor([[2]]), torch.tensor([[-1]]))
+        second_BWV, _ = head.expand(state, torch.tensor([[6, 5]]), torch.tensor([[0, 0]]))
+        return sibling_V, first_BWV, second_BWV
+
+    for mine, its in zip(drafts(True), drafts(False), strict=True):
+        assert bool(its.isfinite().all())
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target):
+    target, small = tiny_target(vocab_size=VOCAB), tiny_target(vocab_size=VOCAB)
+    small.model.get_input_embeddings().weight.data[BAD] = math.nan
+    row = rows_of(7)[0]
+    truth = stock(target.model, row)
+    assert BAD not in truth
+    drafter = make_drafter(target, small, "branch:3x2x1", adaptive=False)
+    expand, calls = drafter.head.expand, []
+
+    def expanded(state, tokens_BW, parents_BW):
+        logits_BWV, state = expand(state, tokens_BW, parents_BW)
+        calls.append(1)
+        if len(calls) == 2:  # in the first round it drafts the token beside the best one, and reads both
+            logits_BWV = logits_BWV.clone()
+            logits_BWV[..., BAD] = logits_BWV.amax(-1) + 1
+        return logits_BWV, state
+
+    drafter.head.expand = expanded
+    found, stats = ours(SpeculativeLM(target, drafter), [row])
+    assert found == [truth]
+    assert stats.rows[0][1].accepted == 3  # of 3: the model is the target
+
+
+def test_padding_is_a_token_of_the_text():
+    """Which is read: another token might be one for which the target computes NaN."""
+    rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    assert padded_prompts(rows, torch.device("cpu")).tolist() == [[5, 6, 7], [8, 8, 8]]
+    tree = draft_tree([Trie([9]), merged(4, [[1, 2], [3]], 8)], torch.device("cpu"))
+    assert tree.tokens_BN[0].tolist() == [9] * 4 and tree.sizes_B.tolist() == [1, 4]
+    joint = joined(tree, [merged(9, [[1]], 4), merged(4, [[1, 2], [5, 6, 7]], 8)])
+    assert set(joint.tokens_BN[0].tolist()) == {9, 1}
+
+
+# The target's own numbers
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_infinite_logit_is_the_best_one_and_cannot_be_sampled(compile):
+    model = model_of()
+    model.lm_head = torch.nn.Linear(64, VOCAB).requires_grad_(False)
+    model.lm_head.bias.data[9] = math.inf
+    lm = SpeculativeLM.from_pretrained(Target(model), drafter="prompt-lookup", compile=compile)
+    row = rows_of(5)[0]
+    assert stock(model, row) == [9] * NEW
+    assert ours(lm, [row])[0] == [[9] * NEW]
+    with pytest.raises(ValueError, match=r"target's logits for new token 0 of row 0 are infinite"):
+        ours(lm, [row], do_sample=True)
+
+
+def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, math.nan)
+
+    target = tiny_target(vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"):
+        ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
+
+
+def test_a_temperature_that_overflows_is_named(tiny_target):
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"temperature 1e-45 is below 1e-38, so that scores are infinite"):
+        ours(SpeculativeLM(target), rows_of(4), do_sample=True, temperature=1e-45)
+
+
+def test_processors_of_text_are_not_shown_what_a_draft_spoiled(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    spoil(target.model)
+    shown = []
+
+    class Watching(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            shown.append(bool(scores.isnan().any()))
+            return scores
+
+    row = rows_of(7)[0]
+    truth = ours(SpeculativeLM(target), [row])[0]
+    shown.clear()
+    lm = SpeculativeLM(target, Poisoned(SHAPES["branches"], truth, VOCAB, wrong=0.3))
+    found, stats = ours(lm, [row], logits_processor=LogitsProcessorList([Watching()]))
+    assert found == truth and {record.fallback for record in stats.rows[0]} == {"not_finite"}
+    assert shown and not any(shown)
+
+
+def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
+    """Added to such a score, the lowest float16 would not hide it."""
+    target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
+    seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
+    mask = target.engine._masks({"full_attention": seen_BNS})
+    query, key, value = torch.full((1, 4, 2, 8), 30.0), torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
+    key[:, :, -2:], value[:, :, -2:] = 60000.0, 1.0
+    out = masked_attention(*(each.half() for each in (query, key, value)), mask)
+    assert bool((out[:, :, 0] == 0).all())

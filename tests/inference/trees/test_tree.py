@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from headstart.inference import DraftTree, DynamicShape, TreeShape, tree_policy
+from headstart.inference.trees.tree_spec import spec_of
+
+
+def ancestors(parents, node):
+    return {node} if node == 0 else {node} | ancestors(parents, parents[node])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
+    shape = tools.random_shape(seed)
+    parents = shape.parents
+    tree = DraftTree(torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth)
+    for node in range(shape.size):
+        seen = set(tree.structure.ancestors_BNN[0, node].nonzero().flatten().tolist())
+        assert seen == ancestors(parents, node)
+        assert tree.structure.depths_BN[0, node] == len(seen) - 1
+    assert all(parent < node for node, parent in enumerate(parents))
+    assert shape.depth == max(map(len, shape.paths), default=0)
+    # levels: following frontier and picks rebuilds the paths
+    rebuilt, frontier = [()], [()]
+    for level in shape.levels:
+        nodes = [(*frontier[pick // level.width], pick % level.width) for pick in level.picks]
+        rebuilt += nodes
+        assert [frontier[i] for i in level.parents] == [nodes[i][:-1] for i in level.frontier]
+        frontier = [nodes[i] for i in level.frontier]
+    assert rebuilt == [(), *shape.paths]
+
+
+def test_a_chain_takes_the_best_token_at_each_depth():
+    assert TreeShape.chain(3).paths == ((0,), (0, 0), (0, 0, 0))
+    assert tree_policy("chain:3") == TreeShape.chain(3)
+    assert tree_policy("root").size == 1
+
+
+def test_a_file_of_paths_is_read_in_any_order(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps([[1], [0, 2], [0]]))
+    assert tree_policy(str(path)).paths == ((0,), (1,), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0, 0]], r"\[0, 0\] has no parent \[0\]"),
+        ([[0], [0]], r"stands twice: \[0\]"),
+        ([[-1]], "each an integer from 0"),
+        ([[]], "at least one rank"),
+        ([["0"]], "each an integer"),
+    ],
+)
+def test_paths_that_are_no_tree_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        TreeShape.from_paths(paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("dynamic", DynamicShape()),
+        ("dynamic:24", DynamicShape(size=24)),
+        ("dynamic:24:6", DynamicShape(size=24, depth=6)),
+        ("dynamic:24:6:8", DynamicShape(size=24, depth=6, width=8)),
+        ("chain:0", TreeShape(())),
+    ],
+)
+def test_words_for_policies(text, policy):
+    assert tree_policy(text) == policy
+
+
+@pytest.mark.parametrize(
+    "policy", [DynamicShape(24, 6, 8), TreeShape.chain(3), TreeShape(()), TreeShape.from_paths([[0], [2], [2, 1]])]
+)
+def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
+    assert tree_policy(policy) is policy
+    assert tree_policy(json.loads(json.dumps(spec_of(policy)))) == policy
+
+
+def test_paths_may_be_given_themselves():
+    assert tree_policy([[1], [0, 2], [0]]).paths == ((0,), (1,), (0, 2))
+    assert tree_policy([]) == tree_policy("root")
+
+
+@pytest.mark.parametrize("text", ["dynamic:1", "dynamic:24:0", "dynamic:24:6:0"])
+def test_dynamic_trees_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "):
+        tree_policy(text)
+
+
+@pytest.mark.parametrize("content", ["[3]", "null", "[[0], 1]", '{"paths": [[0]]}', "[[0]", "[[0, 0]]", '[["0"]]', ""])
+def test_files_that_hold_no_tree_are_refused(content, tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tree\.json holds no list of paths|tree path "):
+        tree_policy(str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("medusa", "chain", "chain:x", "chain:-1", "chain:1:2", "chain:", "root:3", "missing.json"),
+        *("dynamic:x", "dynamic:", "dynamic:24:6:8:1", "dynamic:-3", "dynamic:2.5", "Dynamic:24"),
+    ],
+)
+def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):
+    with pytest.raises(ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"):
+        tree_policy(text)

@@ -1,0 +1,342 @@
+"""Acceptance rules for sampled trees, by enumeration: every tree that can be sampled, every outcome of every draw."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.inference import DraftTree, TreeShape
+from headstart.inference.trees.verify import (
+    BEST,
+    RULES,
+    _normalized,
+    choose_rule,
+    emitted_tokens,
+    with_replacement,
+    without_replacement,
+)
+
+PROCESSORS = [
+    [],
+    [TemperatureLogitsWarper(0.6)],
+    [TemperatureLogitsWarper(1.3), TopKLogitsWarper(2)],
+    [TopPLogitsWarper(0.7)],
+    [MinPLogitsWarper(0.3)],
+    [TopKLogitsWarper(1)],
+]
+CHAINS = [[[0]], [[0], [0, 0]], [[0], [0, 0], [0, 0, 0]]]
+TREES = [
+    [[0], [1]],
+    [[0], [1], [2]],
+    [[0], [1], [0, 0], [1, 0]],
+    [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]],
+    [[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]],
+]
+
+
+class Script:
+    """One outcome for every draw of a rule, the same in all rows, each row with its own weight; see `outcomes`."""
+
+    def __init__(self, choices):
+        self.choices, self.place, self.options = choices, 0, []
+        self.weights = torch.ones((), dtype=torch.float64)
+
+    def _next(self, options):
+        self.options.append(options)
+        if self.place == len(self.choices):
+            self.choices.append(0)
+        self.place += 1
+        return self.choices[self.place - 1]
+
+    def accept(self, probs):
+        outcome = self._next(2) == 0
+        self.weights = self.weights * (probs if outcome else 1 - probs)
+        return torch.full(probs.shape, outcome)
+
+    def categorical(self, probs):
+        nodes = probs.reshape(len(probs), -1, probs.shape[-1]).unbind(1)
+        drawn = [self._next(probs.shape[-1]) for _ in nodes]
+        for node, token in zip(nodes, drawn, strict=True):
+            self.weights = self.weights * node[:, token]
+        return torch.tensor(drawn).expand(len(probs), -1).reshape(probs.shape[:-1])
+
+
+def outcomes(run):
+    """`run(sampler)` for every script of outcomes, with the weights of its rows."""
+    choices = []
+    while True:
+        sampler = Script(choices)
+        result = run(sampler)
+        yield result, sampler.weights
+        choices = choices[: sampler.place]
+        while choices and choices[-1] + 1 == sampler.options[len(choices) - 1]:
+            choices.pop()
+        if not choices:
+            return
+        choices[-1] += 1
+
+
+class World:
+    """A random target and a random draft over a tiny vocabulary, and all trees of a shape that can be drawn."""
+
+    def __init__(self, shape, vocab, seed, processors, replace=False, draft_tokens=None):
+        generator = torch.Generator().manual_seed(seed)
+        self.shape, self.vocab = TreeShape.from_paths(shape), vocab
+        depth = self.shape.depth
+        processors = LogitsProcessorList(processors)
+        self.target, self.draft = {}, {}
+        for length in range(depth + 1):
+            for prefix in itertools.product(range(vocab), repeat=length):
+                logits = 2 * torch.randn(2, vocab, generator=generator, dtype=torch.float64)
+                logits[1, vocab if draft_tokens is None else draft_tokens :] = -torch.inf
+                self.target[prefix] = processors(None, logits[:1].clone())[0]
+                self.draft[prefix] = processors(None, logits[1:].clone())[0].softmax(-1)
+        self.replace = replace
+        self.kind = (
+            "sampled_chain"
+            if depth + 1 == self.shape.size
+            else "sampled_independent"
+            if replace
+            else "sampled_without_replacement"
+        )
+        self.rows, self.weights = self._rows()
+
+    def _rows(self):
+        """All trees, as {path: token}, with their probabilities."""
+        rows = [({(): ()}, 1.0)]  # path -> tokens on it
+        for parent in ((), *self.shape.paths):
+            count = sum(path != () and path[:-1] == parent for path in self.shape.paths)
+            grown = []
+            for tokens, weight in rows:
+                prefix = tokens[parent]
+                for children, mass in self._children(self.draft[prefix], count):
+                    more = {(*parent, rank): (*prefix, token) for rank, token in enumerate(children)}
+                    grown.append(({**tokens, **more}, weight * mass))
+            rows = grown
+        return [row for row, _ in rows], torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+
+    def _children(self, probs, count, taken=()):
+        """Every way of drawing `count` tokens; where they run out, impossible ones follow, as in `Sampler.distinct`."""
+        if len(taken) == count:
+            return [(taken, 1.0)]
+        found = []
+        for token in range(self.vocab):
+            if probs[token] > 0:
+                rest = probs if self.replace else _normalized(probs.scatter(0, torch.tensor([token]), 0.0), 0 * probs)
+                for children, mass in self._children(rest, count, (*taken, token)):
+                    found.append((children, float(probs[token]) * mass))
+        if not found:
+            spare = [token for token in range(self.vocab) if token not in taken]
+            return [((*taken, *spare[: count - len(taken)]), 1.0)]
+        return found
+
+    def tree(self):
+        paths, rows = ((), *self.shape.paths), len(self.rows)
+        self.scores = torch.stack([torch.stack([self.target[row[path]] for path in paths]) for row in self.rows])
+        return DraftTree(
+            tokens_BN=torch.tensor([[0] + [row[path][-1] for path in self.shape.paths] for row in self.rows]),
+            parents_BN=torch.tensor(self.shape.parents).expand(rows, -1),
+            sizes_B=torch.full((rows,), self.shape.size),
+            max_depth=self.shape.depth,
+            kind=self.kind,
+            draft_probs_BNV=torch.stack([torch.stack([self.draft[row[path]] for path in paths]) for row in self.rows]),
+            shape=self.shape,
+        )
+
+    def joint(self, mass):
+        """The distribution of depth + 1 tokens, what is missing being written by the target."""
+        found = dict(mass)
+        for length in range(self.shape.depth + 1):
+            for prefix in itertools.product(range(self.vocab), repeat=length):
+                weight = found.pop(prefix, 0.0)
+                for token, prob in enumerate(self.target[prefix].softmax(-1).tolist()):
+                    text = (*prefix, token)
+                    found[text] = found.get(text, 0.0) + weight * prob
+        return found
+
+    def truth(self):
+        return self.joint({(): 1.0})
+
+    def run(self, verify):
+        """The distribution of what a round emits, and the mean number of tokens."""
+        tree = self.tree()
+        mass = {}
+        for result, weights in outcomes(lambda sampler: verify(tree, self.scores, sampler)):
+            emitted = emitted_tokens(tree, result).tolist()
+            for tokens, length, weight in zip(
+                emitted, result.lengths_B.tolist(), (self.weights * weights).tolist(), strict=True
+            ):
+                if weight > 0:
+                    text = tuple(tokens[:length])
+                    mass[text] = mass.get(text, 0.0) + weight
+        assert sum(mass.values()) == pytest.approx(1)
+        return mass
+
+    def error(self, verify):
+        truth, found = self.truth(), self.joint(self.run(verify))
+        return max(abs(truth[text] - found.get(text, 0.0)) for text in truth)
+
+    def mean(self, verify):
+        return sum(len(text) * weight for text, weight in self.run(verify).items())
+
+
+def world(seed, shapes, **options):
+    choose = random.Random(seed)
+    shape = shapes[seed % len(shapes)]
+    vocab = 3 if len(shape) > 3 else choose.choice([3, 4, 5])
+    return World(shape, vocab, seed, PROCESSORS[choose.randrange(len(PROCESSORS))], **options)
+
+
+WORDS = [word for word, rule in RULES.items() if not rule.lossy]
+SMALL = [[[0], [1], [1, 0]], *(shape for shape in CHAINS + TREES if len(shape) < 4)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("word", WORDS)
+def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
+    kinds = RULES[word].kinds
+    shapes = CHAINS if kinds == {"sampled_chain"} else SMALL if word == "point_mass" else CHAINS + TREES
+    here = world(seed, shapes, replace="sampled_independent" in kinds and (word != "point_mass" or seed % 2 == 0))
+    assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
+
+
+def picked_and_taken_for_drawn(tree, scores, sampler):
+    """Wrong: the best tokens of the draft, verified as if they had been drawn from its softmax."""
+    best = tree.draft_probs_BNV[:, 0].topk(2, dim=-1).indices
+    tokens = torch.cat([tree.tokens_BN[:, :1], best], dim=1)
+    return without_replacement(dataclasses.replace(tree, tokens_BN=tokens), scores, sampler)
+
+
+def stale_draft_probabilities(tree, scores, sampler):
+    """Wrong: children drawn without replacement, verified as if every one had been drawn from the same."""
+    return with_replacement(tree, scores, sampler)
+
+
+def unchanged_target(tree, scores, sampler):
+    """Wrong: after rejections the next token is drawn from the target as it was."""
+    result = without_replacement(tree, scores, sampler)
+    last = result.path_BA.gather(1, result.lengths_B[:, None] - 1)
+    probs = scores.softmax(-1).gather(1, last[..., None].expand(-1, -1, scores.shape[-1]))
+    return dataclasses.replace(result, next_tokens_B=sampler.categorical(probs[:, 0]))
+
+
+@pytest.mark.parametrize("wrong", [picked_and_taken_for_drawn, stale_draft_probabilities, unchanged_target])
+def test_the_enumeration_catches_what_published_code_does_wrong(wrong):
+    assert max(World([[0], [1]], 4, seed, []).error(wrong) for seed in range(5)) > 0.01
+
+
+def test_drawn_trees_rank_the_rules(record_property):
+    """Mean tokens a round on the same trees: taking more of the draft into account never accepts less."""
+    for shapes, words in [
+        (TREES, ("traversal", "without_replacement", "point_mass")),
+        (CHAINS[1:], ("block", "token", "point_mass")),
+    ]:
+        means = []
+        for word in words:
+            worlds = [World(shape, 3, seed, []) for seed in range(6) for shape in shapes if len(shape) < 5]
+            means.append(sum(here.mean(RULES[word].verify) for here in worlds) / len(worlds))
+        record_property(" ".join(words), means)
+        assert means == sorted(means, reverse=True)
+        assert means[0] > means[-1] + 0.01
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_block_verification_never_accepts_less_than_the_token_rule(seed):
+    here = world(seed, CHAINS)
+    assert here.mean(RULES["block"].verify) >= here.mean(RULES["token"].verify) - 1e-12
+
+
+@pytest.mark.parametrize("word", ["without_replacement", "traversal"])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    {
+        "top-k below the number of children": {"processors": [TopKLogitsWarper(2)]},
+        "a draft of one token": {"processors": [], "draft_tokens": 1},
+        "a draft of two tokens": {"processors": [], "draft_tokens": 2},
+        "one token left of both": {"processors": [TopKLogitsWarper(1)]},
+    }.items(),
+)
+def test_an_exhausted_draft_is_no_bias(word, case, options):
+    for seed in range(8):
+        for shape in ([[0], [1], [2]], [[0], [1], [2], [0, 0], [0, 1]]):
+            assert World(shape, 4, seed, **options).error(RULES[word].verify) <= 1e-9, case
+
+
+@pytest.mark.parametrize("word", ["with_replacement", "without_replacement", "traversal"])
+def test_a_draft_equal_to_the_target_is_always_accepted(word):
+    """Residuals are 0/0 everywhere."""
+    here = World([[0], [0, 0]], 4, 0, [])
+    here.draft = {prefix: scores.softmax(-1) for prefix, scores in here.target.items()}
+    here.rows, here.weights = here._rows()
+    assert here.mean(RULES[word].verify) == pytest.approx(3)
+    assert here.error(RULES[word].verify) <= 1e-9
+
+
+def test_typical_acceptance_is_not_the_targets_distribution():
+    errors = [World([[0], [1]], 4, seed, []).error(RULES["typical"].verify) for seed in range(5)]
+    assert min(errors) > 0.01
+
+
+def test_typical_acceptance_takes_what_passes_the_threshold():
+    logits = torch.tensor([[0.5, 0.3, 0.107, 0.093], [0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]).log()
+    shape = TreeShape.from_paths([[0], [1], [0, 0]])
+    draft = torch.zeros(1, 4, 4)
+
+    def accepted(*tokens):
+        tree = DraftTree(
+            torch.tensor([[0, *tokens]]), torch.tensor([shape.parents]), torch.tensor([4]), 2, "top_k", draft, shape
+        )
+        result = RULES["typical"].verify(tree, logits[None], None)
+        return result.path_BA[0, : int(result.lengths_B)].tolist(), int(result.next_tokens_B)
+
+    # at the root the entropy is 1.17, so the threshold is min(0.09, 0.3 * 0.311) = 0.09: token 3 just passes
+    assert accepted(3, 0, 0) == ([0, 1, 3], 0)
+    # at node 1 the entropy is 0.17, so the threshold is 0.09
+    assert accepted(1, 2, 0) == ([0, 1, 3], 0)
+    assert accepted(1, 0, 1) == ([0, 2], 0)  # of two paths of one token the likelier
+    # a flat distribution: 0.3 * exp(-1.39) = 0.075 is below epsilon
+    tree = DraftTree(torch.tensor([[0, 1]]), torch.tensor([[-1, 0]]), torch.tensor([2]), 1)
+    flat = torch.tensor([[0.085] * 11 + [0.065], [0.5] + [0.5 / 11] * 11]).log()
+    assert RULES["typical"].verify(tree, flat[None], None).lengths_B.tolist() == [2]
+
+
+@pytest.mark.parametrize("kind", BEST)
+def test_auto_is_an_exact_rule_that_fits(kind):
+    assert kind in RULES[BEST[kind]].kinds and not RULES[BEST[kind]].lossy
+    assert choose_rule("auto", kind, lossy=False) is RULES[BEST[kind]].verify
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "message"),
+    [
+        ("token", "top_k", "'token' would be biased for trees whose nodes are top-k tokens and not sampled"),
+        ("traversal", "top_k", "choose from point_mass$"),
+        (
+            "without_replacement",
+            "sampled_independent",
+            "sampled independently; choose from point_mass, with_replacement$",
+        ),
+        ("with_replacement", "sampled_without_replacement", "choose from point_mass, without_replacement, traversal$"),
+        ("block", "sampled_without_replacement", "'block' would be biased"),
+        ("typical", "top_k", "'typical' is lossy: .* say lossy=True .* or choose 'point_mass'"),
+        ("exact", "top_k", "unknown acceptance rule 'exact'; choose from auto, point_mass"),
+    ],
+)
+def test_a_rule_that_would_change_the_distribution_is_refused(word, kind, message):
+    with pytest.raises(ValueError, match=message):
+        choose_rule(word, kind, lossy=False)
+
+
+def test_a_lossy_rule_is_taken_by_those_who_say_so():
+    assert choose_rule("typical", "top_k", lossy=True) is RULES["typical"].verify
