@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,9 +17,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .cache.kv_cache import free_memory
+from .drafters.base import BatchDrafter
+from .drafters.by_name import assistants
+from .drafters.draft_model import within
+from .drafters.tree_policies import draft_models
 from .engines.encoder_decoder import Seq2SeqTarget
 from .engines.target import Target
 from .rounds.sequences import Conversation
+from .targets.as_loaded import as_loaded
 from .targets.interface import CACHE_NAMES, filled_cache
 from .targets.loading import load_tokenizer
 from .targets.prompt_inputs import ENCODED, TOKEN_TYPES, check_prompt_inputs, is_prompt_input
@@ -316,3 +323,58 @@ class Stopping:
             else:
                 others.append(criterion)
         return cls(frozenset(end_tokens), max_length, others)
+
+
+def check_size(
+    target: Target, drafter: BatchDrafter, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None
+) -> None:
+    """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + new_tokens > target.max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {target.max_positions} "
+            f"positions of {target.name!r}"
+        )
+    rows = min(len(prompts), max_batch_size or len(prompts))
+    tokens = longest + new_tokens + drafter.max_nodes
+    scores = rows * drafter.max_nodes * target.info.vocab_size
+    bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
+    """Of its raw logit, its score, its probability and its random number."""
+    needed = {
+        "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
+        "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(drafter)),
+        "logits": scores * bytes_of_score,
+    }
+    total = sum(needed.values())
+    free = free_memory(target.device)
+    if total > free and target.pool.blocks:
+        target.pool.blocks.clear()
+        free = free_memory(target.device)
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+        raise ValueError(
+            f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and "
+            f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
+            "once (max_batch_size)"
+        )
+
+
+@contextmanager
+def shown_to_encoders(target: Target, drafter: BatchDrafter, prompts: Prompts) -> Iterator[dict[str, Any]]:
+    """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
+    if not isinstance(target, Seq2SeqTarget):
+        yield {}
+        return
+    check_ids(prompts.input_ids, prompts.attention_mask, target)
+    models = [model for model in assistants(drafter) if isinstance(model, Seq2SeqTarget)]
+    before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
+    try:
+        encoded = target.encode(prompts.input_ids, prompts.attention_mask)
+        for model in models:
+            with as_loaded(model.model):
+                model.encode(within(model, prompts.input_ids), prompts.attention_mask)
+        yield {"encoder_outputs": encoded}
+    finally:
+        for model, states, mask in before:  # those of a generation that called this one, or none
+            model.encoded = states
+            model.encoded_mask = mask

@@ -8,11 +8,10 @@ that `generate` returns for it alone.
 from __future__ import annotations
 
 import copy
-import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,26 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
-from .cache.kv_cache import free_memory
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
-from .drafters.by_name import DrafterSource, assistants, make_drafter, needs_costs
+from .drafters.by_name import DrafterSource, assistants
 from .drafters.costs import measured_costs
-from .drafters.draft_model import within
 from .drafters.tree_policies import draft_models
 from .drafters.validated import validated
+from .drafting import Drafting, Recipe
 from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .engines.target import Target
 from .head_loading import load_fitting_head, merge_adapter_of
 from .inputs import (
-    Prompts,
     Stopping,
     check_conversation,
-    check_ids,
     check_prepared,
     check_settings,
+    check_size,
     inputs_of_prompt,
     padding_token,
     prompts_of,
+    shown_to_encoders,
     warn_of_equal_answers,
     with_tokenizer,
     without_padding,
@@ -59,7 +57,8 @@ from .rounds.loop import speculate
 from .rounds.observers import RoundObserver
 from .rounds.sequences import Conversation, Sequences
 from .rounds.verification import Verification, verification_by
-from .targets.as_loaded import as_loaded, as_loaded_together, warn_of_autocast
+from .running import alone, runs
+from .targets.as_loaded import as_loaded, warn_of_autocast
 from .targets.loading import check_model_options, refuse_loading_options
 from .targets.prompt_inputs import is_prompt_input
 from .text.chat import Chat
@@ -68,9 +67,12 @@ from .trees.logits import TreeLogitsProcessor
 from .trees.sampling import RandomSampler, Sampler
 from .trees.stats import Stats
 from .trees.tree_spec import TreeSpec
-from .trees.verify import choose_rule, greedy, is_lossy, top_down_rule
+from .trees.verify import check_rule_name, greedy, is_lossy, top_down_rule
 from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
+
+KEPT_OF_CALLS = 8
+"""Trees and rules of single calls that are kept, with what was measured and recorded for them."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +86,8 @@ class Call:
     as_transformers: bool = False
     """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
     `return_dict_in_generate` asks for it."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedHead:
-    """A head, and how drafters are made of it."""
-
-    head: DraftHead
-    tree: TreeSpec
-    make: Callable[..., BatchDrafter]
-    """`make_drafter` for the target, what drafts beside the head, and the fallback."""
-    compiled: bool
-    """Whether it runs in the target's engine."""
-
-    def drafter_with(self, target: Target) -> Callable[[TreeSpec], BatchDrafter]:
-        """Makes drafters by tree."""
-        head = target.engine.draft_head(self.head) if self.compiled else self.head
-        return partial(self.make, head=head)
+    drafting: Drafting | None = None
+    """What drafts in this call; None for what the decoder drafts with when the call's turn comes."""
 
 
 class SpeculativeLM:
@@ -126,48 +113,35 @@ class SpeculativeLM:
                 the target does not have.
         """
         self.target = target
-        self.acceptance = acceptance
-        self.lossy = lossy
-        self.provenance: dict[str, Any] = {}
-        """The target that the head was trained against, from the head's checkpoint."""
         self.observers: list[RoundObserver] = []
         """What watches every generation, see `RoundObserver`."""
         self.greedy_rule = Verification(greedy)
-        self._drafter: BatchDrafter | None = NoDraft()
-        if drafter is not None:
-            self._drafter = validated(drafter, target.info.vocab_size)
-        """None until the cost of rounds is measured, which decides what is drafted."""
-        self._drafter_with: Callable[[TreeSpec], BatchDrafter] | None = None
-        """Makes a drafter of the same head or source with another tree."""
-        self._loaded: LoadedHead | None = None
-        """The head that `from_pretrained` loaded, or the one that took its place."""
-        self._variants: dict[str, SpeculativeLM] = {}
-        """By tree and acceptance rule: this model with those of single calls."""
-        self.sampling_rule = Verification(choose_rule(acceptance, self.drafter.kind, lossy))
-        target.check_layers(self.drafter.feature_layers)
+        plan = NoDraft() if drafter is None else validated(drafter, target.info.vocab_size)
+        target.check_layers(plan.feature_layers)
+        self.drafting = Drafting.by_rule(plan, acceptance, lossy)
+        """What drafts, replaced as a whole."""
+        self._recipe: Recipe | None = None
+        """How drafters are made of a head; None for a drafter that was given."""
+        self._of_calls: OrderedDict[str, Drafting] = OrderedDict()
+        """By tree and acceptance rule: what drafts in single calls that name them, the one used last at the end."""
 
     def __repr__(self) -> str:
-        drafter = "a drafter chosen at first use" if self._drafter is None else repr(self._drafter)
-        return f"SpeculativeLM({self.target!r}, {drafter}, acceptance={self.acceptance!r})"
+        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, acceptance={self.drafting.acceptance!r})"
 
     @property
     def drafter(self) -> BatchDrafter:
-        """Proposes draft trees. Made at first use, or by `compile`, if the cost of rounds must be measured for it."""
-        if self._drafter is None:
-            with self.target.lock, as_loaded(self.target.model):
-                if self._drafter is None:  # no other thread has made it meanwhile
-                    assert self._drafter_with is not None
-                    self._drafter = self._drafter_with("auto")
-        return self._drafter
-
-    @drafter.setter
-    def drafter(self, drafter: BatchDrafter) -> None:
-        self._drafter = drafter
+        """Proposes draft trees."""
+        return self.drafting.drafter
 
     @property
     def head(self) -> DraftHead | None:
         """The head that drafts, which `use_head` replaces; None if there is none."""
-        return None if self._loaded is None else self._loaded.head
+        return self.drafting.head
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target that the head was trained against, from the head's checkpoint."""
+        return self.drafting.provenance
 
     @classmethod
     def from_pretrained(
@@ -223,6 +197,7 @@ class SpeculativeLM:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
+        check_rule_name(acceptance)
         check_model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
@@ -236,32 +211,18 @@ class SpeculativeLM:
             raise ValueError(f"compile must be True or False, not {compile!r}")
 
         loaded_head = None
-        provenance: dict[str, Any] = {}
         if head is not None:
             loaded_head = load_fitting_head(head, target, head_revision, dtype_was_named)
             target.check_layers(loaded_head.feature_layers)
             merge_adapter_of(loaded_head, target, allow_adapter)
-            if loaded_head.metadata is not None:
-                provenance = loaded_head.metadata.provenance
             loaded_head = loaded_head.to(target.device).eval()
-        if compile:
-            with as_loaded(target.model):  # kernels may hold a copy of it
-                target.compile(compile)
-
-        make = partial(make_drafter, target, drafter, adaptive=fallback)
-        drafter_with: Callable[[TreeSpec], BatchDrafter] = make
-        loaded = None
-        if loaded_head is not None:
-            loaded = LoadedHead(loaded_head, tree, make, bool(compile))
-            drafter_with = loaded.drafter_with(target)
-        later = needs_costs(target, tree, loaded_head, fallback)
-        lm = cls(target, None if later else drafter_with(tree), acceptance, lossy)
-        lm.provenance = provenance
-        lm._drafter_with = drafter_with
-        lm._loaded = loaded
-        if later:
-            lm._drafter = None
-        return lm.compile(compile) if compile else lm
+        lm = cls(target)
+        lm._recipe = Recipe(target, drafter, tree, fallback, compile, acceptance, lossy)
+        with as_loaded(target.model):  # kernels may hold a copy of it, and the cost of rounds may be measured
+            if compile:
+                target.compile()
+            lm.drafting = lm._recipe.drafting(loaded_head)
+        return lm
 
     def compile(self, mode: bool = True) -> SpeculativeLM:
         """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so by default.
@@ -289,10 +250,8 @@ class SpeculativeLM:
         """
         with self.target.lock:
             self.target.refresh()
-            for lm in (self, *self._variants.values()):
-                if lm._drafter is None:
-                    continue
-                for rows in draft_models(lm._drafter):
+            for drafting in (self.drafting, *self._of_calls.values()):
+                for rows in draft_models(drafting.drafter):
                     rows.renew(force=True)
         return self
 
@@ -314,61 +273,34 @@ class SpeculativeLM:
             ValueError: a decoder without a head, a head that does not fit the target, the tree or the rule, or one that
                 brings an adapter; nothing has changed then. Also a call inside a generation.
         """
-        before = self._loaded
         target = self.target
-        if before is None:
+        if self._recipe is None or self.head is None:
             raise ValueError("use_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
-        if any(running is target for running, _ in _RUNNING.generations):
+        if runs(target):
             raise ValueError("use_head was called inside a generation with the same target; call it afterwards")
         with target.lock, as_loaded(target.model):
             # 1. All that may be refused.
             new = load_fitting_head(head, target, revision)
             target.check_layers(new.feature_layers)
             merge_adapter_of(new, target, allowed=False)
-            loaded = replace(before, head=new.to(target.device).eval())
-            drafter_with = loaded.drafter_with(target)
-            drafter = drafter_with(before.tree)
-            sampling_rule = Verification(choose_rule(self.acceptance, drafter.kind, self.lossy))
-            for rows in draft_models(drafter):
-                rows.use(target.engine)
+            drafting = self._recipe.drafting(new.to(target.device).eval())
+            # 2. What was recorded for the old head, and for trees of single calls, holds them and their caches.
+            self._of_calls = OrderedDict()
+            target.engine.runner.forget()
+            # 3. The new one takes the old one's place.
+            self.drafting = drafting
 
-            # 2. All of it takes the old one's place, or none.
-            names = ("_loaded", "_drafter_with", "_drafter", "sampling_rule", "provenance")
-            earlier = {name: getattr(self, name) for name in names}
-            try:
-                self._loaded = loaded
-                self._drafter_with = drafter_with
-                self._drafter = drafter
-                self.sampling_rule = sampling_rule
-                self.provenance = {} if new.metadata is None else new.metadata.provenance
-                self._variants.clear()
-                vars(self).pop("costs", None)  # of rounds with the old head
-
-                # 3. Recorded rounds hold the old head, its cache and those of single calls' trees.
-                target.engine.runner.forget()
-            except BaseException:  # Ctrl-C
-                for name, value in earlier.items():
-                    setattr(self, name, value)
-                raise
-
-    @cached_property
+    @property
     def costs(self) -> RoundCosts:
         """Cost of rounds on this machine; measured, in about a second, if it is not known."""
-        with as_loaded(self.target.model):
-            return measured_costs(self.target, self._drafting_head())
-
-    def _drafting_head(self) -> DraftHead | None:
-        """The head as it drafts, which may be a copy in the target's engine; None if there is none."""
-        for rows in draft_models(self.drafter):
-            if isinstance(rows.model, DraftHead):
-                return rows.model
-        return None
+        with self.target.lock, as_loaded(self.target.model):
+            return measured_costs(self.target, self.drafting.head_in_engine)
 
     def warmup(self) -> SpeculativeLM:
         """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
         self.costs  # noqa: B018 - measured now
-        observers = self.observers[:]
-        self.observers.clear()
+        unobserved = copy.copy(self)
+        unobserved.observers = []
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
         settings: dict[str, Any] = {
             "attention_mask": torch.ones_like(prompt_1T),
@@ -378,11 +310,9 @@ class SpeculativeLM:
             "pad_token_id": 0,
             "stop_strings": None,
         }
-        try:
+        with self.target.lock:
             for sampling in (False, True):
-                self.generate(prompt_1T, do_sample=sampling, **settings)
-        finally:
-            self.observers[:] = observers
+                unobserved.generate(prompt_1T, do_sample=sampling, **settings)
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.speeds.clear()
@@ -466,17 +396,17 @@ class SpeculativeLM:
 
         target = self.target
         warn_of_autocast(target.model)
-        call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values)
         with target.lock, as_loaded(target.model):
-            lm = self if tree is None and acceptance is None else self._variant(tree, acceptance)
+            drafting = self._for_call(tree, acceptance)
+            call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, drafting=drafting)
             prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
-            with lm._shown_to_encoders(prompts) as encoded:
+            with shown_to_encoders(target, drafting.drafter, prompts) as encoded:
                 output = target.model.generate(
                     prompts.input_ids,
                     attention_mask=prompts.attention_mask,
                     generation_config=generation_config,
                     streamer=streamer,
-                    custom_generate=lm.decoding_method(call),
+                    custom_generate=self.decoding_method(call),
                     **settings,
                     **encoded,
                     **extra,
@@ -494,7 +424,7 @@ class SpeculativeLM:
         Yields:
             The tokens of a round, as soon as they are accepted.
         """
-        if any(target is self.target for target, _ in _RUNNING.generations):
+        if runs(self.target):
             raise ValueError(
                 "stream was called inside a generation with the same target (by a callback, a streamer, a processor or "
                 "a criterion), which would wait for its own end; call generate there, or stream afterwards"
@@ -558,8 +488,6 @@ class SpeculativeLM:
         if not encoder_decoder:
             prompt_inputs = inputs_of_prompt(inputs, input_ids, mask, call.past, target)
         prompts = without_padding(input_ids, mask, target)
-        if config.do_sample and is_lossy(self.acceptance):
-            warn_of_equal_answers(self.acceptance, prompts)
         process_logits = TreeLogitsProcessor(
             logits_processor,
             [input_ids.shape[1] - len(prompt) for prompt in prompts],
@@ -575,7 +503,10 @@ class SpeculativeLM:
         if target.engine.one_row:
             together = 1
         keep = bool(config.return_dict_in_generate)
-        with self._alone(call.past) as drafter:
+        with alone(target, call.past, lambda: (call.drafting or self.drafting).drafter) as drafter:
+            drafting = call.drafting or self.drafting
+            if config.do_sample and is_lossy(drafting.acceptance):
+                warn_of_equal_answers(drafting.acceptance, prompts)
             if isinstance(target, Seq2SeqTarget):
                 target.set_encoder_outputs(inputs["encoder_outputs"], inputs.get("attention_mask"))
                 for draft_model in assistants(drafter):
@@ -586,7 +517,7 @@ class SpeculativeLM:
             for rows in draft_models(drafter):
                 rows.use(target.engine)
                 rows.renew()
-            self._check_size(prompts, new_tokens, together)
+            check_size(target, drafter, prompts, new_tokens, together)
             sequences = Sequences(
                 prompts,
                 new_tokens,
@@ -597,7 +528,7 @@ class SpeculativeLM:
                 keep_logits=keep and bool(config.output_logits),
                 max_batch_size=together,
             )
-            rule = self._rule(bool(config.do_sample), process_logits)
+            rule = self._rule(drafting, bool(config.do_sample), process_logits)
             decoding = Decoding(
                 target,
                 rule,
@@ -606,7 +537,7 @@ class SpeculativeLM:
                 prompt_inputs=prompt_inputs,
                 observers=tuple(self.observers),
             )
-            stats = self._speculate(call, decoding, drafter, sequences)
+            stats = self._speculate(call, drafting, decoding, drafter, sequences)
         if call.streamer is not None:
             call.streamer.end()
         output = collected(input_ids, sequences, padding_token(config), stats)
@@ -616,20 +547,22 @@ class SpeculativeLM:
             return output.sequences
         return GenerateDictOutput.of(output)
 
-    def _rule(self, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
+    def _rule(self, drafting: Drafting, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
         """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""
         if not sampling:
             return self.greedy_rule
         if process_logits.one_by_one:
-            return verification_by(top_down_rule(self.acceptance, self.drafter.kind))
-        return self.sampling_rule
+            return verification_by(top_down_rule(drafting.acceptance, drafting.drafter.kind))
+        return drafting.sampling_rule
 
-    def _speculate(self, call: Call, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences) -> Stats:
+    def _speculate(
+        self, call: Call, drafting: Drafting, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences
+    ) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
         past = call.past
         if past is None:
             return speculate(decoding, drafter, sequences)
-        owner = (self, self._loaded, self.target.version)
+        owner = (drafting, self.target.version)
         if past.owner != owner:
             past.forget()
             past.owner = owner
@@ -639,114 +572,15 @@ class SpeculativeLM:
             past.forget()
             raise
 
-    def _variant(self, tree: TreeSpec | None, acceptance: str | None) -> SpeculativeLM:
-        """This model with another tree or rule; made once for each, so that measured speeds are kept."""
+    def _for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
+        """What drafts in a call that names a tree or a rule; kept, with its measured speeds, for the next such call."""
+        if tree is None and acceptance is None:
+            return self.drafting
         key = repr((tree, acceptance))
-        if key not in self._variants:
-            drafter = self.drafter
-            if tree is not None:
-                if self._drafter_with is None:
-                    raise ValueError(
-                        f"tree {tree!r} was given for a drafter that is made already; make it with that tree"
-                    )
-                with as_loaded(self.target.model):  # the cost of rounds may be measured
-                    drafter = self._drafter_with(tree)
-            same_kind = drafter.kind == self.drafter.kind
-            name = acceptance or (self.acceptance if same_kind else "auto")
-            variant = copy.copy(self)
-            variant.drafter = drafter
-            variant.acceptance = name
-            variant.sampling_rule = Verification(choose_rule(name, drafter.kind, self.lossy))
-            self._variants[key] = variant
-        return self._variants[key]
-
-    @contextmanager
-    def _shown_to_encoders(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
-        """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
-        target = self.target
-        if not isinstance(target, Seq2SeqTarget):
-            yield {}
-            return
-        check_ids(prompts.input_ids, prompts.attention_mask, target)
-        models = [model for model in assistants(self.drafter) if isinstance(model, Seq2SeqTarget)]
-        before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
-        try:
-            encoded = target.encode(prompts.input_ids, prompts.attention_mask)
-            for model in models:
-                with as_loaded(model.model):
-                    model.encode(within(model, prompts.input_ids), prompts.attention_mask)
-            yield {"encoder_outputs": encoded}
-        finally:
-            for model, states, mask in before:  # those of a generation that called this one, or none
-                model.encoded = states
-                model.encoded_mask = mask
-
-    @contextmanager
-    def _alone(self, past: Conversation | None) -> Iterator[BatchDrafter]:
-        """Hold the target for one generation, and give the drafter for it.
-
-        A callback, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
-        with a drafter of its own, and the outer one finds everything as it was.
-        """
-        target = self.target
-        running = _RUNNING.generations
-        if past is not None and any(other is past for _, other in running):
-            raise ValueError(
-                "past_key_values is the Conversation of the generation that calls generate here (by a callback, a "
-                "streamer, a processor or a criterion); give this one another"
-            )
-        with target.lock, as_loaded(target.model):
-            nested = any(other is target for other, _ in running)
-            drafter = self.drafter.fresh() if nested else self.drafter
-            encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
-            running.append((target, past))
-            try:
-                as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
-                with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
-                    yield drafter
-            finally:
-                running.pop()
-                if nested and isinstance(target, Seq2SeqTarget) and encoded is not None:
-                    target.encoded, target.encoded_mask = encoded
-
-    def _check_size(self, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None) -> None:
-        """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
-        target = self.target
-        longest = max(len(prompt) for prompt in prompts)
-        if longest + new_tokens > target.max_positions:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {target.max_positions} "
-                f"positions of {target.name!r}"
-            )
-        rows = min(len(prompts), max_batch_size or len(prompts))
-        tokens = longest + new_tokens + self.drafter.max_nodes
-        scores = rows * self.drafter.max_nodes * target.info.vocab_size
-        bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
-        """Of its raw logit, its score, its probability and its random number."""
-        needed = {
-            "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
-            "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(self.drafter)),
-            "logits": scores * bytes_of_score,
-        }
-        total = sum(needed.values())
-        free = free_memory(target.device)
-        if total > free and target.pool.blocks:
-            target.pool.blocks.clear()
-            free = free_memory(target.device)
-        if total > free:
-            parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
-            raise ValueError(
-                f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and "
-                f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
-                "once (max_batch_size)"
-            )
-
-
-class _Running(threading.local):
-    """The generations of this thread, the innermost last: the target of each, and its conversation."""
-
-    def __init__(self) -> None:
-        self.generations: list[tuple[Target, Conversation | None]] = []
-
-
-_RUNNING = _Running()
+        if key not in self._of_calls:
+            self._of_calls[key] = self.drafting.for_call(tree, acceptance)
+        self._of_calls.move_to_end(key)
+        if len(self._of_calls) > KEPT_OF_CALLS:
+            self._of_calls.popitem(last=False)
+            self.target.engine.runner.forget()  # what was recorded for it holds it and its cache
+        return self._of_calls[key]

@@ -72,8 +72,7 @@ def make_drafter(
             tree.
         tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
             random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
-            trees to choose from, for which the cost of rounds is measured if it is not known, see
-            `needs_costs`.
+            trees to choose from, for which the cost of rounds is measured if it is not known.
         head: a head that fits the target.
         metadata: what its checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
@@ -117,14 +116,6 @@ def chains_alone(target: Target) -> bool:
     """Whether "auto" chooses between chains alone: trees cannot be checked, or do not pay."""
     # A state follows one path of a tree at a time, from the row's pending tokens on.
     return target.stateful is not None or target.engine.chains_only
-
-
-def needs_costs(target: Target, tree: TreeSpec, head: DraftHead | None, adaptive: bool) -> bool:
-    """Whether `make_drafter` needs the cost of rounds on this machine, to choose between trees."""
-    if head is None or not adaptive or tree != "auto":
-        return False
-    metadata = head.metadata or CheckpointMetadata()
-    return fastest_tree(metadata, _machine(target)) is None
 
 
 def tree_drafter(

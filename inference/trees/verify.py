@@ -238,6 +238,16 @@ def is_lossy(name: str) -> bool:
     return name != "auto" and RULES[name.partition(":")[0]].lossy
 
 
+def check_rule_name(name: str) -> None:
+    """Refuse the name of no rule.
+
+    Raises:
+        ValueError: says which names there are.
+    """
+    if name.partition(":")[0] not in ("auto", *RULES):
+        raise ValueError(f"unknown acceptance rule {name.partition(':')[0]!r}; choose from auto, {', '.join(RULES)}")
+
+
 def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     """The rule for sampling of this name; "auto" for the exact rule that accepts most.
 
@@ -246,11 +256,10 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     Raises:
         ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule without agreement.
     """
+    check_rule_name(name)
     if name == "auto":
         return RULES[BEST[kind]].verify
     name, *thresholds = name.split(":")
-    if name not in RULES:
-        raise ValueError(f"unknown acceptance rule {name!r}; choose from auto, {', '.join(RULES)}")
     rule = RULES[name]
     if kind not in rule.kinds:
         fitting = ", ".join(each for each, other in RULES.items() if kind in other.kinds and not other.lossy)

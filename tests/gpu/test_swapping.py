@@ -13,7 +13,7 @@ from helpers import head_for
 
 from headstart.addons.record import record
 from headstart.files import text_shards
-from headstart.inference import Conversation, SpeculativeLM
+from headstart.inference import Conversation, SpeculativeLM, speculative_lm
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
@@ -95,6 +95,23 @@ def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
     gc.collect()
     assert replaced() is None
     text(lm, PROMPTS)
+    there.compile(False)
+
+
+def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(on_cpu, there, device, monkeypatch):
+    """All but the ones used last."""
+    monkeypatch.setattr(speculative_lm, "KEPT_OF_CALLS", 2)
+    head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
+    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", fallback=False, compile=True)
+    drafters = []
+    for tree in ("chain:1", "chain:2", "branch:2x2", "branch:3"):
+        for _ in range(3):  # the second call records
+            text(lm, PROMPTS, tree=tree)
+        newest = next(reversed(lm._of_calls.values()))
+        drafters.append(weakref.ref(newest.drafter))
+    del newest
+    gc.collect()
+    assert [drafter() is None for drafter in drafters] == [True, True, False, False]
     there.compile(False)
 
 

@@ -234,7 +234,7 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
     processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
 
     def run(sampler):
-        rows, _ = tools.write(target, lm.drafter, lm.sampling_rule, list(input_ids), processors, sampler, 3)
+        rows, _ = tools.write(target, lm.drafter, lm.drafting.sampling_rule, list(input_ids), processors, sampler, 3)
         return tuple(rows[0])
 
     found = tools.every_branch(run)

@@ -190,4 +190,4 @@ def test_an_interruption_at_any_line_leaves_one_head_or_the_other(target):
         calls = [lm.generate(PROMPT, **GREEDY), lm.generate(PROMPT, **GREEDY, tree="chain:1")]
         assert [call.stats.rows for call in calls] == expected[head], f"at line {number}"
         kept.append(head)
-    assert kept.count(old) > 20 and kept[0] is old
+    assert kept.count(old) > 8 and kept[0] is old

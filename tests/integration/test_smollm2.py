@@ -162,7 +162,7 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
     lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", fallback=False)
-    lm.sampling_rule = Verification(forgets_what_was_rejected)
+    lm.drafting = dataclasses.replace(lm.drafting, sampling_rule=Verification(forgets_what_was_rejected))
     value = p_value(expected, draws(lm, prompt_1T, seed=0))
     print(f"\nplanted bug: p = {value:.2g}")
     assert value < 0.01

@@ -85,7 +85,7 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     rows = prompts(2, vocab=3)
 
     def run(sampler):
-        texts, _ = tools.write(target, lm.drafter, lm.sampling_rule, rows, processors, sampler, 2, slots=1)
+        texts, _ = tools.write(target, lm.drafter, lm.drafting.sampling_rule, rows, processors, sampler, 2, slots=1)
         return tuple(texts[0] + texts[1])
 
     found = tools.every_branch(run)

@@ -1,0 +1,97 @@
+"""What drafts for a decoder, as one record that is replaced as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ..heads.base import DraftHead
+from .drafters.base import BatchDrafter
+from .drafters.by_name import DrafterSource, make_drafter
+from .drafters.tree_policies import draft_models
+from .engines.target import Target
+from .rounds.verification import Verification
+from .trees.tree_spec import TreeSpec
+from .trees.verify import choose_rule
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """A drafter, and the acceptance rule of its drafts in sampling; see `SpeculativeLM`."""
+
+    drafter: BatchDrafter
+    acceptance: str
+    """Name of the rule, or "auto"."""
+    lossy: bool
+    sampling_rule: Verification
+    head: DraftHead | None = None
+    """The head that drafts, as it was given; None if there is none."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """The target that the head was trained against, from the head's checkpoint."""
+    with_tree: Callable[[TreeSpec], BatchDrafter] | None = None
+    """Makes a drafter of the same head or source with another tree."""
+
+    @classmethod
+    def by_rule(cls, drafter: BatchDrafter, acceptance: str, lossy: bool, **more: Any) -> Drafting:
+        """A drafter with the rule of a name.
+
+        Raises:
+            ValueError: an unknown rule, or one that does not fit the drafter's trees.
+        """
+        rule = Verification(choose_rule(acceptance, drafter.kind, lossy))
+        return cls(drafter, acceptance, lossy, rule, **more)
+
+    def for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
+        """The same with another tree or rule; None for what is to stay."""
+        drafter = self.drafter
+        if tree is not None:
+            if self.with_tree is None:
+                raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
+            drafter = self.with_tree(tree)
+        same_kind = drafter.kind == self.drafter.kind
+        name = acceptance or (self.acceptance if same_kind else "auto")
+        rule = Verification(choose_rule(name, drafter.kind, self.lossy))
+        return replace(self, drafter=drafter, acceptance=name, sampling_rule=rule)
+
+    @property
+    def head_in_engine(self) -> DraftHead | None:
+        """The head as it drafts, which may be a copy in the target's engine; None if there is none."""
+        for rows in draft_models(self.drafter):
+            if isinstance(rows.model, DraftHead):
+                return rows.model
+        return None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a decoder makes its drafters: those arguments of `SpeculativeLM.from_pretrained` that say so."""
+
+    target: Target
+    source: DrafterSource | None
+    tree: TreeSpec
+    fallback: bool
+    compiled: bool
+    """Whether heads run in the target's engine."""
+    acceptance: str
+    lossy: bool
+
+    def drafting(self, head: DraftHead | None) -> Drafting:
+        """What drafts with this head, or with the source alone.
+
+        Raises:
+            ValueError: a tree or a rule that does not fit.
+        """
+        provenance: dict[str, Any] = {}
+        if head is not None and head.metadata is not None:
+            provenance = head.metadata.provenance
+        runs = head if head is None or not self.compiled else self.target.engine.draft_head(head)
+        with_tree = partial(make_drafter, self.target, self.source, head=runs, adaptive=self.fallback)
+        drafter = with_tree(self.tree)
+        self.target.check_layers(drafter.feature_layers)
+        for rows in draft_models(drafter):
+            rows.use(self.target.engine)
+        return Drafting.by_rule(
+            drafter, self.acceptance, self.lossy, head=head, provenance=provenance, with_tree=with_tree
+        )

@@ -1,0 +1,56 @@
+"""The generation that runs: one at a time for each target, and those that it calls in its turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from .drafters.base import BatchDrafter
+from .drafters.by_name import assistants
+from .engines.encoder_decoder import Seq2SeqTarget
+from .engines.target import Target
+from .rounds.sequences import Conversation
+from .targets.as_loaded import as_loaded, as_loaded_together
+
+
+class _Running(threading.local):
+    """The generations of this thread, the innermost last: the target of each, and its conversation."""
+
+    def __init__(self) -> None:
+        self.generations: list[tuple[Target, Conversation | None]] = []
+
+
+_RUNNING = _Running()
+
+
+def runs(target: Target) -> bool:
+    """Whether this call is made from inside a generation with a target, such as by an observer."""
+    return any(other is target for other, _ in _RUNNING.generations)
+
+
+@contextmanager
+def alone(target: Target, past: Conversation | None, drafter_now: Callable[[], BatchDrafter]) -> Iterator[BatchDrafter]:
+    """Hold the target for one generation, and give the drafter for it: that of the time when the target is free.
+
+    An observer, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
+    with a drafter of its own, and the outer one finds everything as it was.
+    """
+    if past is not None and any(other is past for _, other in _RUNNING.generations):
+        raise ValueError(
+            "past_key_values is the Conversation of the generation that calls generate here (by a callback, a "
+            "streamer, a processor or a criterion); give this one another"
+        )
+    with target.lock, as_loaded(target.model):
+        nested = runs(target)
+        drafter = drafter_now().fresh() if nested else drafter_now()
+        encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
+        _RUNNING.generations.append((target, past))
+        try:
+            as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
+            with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
+                yield drafter
+        finally:
+            _RUNNING.generations.pop()
+            if nested and isinstance(target, Seq2SeqTarget) and encoded is not None:
+                target.encoded, target.encoded_mask = encoded
