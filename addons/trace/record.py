@@ -301,7 +301,7 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
     if kind == "sampled_chain" and is_rule(rule, without_replacement, traversal):
         return "token" if is_rule(rule, without_replacement) else "block"
     rules = (greedy, point_mass, without_replacement, traversal, typical)
-    return next(each.__name__ for each in rules if is_rule(rule, each))
+    return next((each.__name__ for each in rules if is_rule(rule, each)), getattr(rule, "__name__", repr(rule)))
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:

@@ -221,9 +221,12 @@ class NewestTokens:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.idle: set[int] = set()
+        """Places of rows that have ended and keep their place: their roots go on, on the device alone."""
 
     def begin(self, context: DraftContext) -> None:
         self.tokens = [0] * context.batch_size
+        self.idle = set()
 
     def prefill(self, chunk: PrefillChunk) -> None:
         next_tokens = chunk.next_tokens_BT.tolist()  # sync: once for 2048 tokens of the prompts
@@ -233,15 +236,18 @@ class NewestTokens:
                 self.tokens[row] = next_tokens[row][length - 1]
 
     def observe(self, finished: Round) -> None:
+        self.idle = {row for row, emitted in enumerate(finished.tokens) if not emitted}
         for row, emitted in enumerate(finished.tokens):
-            if emitted:  # a row that is not idle
+            if emitted:
                 self.tokens[row] = emitted[-1]
 
     def select(self, rows_R: Tensor) -> None:
         self.tokens = selected_rows(self.tokens, rows_R)
+        self.idle = {place for place, row in enumerate(rows_R.tolist()) if row in self.idle}
 
     def replace(self, rows_R: Tensor, other: NewestTokens) -> None:
         self.tokens = replaced_rows(self.tokens, rows_R, other.tokens)
+        self.idle -= set(rows_R.tolist())
 
 
 def selected_rows(values: Sequence[Value], rows_R: Tensor) -> list[Value]:

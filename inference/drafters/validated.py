@@ -91,7 +91,9 @@ class ValidatedDrafter(BatchDrafter):
         if not self.failed:
             with self._fence():
                 tree = self.drafter.propose(roots_B)
-                check_tree(tree, self._newest.tokens, self.max_nodes, self.vocab_size)
+                newest = self._newest
+                roots = [None if row in newest.idle else token for row, token in enumerate(newest.tokens)]
+                check_tree(tree, roots, self.max_nodes, self.vocab_size)
                 return tree.to(roots_B.device)
         return NoDraft("drafter_failed").propose(roots_B)
 
@@ -131,8 +133,8 @@ class ValidatedDrafter(BatchDrafter):
             )
 
 
-def check_tree(tree: DraftTree, roots: list[int], max_nodes: int, vocab_size: int) -> None:
-    """Check a tree from outside, whose rows must begin with these roots.
+def check_tree(tree: DraftTree, roots: list[int | None], max_nodes: int, vocab_size: int) -> None:
+    """Check a tree from outside, whose rows must begin with these roots; None for any, in an idle row.
 
     Raises:
         ValueError: an invalid tree, and what is wrong with it.
@@ -150,7 +152,9 @@ def check_tree(tree: DraftTree, roots: list[int], max_nodes: int, vocab_size: in
         check_row(*row, tree.max_depth, vocab_size)
 
 
-def check_row(tokens: list[int], parents: list[int], size: int, root: int, max_depth: int, vocab_size: int) -> None:
+def check_row(
+    tokens: list[int], parents: list[int], size: int, root: int | None, max_depth: int, vocab_size: int
+) -> None:
     """Check the nodes of one row, of which the first `size` are not padding.
 
     Raises:
@@ -159,7 +163,7 @@ def check_row(tokens: list[int], parents: list[int], size: int, root: int, max_d
     nodes = len(tokens)
     if not 1 <= size <= nodes:
         raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")
-    if tokens[0] != root or parents[0] != -1:
+    if (root is not None and tokens[0] != root) or parents[0] != -1:
         raise ValueError(f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1")
     depths = [0]
     for node in range(1, nodes):

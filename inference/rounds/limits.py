@@ -23,7 +23,7 @@ from ..drafters.base import NoDraft
 from ..engines.base import TargetOutput
 from ..engines.target import Target
 from ..trees.tree import DraftTree
-from ..trees.tree_spec import TreeKind, TreeShape
+from ..trees.tree_spec import TreeShape
 
 Cut = tuple[DraftTree, Sequence[int] | None]
 """The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for all of them."""
@@ -44,14 +44,17 @@ class Limits:
         """Whether memory ran out until no draft was left."""
         return self.ran_out and self.most_nodes < 2
 
-    def shrink(self, kind: TreeKind) -> None:
-        """Memory ran out: verify half as many nodes, for the rest of the generation.
+    def shrink(self, proposed: DraftTree | None) -> None:
+        """Memory ran out with a tree, or while one was drafted: verify half as many nodes from now on.
 
         A part of a sampled tree would have another distribution: it shrinks to the root at once.
         """
-        before = self.most_nodes
         self.ran_out = True
-        self.most_nodes = before // 2 if kind == "top_k" else 1
+        before = self.most_nodes
+        if proposed is not None:
+            before = min(before, proposed.tokens_BN.shape[1])
+        sampled = proposed is not None and proposed.draft_probs_BNV is not None
+        self.most_nodes = 1 if sampled else max(before // 2, 1)
         warnings.warn(
             f"memory ran out with trees of {before} nodes; this generation goes on with {self.most_nodes}",
             stacklevel=5,
@@ -146,7 +149,7 @@ def reread(target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, 
 def forward_without_spoiled(
     target: Target, shortest: int, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
 ) -> TargetOutput:
-    """`Target.forward_tree` for sampled drafts of which some spoil the others: these get NaN, the others their logits.
+    """`Engine.forward_tree` for sampled drafts of which some spoil the others: these get NaN, the others their logits.
 
     A forward over each node's path alone tells which they are; in the tree the root's token stands in their places.
     The shortest row has `shortest` committed tokens.

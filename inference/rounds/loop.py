@@ -7,7 +7,7 @@ A round has these steps, which are numbered in `speculation_round` and `verify_r
     3  output = engine.forward_tree(verified, cache)     one forward over all nodes
     4  scores = process(output.logits, verified)         logits processors, each node with its own prefix
     5  verdict = verify_and_commit(verified, scores)     the accepted path and one token more; the KV cache keeps it
-    6  finished = read_by_host(Round(...))               the round's only wait for the device
+    6  finished = read_by_host(Round(...))               the only wait for the device, if no processor reads the text
     7  sequences.add(finished)                           text, stopping, streaming
     8  drafter.observe(finished)                         the head reads what was accepted
 
@@ -19,8 +19,11 @@ For example, after the text "the cat", whose last token is the root of this tree
 One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing its own path. The target says "sat"
 after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is emitted, and "a" is the next root.
 
-Where the device replays recorded functions, step 8 is launched within step 6, before the host knows the tokens: see
-`BatchDrafter.observe_ahead`. How prompts are read stands in `prefill`.
+The same steps run on every device; the engine decides how (`engines.by_device`). On a GPU its runner records four
+functions at their second call and replays them: the draft (`drafters.tree_policies`), the target's forward
+(`engines.eager`), the verdict with the compaction of the cache (`verification`), and the head's `observe`. Step 8 is
+then launched within step 6, before the host knows the tokens: see `BatchDrafter.observe_ahead`. On a CPU with our
+kernels all four run at once, the forward and the head's layers in C++.
 
 Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the chosen layers'
 features.
@@ -65,8 +68,7 @@ def speculate(
     for observer in decoding.observers:
         decoding.target.check_layers(observer.feature_layers)
         layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
-    if len(layers) > len(drafter.feature_layers):
-        decoding = replace(decoding, feature_layers=layers)
+    decoding = replace(decoding, feature_layers=layers)  # also where memory runs out and the drafter leaves
     call = ObservedCall(
         decoding.target,
         drafter,
@@ -166,7 +168,7 @@ def speculation_round(
             processors_advanced = decoding.process_logits.calls != calls
             if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
                 raise  # it cannot be repeated, or there is nothing to save
-            limits.shrink(drafter.kind)
+            limits.shrink(proposed)
             if limits.gave_up:
                 proposed = NoDraft("out_of_memory").propose(roots_B)
             continue

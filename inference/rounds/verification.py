@@ -39,23 +39,20 @@ class Verification:
         self.one_draw_per_node = rule is point_mass
 
     def random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler | None:
-        """Random numbers for the rule; a sampler of another class (a test's) draws for itself."""
+        """Random numbers for the rule; a sampler of another class, such as `drawn` returns, hands out its own."""
         if not self.samples:
             return None
         if type(sampler) is PositionSampler:
             return sampler.exponential_BNV
         if type(sampler) is not RandomSampler:
             return sampler
-        # Each row needs at most one number per node and depth, and one for the bonus token.
-        rows, nodes = tree.tokens_BN.shape
-        return sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device)
+        return uniform_numbers(tree, sampler, scores_BNV.device)
 
     def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
         """A sampler with all random numbers of a round, so that the rule can be asked several times."""
         if not self.samples or isinstance(sampler, PositionSampler):
             return sampler
-        rows, nodes = tree.tokens_BN.shape
-        return PrecomputedSampler(uniform_BU=sampler.uniform((rows, nodes * tree.max_depth + 1), scores_BNV.device))
+        return PrecomputedSampler(uniform_BU=uniform_numbers(tree, sampler, scores_BNV.device))
 
     def verify_and_commit(
         self,
@@ -69,7 +66,7 @@ class Verification:
         live_B: Tensor | None = None,
     ) -> Verdict:
         """The verdict by these random numbers; rows where `live_B` is 0 are idle and accept nothing."""
-        recorded = runner.replays and not isinstance(numbers, Sampler)  # a test's sampler draws for itself
+        recorded = runner.replays and not isinstance(numbers, Sampler)  # which counts on the host what was used
         with stats.timed("verify"):
             if recorded:
                 given = (cache.slots_BN, tree, features_BNF, scores_BNV, numbers)
@@ -128,6 +125,12 @@ class Verification:
         lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
         cut_B = lengths_B < result.lengths_B
         return Verdict(path_BA, lengths_B, result.next_tokens_B, emitted_BA, features_BAF, cut_B)
+
+
+def uniform_numbers(tree: DraftTree, sampler: Sampler, device: torch.device) -> Tensor:
+    """As many numbers [B, U] as a rule may draw: one for each node and depth, and one for the bonus token."""
+    rows, nodes = tree.tokens_BN.shape
+    return sampler.uniform((rows, nodes * tree.max_depth + 1), device)
 
 
 @lru_cache(maxsize=32)

@@ -130,8 +130,9 @@ class Stats:
 
     @property
     def round_parts(self) -> dict[str, float]:
-        """Mean seconds per round, by part."""
-        return {part: self.seconds.get(part, 0.0) / self.rounds for part in PARTS} if self.rounds else {}
+        """Mean seconds of a round, over all rows of its batch, by part."""
+        rounds = len(self.round_seconds)
+        return {part: self.seconds.get(part, 0.0) / rounds for part in PARTS} if rounds else {}
 
     @property
     def token_seconds(self) -> list[float]:

@@ -156,6 +156,54 @@ def test_lookahead_learns_again_when_its_whole_window_is_verified(monkeypatch):
     assert stats.max_depth == 3 and all(record.nodes <= 4 for record in stats.rows[0])
 
 
+class Features(RoundObserver):
+    """Reads the target's last states, of prompts and of rounds."""
+
+    feature_layers = (-1,)
+
+    def __init__(self):
+        self.widths = set()
+
+    def begin(self, call):
+        assert call.feature_layers == (-1,)
+
+    def prefill(self, rows, starts, chunk):
+        self.widths.add(chunk.features_BTF.shape[-1])
+
+    def round(self, finished):
+        self.widths.add(finished.verdict.features_BAF.shape[-1])
+
+
+@pytest.mark.filterwarnings("ignore:memory ran out")
+def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
+    """Also those that the drafter, which then drafts no more, had asked for."""
+    target = target_with("memory")
+    lm = SpeculativeLM.from_pretrained(target, head_for(target, "medusa"), tree="chain:2", fallback=False)
+    whole = target.engine.forward_tree
+
+    def forward_tree(tree, *arguments):
+        if tree.tokens_BN.shape[1] > 1:
+            raise torch.OutOfMemoryError("simulated")
+        return whole(tree, *arguments)
+
+    monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
+    features = Features()
+    lm.observers.append(features)
+    prompts = torch.tensor([[3, 9, 4, 1, 5], [1, 2, 3, 4, 5]])
+    stats = lm.generate(prompts, max_new_tokens=9, do_sample=False, max_batch_size=1).stats
+    assert features.widths == {32} and stats.rows[0][-1].fallback == "out_of_memory"
+
+
+def test_memory_that_runs_out_with_a_small_tree_leaves_a_smaller_one():
+    """Half of the tree that failed, not of the largest that the drafter makes."""
+    limits = Limits(target_with("memory"), 60)
+    with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
+        limits.shrink(tree_of([-1, 0, 0, 2, 3]))
+    with pytest.warns(UserWarning, match="trees of 2 nodes; this generation goes on with 1"):
+        limits.shrink(None)  # while a tree was drafted
+    assert limits.gave_up
+
+
 def tree_of(parents):
     nodes = torch.tensor([parents])
     depths = [0]
@@ -174,11 +222,11 @@ def test_a_cut_names_the_nodes_that_it_keeps():
     assert first_nodes(tree, 5) == (tree, None)
     limits = Limits(target, 5)
     with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
-        limits.shrink("top_k")
+        limits.shrink(tree)
     cut, nodes = limits.cut(tree, [4])  # both: a path of the two nodes that memory allows
     assert list(nodes) == [0, 1] and cut.tokens_BN.tolist() == [[10, 11]]
     with pytest.warns(UserWarning, match="goes on with 1"):
-        limits.shrink("top_k")
+        limits.shrink(tree)
     assert limits.gave_up
 
 

@@ -64,3 +64,11 @@ def test_merging_adds_rows_and_times_and_keeps_every_tokens_time():
     assert merged.max_depth == 2
     assert merged.seconds == {"draft": 3.0, "target": 1.0}
     assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(stats().token_seconds * 2)
+
+
+def test_parts_of_a_round_are_those_of_its_whole_batch():
+    """Two rows share two rounds: a round's mean time is not divided among its rows."""
+    rows = [[RoundRecord(1, 2, number=0), RoundRecord(1, 2, number=1)] for _ in range(2)]
+    stats = Stats(rows=rows, round_seconds=[0.5, 0.7], seconds={"draft": 0.4, "target": 0.8})
+    assert stats.round_parts["draft"] == pytest.approx(0.2) and stats.round_parts["target"] == pytest.approx(0.4)
+    assert Stats().round_parts == {}
