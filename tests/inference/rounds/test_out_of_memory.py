@@ -129,7 +129,7 @@ def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
 
 
 def test_a_cache_that_could_not_grow_is_as_before(tiny_target, monkeypatch):
-    cache = tiny_target().new_cache(1, 10, 1)
+    cache = tiny_target().engine.new_cache(1, 10, 1)
     cache.ensure_capacity(10)
 
     def fails(*_):
