@@ -2,7 +2,19 @@
 
 Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
 in node order. The capacity, which masks cover, grows in steps, so that shapes rarely change. `accept` then moves the
-accepted nodes' entries together; the rest is overwritten later.
+accepted nodes' entries together; the rest is overwritten later. For example, row b has 5 tokens, and of a tree of 4
+nodes the path [0, 1, 3] is accepted:
+
+    lengths_B[b] = 5    slots_BN[b] = [5, 6, 7, 8]                  `reserve`, before the forward
+    slot   5  6  7  8                                               the forward writes nodes 0 to 3
+    node   0  1  2  3
+    slot   5  6  7                                                  `compact`: node 3 moves to slot 7
+    node   0  1  3
+    lengths_B[b] = 8                                                `advance`
+
+`accept` is `compact`, where the path is scattered, and `advance`. Where rounds are recorded the two are called apart,
+as `advance` changes an attribute of the host's; and the forward returns `slots_BN`, which the recording of the verdict
+takes: attributes that a recorded function sets hold no values.
 
 Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection and replacement
 take one operation per block: one or two for most models. Blocks of generations that ended are pooled.

@@ -123,7 +123,17 @@ class BatchDrafter(Drafter):
     """A drafter as the decoding loop calls it.
 
     What it does not override does nothing. One that wraps others names them in `parts` and calls
-    them itself.
+    them itself. Its life in a generation of rows that come and go:
+
+        begin(context)  or  resume(context, ...)     the first rows, or a text that goes on
+        prefill(chunk) ...                           their prompts
+        ┌─► propose(roots)                           a round
+        │   [observe_ahead(round) [take_back()]]     only where the device replays
+        │   observe(round)
+        │   other = fresh(): begin, prefill ...      waiting rows are read by a second drafter
+        │   replace(rows, other)                     and take the places of rows that ended
+        └── select(rows)                             or the batch shrinks
+        saved_state()                                for a later `resume`
     """
 
     feature_layers: tuple[int, ...] = ()

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...heads.base import DraftHead, dtype_name
 from ..engines.cpu_decoder import is_packed
-from ..engines.eager import EagerEngine
 from ..engines.encoder_decoder import Seq2SeqTarget
+from ..engines.model_engine import ModelEngine
 from ..engines.target import Target
 from ..trees.sampling import RandomSampler
 from ..trees.stats import Stats
@@ -77,7 +77,7 @@ def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
         for name, value in kept_measurements(target.device).items()
         if name.startswith(begin) and name.removesuffix(EIGHT_BITS).endswith(end)
     }
-    for name in sorted(kept, key=lambda name: name == f"{begin}{EagerEngine.name}{end}"):
+    for name in sorted(kept, key=lambda name: name == f"{begin}{ModelEngine.name}{end}"):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # another version wrote it
             return RoundCosts.read(kept[name])
     return None

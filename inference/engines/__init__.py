@@ -4,7 +4,7 @@ target       a model with its engine, as users hold it; encoder_decoder, one wit
 trial        whether trees get the model's own logits, tried before the first token
 base         the interface, and `Runner`, which runs a function of tensors as it is
 by_device    the choice of an engine
-eager        forwards of the transformers model over a tree, with attention of our own
+model_engine forwards of the transformers model over a tree, with attention of our own
 attention    that attention; headstart.heads.layers.tree_kernel, its Triton kernel for trees on a GPU
 cuda_graph   functions of tensors, recorded once and replayed with one launch
 known        decoders of Llama-like layers, recognised by their parts

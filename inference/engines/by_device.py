@@ -1,4 +1,14 @@
-"""The choice of an engine."""
+"""The choice of an engine.
+
+    device      compile   engine                    its runner     what runs the target's layers
+    CPU         True      CpuEngine                 Runner         PackedDecoder (C++), for Llama-like layers
+    CPU         True      packed ModelEngine        Runner         the model, its linear layers in our kernels
+    CUDA        True      ModelEngine               GraphRunner    FusedDecoder, for Llama-like layers, or the model
+    any         False     ModelEngine               as it is       the model
+
+Models whose layers keep a state, that count positions by their cache, or that have an encoder bring engines of their
+own in the place of `ModelEngine`: see `engines.target`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +17,10 @@ from . import cuda_graph
 from .base import Engine
 from .cpu import cpu_engine
 from .cuda_graph import GraphRunner
-from .eager import EagerEngine
+from .model_engine import ModelEngine
 
 
-def chosen_engine(target: TargetModel, mode: bool, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
+def chosen_engine(target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
     """The engine for a target on its device.
 
     Args:
@@ -25,7 +35,7 @@ def chosen_engine(target: TargetModel, mode: bool, eager: type[EagerEngine], pac
     return engine
 
 
-def _chosen(target: TargetModel, mode: bool, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
+def _chosen(target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
     if not mode:
         return eager(target)
     if target.device.type == "cpu":

@@ -19,10 +19,10 @@ from ..cache.kv_cache import TreeCache
 from ..targets.target_model import TargetModel
 from .base import Runner
 from .cpu import PackedLinearEngine
-from .eager import EagerEngine, Masks
+from .model_engine import Masks, ModelEngine
 
 
-class CountingEngine(EagerEngine):
+class CountingEngine(ModelEngine):
     """Chains of one row, with the model's own masks and positions."""
 
     chains_only = True

@@ -20,17 +20,17 @@ from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
 from .base import Engine, Runner, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
-from .eager import PADDING_ON_CPU, EagerEngine, read_by_model, visible_slots
+from .model_engine import PADDING_ON_CPU, ModelEngine, read_by_model, visible_slots
 
 PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
 
 
-def cpu_engine(target: TargetModel, eager: type[EagerEngine], packed: type[EagerEngine]) -> Engine:
+def cpu_engine(target: TargetModel, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
     """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
     if cpu_kernels.library() is None or has_hooks(target.model):  # kernels would not call them
         return eager(target)
-    decoder = packed_decoder(target.model, target.layer_kinds) if eager is EagerEngine else None
+    decoder = packed_decoder(target.model, target.layer_kinds) if eager is ModelEngine else None
     return packed(target) if decoder is None else CpuEngine(target, decoder)
 
 
@@ -51,7 +51,7 @@ class KernelEngine(Engine):
         renew_packed(head, force)
 
 
-class PackedLinearEngine(KernelEngine, EagerEngine):
+class PackedLinearEngine(KernelEngine, ModelEngine):
     """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:

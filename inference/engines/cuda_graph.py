@@ -4,6 +4,13 @@ A round launches some 2,000 kernels, and launching them takes four times as long
 Nothing is compiled: a function runs as it is when it is first called with inputs of some shapes, is recorded at the
 second such call, in about the time of one more, and replayed from then on. Numbers that it takes from
 the host are part of the key of a recording. Inputs are copied to where the recording reads them.
+
+A round replays four of them, each with memory of its own, so that a result is valid until its function's next call:
+
+    draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
+    forward      ModelEngine._tree_forward               engines.model_engine
+    verdict      Verification.verify_and_compact         rounds.verification
+    observe      the head's `observe`                    drafters.model_rows
 """
 
 from __future__ import annotations

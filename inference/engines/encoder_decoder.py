@@ -20,7 +20,7 @@ from ..targets.interface import cache_interface
 from ..targets.loading import config_of
 from .counting import CountingEngine
 from .cpu import PackedLinearEngine
-from .eager import Masks
+from .model_engine import Masks
 from .target import Target
 
 FAMILIES = (
@@ -84,7 +84,7 @@ class PackedSeq2SeqEngine(PackedLinearEngine, Seq2SeqEngine):
 class Seq2SeqTarget(Target):
     """Frozen encoder-decoder target."""
 
-    eager_engine = Seq2SeqEngine
+    model_engine = Seq2SeqEngine
     packed_engine = PackedSeq2SeqEngine
     shares_prompts = False
 

@@ -20,7 +20,7 @@ from ..trees.tree import DraftTree, NewNodes
 from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
 from .cpu import PackedLinearEngine
-from .eager import EagerEngine, Masks, in_window
+from .model_engine import Masks, ModelEngine, in_window
 
 MOST_PENDING = 8
 """Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
@@ -31,7 +31,7 @@ CAUSAL = 32
 """Tokens from which on a lane is read by causal attention without a mask."""
 
 
-class StatefulEngine(EagerEngine):
+class StatefulEngine(ModelEngine):
     """The transformers model as it is, over the paths of each row's tree side by side."""
 
     pads_prompts = False  # a state would read the padding

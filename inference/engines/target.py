@@ -41,7 +41,7 @@ from .base import Engine
 from .by_device import chosen_engine
 from .counting import CountingEngine, PackedCountingEngine
 from .cpu import PackedLinearEngine
-from .eager import EagerEngine
+from .model_engine import ModelEngine
 from .stateful import PackedStatefulEngine, StatefulEngine
 from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
 
@@ -74,9 +74,9 @@ class Target(TargetModel):
 
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
-    eager_engine: type[EagerEngine] = EagerEngine
+    model_engine: type[ModelEngine] = ModelEngine
     """The engine that runs the model as it is."""
-    packed_engine: type[EagerEngine] = PackedLinearEngine
+    packed_engine: type[ModelEngine] = PackedLinearEngine
     """The engine that runs it with linear layers in our CPU kernels."""
 
     def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
@@ -97,13 +97,13 @@ class Target(TargetModel):
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        if self.stateful is not None and self.eager_engine is EagerEngine:
-            self.eager_engine = StatefulEngine
+        if self.stateful is not None and self.model_engine is ModelEngine:
+            self.model_engine = StatefulEngine
             self.packed_engine = PackedStatefulEngine
-        elif self.counted and self.eager_engine is EagerEngine:
-            self.eager_engine = CountingEngine
+        elif self.counted and self.model_engine is ModelEngine:
+            self.model_engine = CountingEngine
             self.packed_engine = PackedCountingEngine
-        self.engine: Engine = self.eager_engine(self)
+        self.engine: Engine = self.model_engine(self)
         """Runs the forwards; `compile` chooses another."""
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class Target(TargetModel):
         if self.compile_mode == mode and self._compiled_version == version:
             return
         if self.compile_mode != mode or self.engine.copies_weights:
-            self.engine = chosen_engine(self, mode, self.eager_engine, self.packed_engine)
+            self.engine = chosen_engine(self, mode, self.model_engine, self.packed_engine)
         else:
             self.engine.renew()
         self._compiled_version = version
@@ -186,7 +186,7 @@ class Target(TargetModel):
     @property
     def compiled(self) -> bool:
         """Whether forwards run otherwise than operation by operation."""
-        return self.engine.name != EagerEngine.name
+        return self.engine.name != ModelEngine.name
 
     def renew(self) -> None:
         """Before a generation: take account of weights or active adapters that have changed."""

@@ -20,10 +20,9 @@ One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing
 after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is emitted, and "a" is the next root.
 
 The same steps run on every device; the engine decides how (`engines.by_device`). On a GPU its runner records four
-functions at their second call and replays them: the draft (`drafters.tree_policies`), the target's forward
-(`engines.eager`), the verdict with the compaction of the cache (`verification`), and the head's `observe`. Step 8 is
-then launched within step 6, before the host knows the tokens: see `BatchDrafter.observe_ahead`. On a CPU with our
-kernels all four run at once, the forward and the head's layers in C++.
+functions at their second call and replays them (`engines.cuda_graph`): the draft, the target's forward, the verdict
+with the compaction of the cache, and the head's `observe`. Step 8 is then launched within step 6, before the host knows
+the tokens: see `BatchDrafter.observe_ahead`. On a CPU nothing is recorded; the forward and the head's layers are C++.
 
 Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the chosen layers'
 features.

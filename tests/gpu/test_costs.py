@@ -9,8 +9,8 @@ from helpers import DEVICE, head_for
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.costs import measured_costs
-from headstart.inference.engines.eager import EagerEngine
 from headstart.inference.engines.fused_decoder import FusedDecoder
+from headstart.inference.engines.model_engine import ModelEngine
 from headstart.inference.tuning import machine
 
 if DEVICE != "sim":
@@ -48,7 +48,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
         clock[0] += 10.0
         return record(graph, call)
 
-    monkeypatch.setattr(EagerEngine, "_model_forward", slow(EagerEngine._model_forward))
+    monkeypatch.setattr(ModelEngine, "_model_forward", slow(ModelEngine._model_forward))
     monkeypatch.setattr(FusedDecoder, "__call__", slow(FusedDecoder.__call__))
     monkeypatch.setattr(simulated.SimGraph, "replay", timed_replay)
     monkeypatch.setattr(simulated.SimGraph, "record", slow_record)

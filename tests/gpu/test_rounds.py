@@ -17,7 +17,7 @@ from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model import AssistantModel
-from headstart.inference.engines.eager import EagerEngine
+from headstart.inference.engines.model_engine import ModelEngine
 
 if DEVICE != "sim":
     pytest.skip("only the simulated device counts", allow_module_level=True)
@@ -63,7 +63,7 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
 
         monkeypatch.setattr(owner, name, call)
 
-    not_counted(EagerEngine, "_model_forward")
+    not_counted(ModelEngine, "_model_forward")
     for head in (*HEADS.values(), AssistantModel):
         for name in ("expand", "observe"):
             not_counted(head, name)

@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from headstart.heads import TargetFeatures, build_head
 from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Target, TreeShape
-from headstart.inference.engines.eager import in_window
+from headstart.inference.engines.model_engine import in_window
 
 VOCAB = 37
 WINDOW = 3

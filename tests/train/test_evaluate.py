@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
-from headstart.inference.engines.eager import EagerEngine
+from headstart.inference.engines.model_engine import ModelEngine
 from headstart.inference.replay import ReplayTarget
 from headstart.inference.trees.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import best_static_tree
@@ -135,7 +135,7 @@ def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_t
         assert {name: stats.rows for name, stats in found.trees.items()} == {
             name: stats.rows for name, stats in expected.trees.items()
         }
-        monkeypatch.setattr(EagerEngine, "_nodes_forward", None)  # the second time: every forward of nodes
+        monkeypatch.setattr(ModelEngine, "_nodes_forward", None)  # the second time: every forward of nodes
 
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):

@@ -29,7 +29,7 @@ from headstart.inference.engines import cpu_decoder, cpu_kernels
 from headstart.inference.engines.cpu import CpuEngine, PackedLinearEngine
 from headstart.inference.engines.cpu_decoder import PackedBlock, packed_head
 from headstart.inference.engines.cpu_kernels import FORMATS, PackedLinear, linear, pack
-from headstart.inference.engines.eager import EagerEngine
+from headstart.inference.engines.model_engine import ModelEngine
 from headstart.inference.trees.tree import NewNodes, framed
 
 FLOAT, BF16 = torch.float32, torch.bfloat16
@@ -537,7 +537,7 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, 
     settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
     with pytest.warns(UserWarning, match="slower than it could be"):
         lm = SpeculativeLM.from_pretrained(target, head_of(target, "eagle3"))
-    assert type(target.engine) is EagerEngine
+    assert type(target.engine) is ModelEngine
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpeculativeLM.from_pretrained(target)

@@ -1,4 +1,7 @@
-"""Forwards of the transformers model over a tree, as they are or in graphs: its own modules, our mask, our KV cache.
+"""Forwards of the transformers model over a tree: its own modules, our mask, our KV cache.
+
+With a `GraphRunner` they are recorded; of Llama-like layers a `FusedDecoder` then runs what lies between the linear
+modules.
 
 Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, S slots of the cache,
 V vocabulary, D hidden size, F width of the chosen layers side by side.
@@ -39,8 +42,8 @@ Masks = Tensor | BlockMask | dict[str, Any]
 """A mask, or one for each kind of attention where a model alternates between them."""
 
 
-class EagerEngine(Engine):
-    """The transformers model, whatever its architecture and device."""
+class ModelEngine(Engine):
+    """Runs the transformers model, whatever its architecture and device, as it is or recorded."""
 
     name = "eager"
 
@@ -148,7 +151,7 @@ class EagerEngine(Engine):
     def decoder(self) -> FusedDecoder | None:
         """Runs forwards over trees in place of the model's code, where that is known and has no hooks."""
         target = self.target
-        if type(self) is not EagerEngine or self.hooked or not self.tree_kernel:
+        if type(self) is not ModelEngine or self.hooked or not self.tree_kernel:
             return None
         known = known_decoder(self.model, target.layer_kinds)
         if known is None or target.before_lm_head is not None:
