@@ -23,7 +23,7 @@ from ..drafters.base import NoDraft
 from ..engines.base import TargetOutput
 from ..engines.target import Target
 from ..trees.tree import DraftTree
-from ..trees.tree_spec import TreeShape
+from ..trees.tree_spec import TreeKind, TreeShape
 
 Cut = tuple[DraftTree, Sequence[int] | None]
 """The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for all of them."""
@@ -44,8 +44,8 @@ class Limits:
         """Whether memory ran out until no draft was left."""
         return self.ran_out and self.most_nodes < 2
 
-    def shrink(self, proposed: DraftTree | None) -> None:
-        """Memory ran out with a tree, or while one was drafted: verify half as many nodes from now on.
+    def shrink(self, proposed: DraftTree | None, kind: TreeKind) -> None:
+        """Memory ran out with a tree, or (None) while one of a kind was drafted: verify half as many nodes from now on.
 
         A part of a sampled tree would have another distribution: it shrinks to the root at once.
         """
@@ -53,8 +53,8 @@ class Limits:
         before = self.most_nodes
         if proposed is not None:
             before = min(before, proposed.tokens_BN.shape[1])
-        sampled = proposed is not None and proposed.draft_probs_BNV is not None
-        self.most_nodes = 1 if sampled else max(before // 2, 1)
+            kind = proposed.kind  # in greedy decoding all trees are of top-k drafts
+        self.most_nodes = max(before // 2, 1) if kind == "top_k" else 1
         warnings.warn(
             f"memory ran out with trees of {before} nodes; this generation goes on with {self.most_nodes}",
             stacklevel=5,
@@ -87,6 +87,7 @@ def first_nodes(tree: DraftTree, most: int) -> Cut:
     """The first nodes of a top-k tree, which are a tree, as parents stand before their children."""
     if tree.tokens_BN.shape[1] <= most:
         return tree, None
+    assert tree.draft_probs_BNV is None
     first = DraftTree(
         tree.tokens_BN[:, :most].contiguous(),
         tree.parents_BN[:, :most].contiguous(),

@@ -167,7 +167,7 @@ def speculation_round(
             processors_advanced = decoding.process_logits.calls != calls
             if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
                 raise  # it cannot be repeated, or there is nothing to save
-            limits.shrink(proposed)
+            limits.shrink(proposed, drafter.kind)
             if limits.gave_up:
                 proposed = NoDraft("out_of_memory").propose(roots_B)
             continue

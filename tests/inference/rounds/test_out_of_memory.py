@@ -110,6 +110,26 @@ def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_tar
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
 
 
+@pytest.mark.parametrize("tree", ["drawn:chain:3", "independent:branch:2x2", "drawn:branch:2x2"])
+def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, monkeypatch, tree):
+    """A part of a sampled tree would have another distribution."""
+    target = tiny_target(vocab_size=40)
+    head = head_for(target, "eagle")
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+    calls, expand = [], type(head).expand
+
+    def fails(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("simulated")
+        return expand(self, *arguments)
+
+    monkeypatch.setattr(type(head), "expand", fails)
+    with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
+        stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
+    assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
+
+
 def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
