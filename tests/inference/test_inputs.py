@@ -12,7 +12,7 @@ from helpers import EachRound
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from headstart.heads import build_head
-from headstart.inference import Conversation, SpeculativeLM, custom_generate
+from headstart.inference import Conversation, SpeculativeLM, custom_generate, speculative_lm
 
 VOCAB = 40
 ROW = torch.randint(1, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
@@ -307,15 +307,15 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
     expected = [model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)]
     method, written = custom_generate(drafter="ngram", fallback=False), {}
-    begun, second_waits, check = threading.Event(), threading.Event(), SpeculativeLM._check_size
+    begun, second_waits, check = threading.Event(), threading.Event(), speculative_lm.check_size
 
-    def waiting(self, *arguments):
+    def waiting(*arguments):
         if threading.current_thread().name == "first":
             begun.set()
             second_waits.wait(10)
-        return check(self, *arguments)
+        return check(*arguments)
 
-    monkeypatch.setattr(SpeculativeLM, "_check_size", waiting)
+    monkeypatch.setattr(speculative_lm, "check_size", waiting)
 
     def write(name, ids):
         written[name] = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **PLAIN)
