@@ -1,4 +1,4 @@
-"""What drafts for a decoder, as one record that is replaced as a whole."""
+"""A decoder's drafter with all that belongs to it, as one record that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recipe:
     lossy: bool
 
     def drafting(self, head: DraftHead | None) -> Drafting:
-        """What drafts with this head, or with the source alone.
+        """A drafter of this head, or of the source alone.
 
         Raises:
             ValueError: a tree or a rule that does not fit.

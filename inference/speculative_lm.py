@@ -573,7 +573,7 @@ class SpeculativeLM:
             raise
 
     def _for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
-        """What drafts in a call that names a tree or a rule; kept, with its measured speeds, for the next such call."""
+        """The drafter of a call that names a tree or a rule; kept, with its measured speeds, for the next such call."""
         if tree is None and acceptance is None:
             return self.drafting
         key = repr((tree, acceptance))

@@ -128,7 +128,7 @@ class Verification:
 
 
 def uniform_numbers(tree: DraftTree, sampler: Sampler, device: torch.device) -> Tensor:
-    """As many numbers [B, U] as a rule may draw: one for each node and depth, and one for the bonus token."""
+    """Uniform numbers [B, U], all that a rule may draw: one for each node and depth, and one for the bonus token."""
     rows, nodes = tree.tokens_BN.shape
     return sampler.uniform((rows, nodes * tree.max_depth + 1), device)
 

@@ -228,7 +228,9 @@ def replayed(seconds):
 
 def round_of(draft, target):
     return Stats(
-        [[RoundRecord(1, 1)] * 2], seconds={"draft": 2 * draft, "target": 2 * target, "verify": 1, "host": 0.5}
+        [[RoundRecord(1, 1)] * 2],
+        seconds={"draft": 2 * draft, "target": 2 * target, "verify": 1, "host": 0.5},
+        round_seconds=[draft + target + 0.75] * 2,
     )
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.cache.kv_cache import TreeCache
-from headstart.inference.engines import cpu, eager
+from headstart.inference.engines import cpu, model_engine
 from headstart.inference.trees import verify
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.verify import Rule, without_replacement
@@ -126,13 +126,13 @@ def test_a_stale_cache_entry_is_found(config, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_shifted_position_is_found(config, dtype, monkeypatch):
     """Nodes of a tree are placed a position too far."""
-    visible_slots = eager.visible_slots
+    visible_slots = model_engine.visible_slots
 
     def shifted(*arguments):
         positions_BN, visible = visible_slots(*arguments)
         return positions_BN + (positions_BN.shape[1] > 1), visible
 
-    monkeypatch.setattr(eager, "visible_slots", shifted)
+    monkeypatch.setattr(model_engine, "visible_slots", shifted)
     monkeypatch.setattr(cpu, "visible_slots", shifted)
     report = certify(tree_of(replace(config, dtype=dtype, max_new_tokens=32)))
     assert report["verdict"] == "not lossless"

@@ -13,7 +13,7 @@ from helpers import build_model
 from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target
-from headstart.inference.engines import eager, trial
+from headstart.inference.engines import model_engine, trial
 from headstart.inference.tuning import machine
 
 pytestmark = pytest.mark.versions
@@ -96,7 +96,7 @@ def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatc
 
 
 def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(eager.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
+    monkeypatch.setitem(model_engine.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
     lm = SpeculativeLM(Target(mistral(300)))
     with pytest.raises(ValueError, match="cannot be decoded with drafts"):
         lm.generate(PROMPT, **SETTINGS)
@@ -219,7 +219,7 @@ def test_models_that_see_a_text_in_their_own_way_are_refused(
     monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """Where no check by name is made, too."""
-    for module in ("models.info", "target_model"):
+    for module in ("targets.info", "targets.target_model"):
         monkeypatch.setattr(f"headstart.inference.{module}.counts_positions", lambda model: "")
     if architecture == "gpt_neo":
         kinds = [[["global", "local"], 1]]
