@@ -138,6 +138,8 @@ class BatchDrafter(Drafter):
 
     feature_layers: tuple[int, ...] = ()
     """The target's layers whose features it reads."""
+    reads_best_tokens = False
+    """Whether `observe` reads `Round.best_tokens`."""
     kind: TreeKind = "top_k"
     """How the children of a node are made, which decides the acceptance rules that are exact."""
     parts: Sequence[BatchDrafter] = ()

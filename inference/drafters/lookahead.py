@@ -95,6 +95,8 @@ class Window(NgramIndex):
 class LookaheadDrafter(NgramDrafter):
     """Lookahead decoding."""
 
+    reads_best_tokens = True
+
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
         """Set the window's columns (the paper's W), tokens of an n-gram (N), and n-grams verified at most (G)."""
         if width < 1 or gram < 2 or candidates < 1:
@@ -129,8 +131,7 @@ class LookaheadDrafter(NgramDrafter):
             return
         verified = finished.output.logits_BNV.shape[1]
         node_of = {node: place for place, node in enumerate(finished.nodes or range(verified))}
-        # The target's best tokens; drafts need not be sampled.
-        best_tokens = finished.output.logits_BNV.argmax(-1).tolist()  # sync: the round is over on the device, too
-        for window, outputs in zip(self.texts, best_tokens, strict=True):
+        # The target's best tokens, in sampling too: drafts need not be sampled.
+        for window, outputs in zip(self.texts, finished.best_tokens, strict=True):
             if all(node in node_of for node in window.below):
                 window.update([outputs[node_of[node]] for node in window.below])

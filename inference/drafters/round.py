@@ -73,6 +73,8 @@ class Round:
     An idle row emits none."""
     cut: Sequence[bool] = ()
     """On the host: `Verdict.cut_B`."""
+    best_tokens: Sequence[list[int]] = ()
+    """On the host: the target's best token after each verified node, for drafters that read them."""
 
     @property
     def drafted(self) -> bool:
@@ -80,13 +82,15 @@ class Round:
         return self.verified.max_depth > 0
 
 
-def read_by_host(finished: Round, meanwhile: Callable[[], None] | None = None) -> Round:
+def read_by_host(finished: Round, meanwhile: Callable[[], None] | None = None, with_best_tokens: bool = False) -> Round:
     """A round with its tokens on the host.
 
     `meanwhile` launches what needs none of them, so that the device goes on while the host reads and decides.
     """
     verdict = finished.verdict
     columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]
+    if with_best_tokens:
+        columns.append(finished.output.logits_BNV.argmax(-1))
     download = Download(torch.cat(columns, dim=1))
     if meanwhile is not None:
         meanwhile()
@@ -96,9 +100,11 @@ def read_by_host(finished: Round, meanwhile: Callable[[], None] | None = None) -
     if any(cut):  # such a path's last token stands in the place of the bonus token
         last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
         verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
+    most = verdict.emitted_BA.shape[1]
     return replace(
         finished,
         verdict=verdict,
         tokens=[row[2 : 2 + row[0]] for row in rows],
         cut=cut,
+        best_tokens=[row[2 + most :] for row in rows],
     )

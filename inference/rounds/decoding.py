@@ -41,9 +41,13 @@ class Decoding:
         """The layers that the target computes features of."""
         return self.feature_layers or drafter.feature_layers
 
+    def adds_layers_to(self, drafter: BatchDrafter) -> bool:
+        """Whether observers read layers that the drafter does not."""
+        return len(self.feature_layers) > len(drafter.feature_layers)
+
     def features_for(self, drafter: BatchDrafter, features: Tensor) -> Tensor:
         """The columns of features [..., F] that the drafter asked for: the first ones."""
-        if not self.feature_layers:
+        if not self.adds_layers_to(drafter):
             return features
         width = features.shape[-1] // len(self.feature_layers)
         return features[..., : width * len(drafter.feature_layers)].contiguous()

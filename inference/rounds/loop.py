@@ -248,7 +248,7 @@ def verify_round(
     if runner.replays:
         meanwhile = partial(drafter.observe_ahead, shown_to_drafter(decoding, drafter, finished))
     with stats.timed("host"):
-        finished = read_by_host(finished, meanwhile)
+        finished = read_by_host(finished, meanwhile, drafter.reads_best_tokens)
     if repeated:
         return finished
     decoded = zip(sequences.decoded, finished.tokens, strict=True)
@@ -287,7 +287,7 @@ def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> boo
 
 def shown_to_drafter(decoding: Decoding, drafter: BatchDrafter, finished: Round) -> Round:
     """A round without the features that only observers asked for."""
-    if not decoding.feature_layers:
+    if not decoding.adds_layers_to(drafter):
         return finished
     features_BNF = decoding.features_for(drafter, finished.output.features_BNF)
     features_BAF = decoding.features_for(drafter, finished.verdict.features_BAF)

@@ -10,7 +10,7 @@ import torch
 from helpers import DEVICE, head_for
 
 from headstart.heads import HEADS
-from headstart.inference import Drafter, DraftTree, SpeculativeLM, speculative_lm
+from headstart.inference import Drafter, DraftTree, SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
@@ -185,7 +185,7 @@ def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
     logits = 3 * 3 * target.info.vocab_size * 4 * target.dtype.itemsize
 
     def generate(free):
-        monkeypatch.setattr(speculative_lm, "free_memory", lambda _: float(free))
+        monkeypatch.setattr(inputs, "free_memory", lambda _: float(free))
         settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
         new = tokens - prompts.shape[1]
         return lm.generate(prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True], **settings)
