@@ -130,7 +130,7 @@ def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, hea
     policy = calibrate(changed(config, nodes=5))
     _, metadata = load_head(head)
     assert policy == tree_policy(metadata.tree) == drafted_with(taught, head)
-    assert isinstance(policy, fastest) and policy.size == 5
+    assert isinstance(policy, fastest) and 2 <= policy.size <= 5  # which of them, the clock decides
     calibration = metadata.measured["calibration"]
     assert calibration["speedup"] == pytest.approx(2.0) and calibration["expected_speedup"] > 0
     assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(encoding="utf-8")
