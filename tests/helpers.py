@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from headstart.heads import DraftHead, TargetInfo, build_head
 from headstart.heads.layers.tree_slots import TreeSlots
-from headstart.inference import Drafter, DraftTree, Stats, Target, TreeShape
+from headstart.inference import Drafter, DraftTree, SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk
 from headstart.inference.drafters.round import Round
+from headstart.inference.engines.base import TargetOutput
 from headstart.inference.rounds.decoding import Decoding
 from headstart.inference.rounds.loop import speculate
 from headstart.inference.rounds.observers import ObservedCall, RoundObserver
@@ -299,6 +300,23 @@ def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_childre
         if len(parent) < max_depth and children < max_children:
             paths.append((*parent, children))
     return TreeShape.from_paths(paths[1:])
+
+
+def limited(monkeypatch: Any, lm: SpeculativeLM, nodes: int) -> list[int]:
+    """Make memory run out in forwards of trees with more nodes than this; returns the sizes of all trees so far."""
+    engine = lm.target.engine
+    whole = engine.forward_tree
+    sizes: list[int] = []
+
+    def forward_tree(tree: DraftTree, *arguments: Any) -> TargetOutput:
+        sizes.append(tree.tokens_BN.shape[1])
+        output = whole(tree, *arguments)  # has written to the cache
+        if sizes[-1] > nodes:
+            raise torch.OutOfMemoryError("simulated")
+        return output
+
+    monkeypatch.setattr(engine, "forward_tree", forward_tree)
+    return sizes
 
 
 class EachRound(RoundObserver):

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -46,7 +45,7 @@ from ...inference.targets.as_loaded import as_loaded
 from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
 from ...inference.text.streaming import StreamClosed
 from ...inference.trees.stats import Stats
-from ...inference.trees.verify import RULES, AcceptanceRule, greedy
+from ...inference.trees.verify import greedy, is_lossy_rule
 from ...inference.tuning.machine import hardware
 from .folder import AnswerMarks, End, RecordedFolder, keep_costs
 
@@ -503,9 +502,3 @@ class RecordedCall:
         if segments is None or not segments.by_last:
             return False
         return segments.of(prompt - 1) != segments.of(length - 1)
-
-
-def is_lossy_rule(rule: AcceptanceRule) -> bool:
-    """Whether an acceptance rule, perhaps with options, changes the output distribution."""
-    plain = rule.func if isinstance(rule, partial) else rule
-    return any(known.lossy and known.verify is plain for known in RULES.values())

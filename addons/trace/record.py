@@ -31,6 +31,8 @@ from ...inference.trees.tree_spec import TreeKind
 from ...inference.trees.verify import (
     AcceptanceRule,
     greedy,
+    is_lossy_rule,
+    is_rule,
     point_mass,
     traversal,
     typical,
@@ -289,7 +291,7 @@ def decoding_data(call: ObservedCall) -> dict[str, Any]:
         "drafter": repr(call.drafter),
         "dtype": dtype_name(call.target.dtype),
         "rule": rule_name(call.rule, call.drafter.kind),
-        "lossy": is_rule(call.rule, typical),
+        "lossy": is_lossy_rule(call.rule),
         "temperature": 0.0 if call.rule is greedy else call.process_logits.temperature,
     }
 
@@ -363,11 +365,6 @@ def draws_of(rule: Any, tree: HostTree, found: dict[str, Any], q: Sequence[float
     sampled = [value or 0.0 for value in q]
     draws = toured_draws if is_rule(rule, traversal) else walked_draws
     return draws(tree, sampled, found.get("trials", ()), found["uniform"][0])
-
-
-def is_rule(rule: Any, *rules: Any) -> bool:
-    """Whether a rule is one of these, perhaps with options."""
-    return (rule.func if isinstance(rule, partial) else rule) in rules
 
 
 def rule_options(rule: Any) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ..trees.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShap
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from .answer_lengths import AnswerLengths
-from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_rows
+from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_places, selected_rows
 from .round import Round
 from .tree_policies import HeadDrafter
 
@@ -445,7 +445,7 @@ class AdaptiveDrafter(BatchDrafter):
         self.reader.observe(finished)
         emitted = [len(tokens) for tokens in finished.tokens]
         self._written = [before + count for before, count in zip(self._written, emitted, strict=True)]
-        self._idle = {row for row, count in enumerate(emitted) if count == 0}
+        self._idle = finished.idle
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft
             return
         if self._drafted:  # autoregressive steps do not pay for a head that follows the text
@@ -458,7 +458,7 @@ class AdaptiveDrafter(BatchDrafter):
         rows = rows_R.tolist()  # sync: when rows have ended
         self._answers_ended([length for row, length in enumerate(self._written) if row not in rows])
         self._written = selected_rows(self._written, rows_R)
-        self._idle = {place for place, row in enumerate(rows) if row in self._idle}
+        self._idle = selected_places(self._idle, rows)
         self.reader.select(rows_R)
 
     def replace(self, rows_R: Tensor, other: Self) -> None:

@@ -248,14 +248,15 @@ class NewestTokens:
                 self.tokens[row] = next_tokens[row][length - 1]
 
     def observe(self, finished: Round) -> None:
-        self.idle = {row for row, emitted in enumerate(finished.tokens) if not emitted}
+        self.idle = finished.idle
         for row, emitted in enumerate(finished.tokens):
             if emitted:
                 self.tokens[row] = emitted[-1]
 
     def select(self, rows_R: Tensor) -> None:
-        self.tokens = selected_rows(self.tokens, rows_R)
-        self.idle = {place for place, row in enumerate(rows_R.tolist()) if row in self.idle}
+        rows = rows_R.tolist()  # sync: when rows have ended
+        self.tokens = [self.tokens[row] for row in rows]
+        self.idle = selected_places(self.idle, rows)
 
     def replace(self, rows_R: Tensor, other: NewestTokens) -> None:
         self.tokens = replaced_rows(self.tokens, rows_R, other.tokens)
@@ -265,6 +266,11 @@ class NewestTokens:
 def selected_rows(values: Sequence[Value], rows_R: Tensor) -> list[Value]:
     """The values of these rows, in this order."""
     return [values[row] for row in rows_R.tolist()]
+
+
+def selected_places(places: set[int], rows: Sequence[int]) -> set[int]:
+    """Where the rows in these places stand after these rows were selected, in this order."""
+    return {place for place, row in enumerate(rows) if row in places}
 
 
 def replaced_rows(values: Sequence[Value], rows_R: Tensor, others: Sequence[Value]) -> list[Value]:

@@ -93,7 +93,7 @@ class Window(NgramIndex):
 
 
 class LookaheadDrafter(NgramDrafter):
-    """Lookahead decoding."""
+    """Drafts each text's window and its n-grams."""
 
     reads_best_tokens = True
 

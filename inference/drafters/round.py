@@ -77,6 +77,11 @@ class Round:
     """On the host: the target's best token after each verified node, for drafters that read them."""
 
     @property
+    def idle(self) -> set[int]:
+        """Places of rows that have ended and keep their place in the batch."""
+        return {place for place, tokens in enumerate(self.tokens) if not tokens}
+
+    @property
     def drafted(self) -> bool:
         """Whether any draft was verified."""
         return self.verified.max_depth > 0

@@ -16,7 +16,7 @@ from ...heads.layers.constants import counting
 from ..cache.kv_cache import TreeCache
 from ..cache.state_cache import Lanes, Path, StateCache
 from ..targets.target_model import TargetModel
-from ..trees.tree import DraftTree, NewNodes
+from ..trees.tree import DraftTree, NewNodes, path_from_root
 from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
 from .cpu import PackedLinearEngine
@@ -248,9 +248,6 @@ def leaf_paths(tree: DraftTree) -> list[list[Path]]:
         for node in range(size):
             if node in inner:
                 continue
-            path = [node]
-            while path[0] > 0:
-                path.insert(0, parents[path[0]])
-            paths.append(path)
+            paths.append(path_from_root(parents, node))
         paths_of_rows.append(paths)
     return paths_of_rows

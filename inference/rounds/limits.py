@@ -22,7 +22,7 @@ from ..cache.kv_cache import TreeCache
 from ..drafters.base import NoDraft
 from ..engines.base import TargetOutput
 from ..engines.target import Target
-from ..trees.tree import DraftTree
+from ..trees.tree import DraftTree, path_from_root
 from ..trees.tree_spec import TreeKind, TreeShape
 
 Cut = tuple[DraftTree, Sequence[int] | None]
@@ -112,10 +112,7 @@ def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    node = depths.index(max(depths))
-    path = [node]
-    while path[0] > 0:
-        path.insert(0, parents[path[0]])
+    path = path_from_root(parents, depths.index(max(depths)))
     if path == list(range(tree.tokens_BN.shape[1])) and len(path) - 1 <= room:
         return tree, None
     if tree.draft_probs_BNV is not None:
@@ -158,9 +155,7 @@ def forward_without_spoiled(
     assert tree.shape is not None  # of sampled trees
     spoiled = []
     for node in range(tree.shape.size):
-        path = [node]
-        while path[0] > 0:
-            path.insert(0, tree.shape.parents[path[0]])
+        path = path_from_root(tree.shape.parents, node)
         cache.erase_uncommitted(shortest)
         output = target.engine.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
         spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))

@@ -6,6 +6,7 @@ attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,6 +118,14 @@ class DraftTree:
         # Parents stand before their children: in ascending order nodes form the path, and the last node pads it.
         numbers_BN = counting(nodes, last_B.device).where(on_path_BN, counting(1, last_B.device, nodes - 1))
         return numbers_BN.topk(self.max_depth + 1, largest=False).values, on_path_BN.sum(-1)
+
+
+def path_from_root(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root, 0, to a node, both included, by each node's parent."""
+    path = [node]
+    while path[-1] > 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
 
 
 def framed(seen_BNM: Tensor) -> Tensor:

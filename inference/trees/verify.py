@@ -238,6 +238,16 @@ def is_lossy(name: str) -> bool:
     return name != "auto" and RULES[name.partition(":")[0]].lossy
 
 
+def is_lossy_rule(rule: AcceptanceRule) -> bool:
+    """Whether a rule, perhaps with options, changes the output distribution."""
+    return any(known.lossy and is_rule(rule, known.verify) for known in RULES.values())
+
+
+def is_rule(rule: AcceptanceRule, *rules: AcceptanceRule) -> bool:
+    """Whether a rule is one of these, perhaps with options."""
+    return (rule.func if isinstance(rule, partial) else rule) in rules
+
+
 def check_rule_name(name: str) -> None:
     """Refuse the name of no rule.
 

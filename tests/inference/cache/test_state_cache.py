@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import limited
 from hybrids import HYBRIDS, VOCAB, hybrid
 from transformers import LogitsProcessorList, MambaConfig, MambaForCausalLM, TemperatureLogitsWarper
 
@@ -264,23 +265,13 @@ def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(tar
             found = lm.generate(prompt, past_key_values=past, **settings).sequences
             assert torch.equal(found, expected)
             prompt = torch.cat([expected[:, :-2], torch.tensor([[7, 8, 9]])], dim=1)  # another end of the answer
-    whole_forward = target.engine.forward_tree
-    failed = []
-
-    def forward_tree(tree, *arguments):
-        output = whole_forward(tree, *arguments)
-        if tree.tokens_BN.shape[1] > 3:
-            failed.append(tree)
-            raise torch.OutOfMemoryError("simulated")
-        return output
-
-    monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
+    sizes = limited(monkeypatch, lm, 3)
     settings["attention_mask"] = torch.ones_like(prompt)
     expected = target.model.generate(prompt, **settings)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
-    assert failed
+    assert max(sizes) > 3
 
 
 @pytest.mark.parametrize(

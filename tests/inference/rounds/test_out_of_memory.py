@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import head_for
+from helpers import head_for, limited
 
 from headstart.inference import Conversation, SpeculativeLM
 
@@ -18,22 +18,6 @@ TREES = {
     "dynamic:12:3:4": (12, 1, 1, 3),
     "independent:branch:2": (3, 1, 1, 3),
 }
-
-
-def limited(monkeypatch, lm, nodes, also_fails=0):
-    """Make forwards of trees with more nodes than this fail, and the first so many of any tree; returns the sizes."""
-    engine = lm.target.engine
-    sizes, whole = [], engine.forward_tree
-
-    def forward_tree(tree, *arguments):
-        sizes.append(tree.tokens_BN.shape[1])
-        output = whole(tree, *arguments)  # has written to the cache
-        if sizes[-1] > nodes or len(sizes) <= also_fails:
-            raise torch.OutOfMemoryError("simulated")
-        return output
-
-    monkeypatch.setattr(engine, "forward_tree", forward_tree)
-    return sizes
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

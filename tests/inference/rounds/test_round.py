@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import head_for, padded_batch, written_alone
+from helpers import head_for, limited, padded_batch, written_alone
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM, Target
@@ -129,15 +129,7 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
 
     plain = seeded(SpeculativeLM(target))
     if limit == "memory":
-        whole = target.engine.forward_tree
-
-        def forward_tree(tree, *arguments):
-            output = whole(tree, *arguments)  # it has written to the cache
-            if tree.tokens_BN.shape[1] > NODES:
-                raise torch.OutOfMemoryError("simulated")
-            return output
-
-        monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
+        limited(monkeypatch, lm, NODES)
     input_ids, mask = padded_batch(prompts)
     for _ in range(2):  # the second time with what the first has left behind
         written = lm.generate(input_ids, attention_mask=mask, **settings)
@@ -179,14 +171,7 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     """Also those that the drafter, which then drafts no more, had asked for."""
     target = target_with("memory")
     lm = SpeculativeLM.from_pretrained(target, head_for(target, "medusa"), tree="chain:2", fallback=False)
-    whole = target.engine.forward_tree
-
-    def forward_tree(tree, *arguments):
-        if tree.tokens_BN.shape[1] > 1:
-            raise torch.OutOfMemoryError("simulated")
-        return whole(tree, *arguments)
-
-    monkeypatch.setattr(target.engine, "forward_tree", forward_tree)
+    limited(monkeypatch, lm, 1)
     features = Features()
     lm.observers.append(features)
     prompts = torch.tensor([[3, 9, 4, 1, 5], [1, 2, 3, 4, 5]])
