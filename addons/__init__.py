@@ -1,1 +1,1 @@
-"""Add-ons: built on the core, they could be lifted out, a folder each; the core never names them."""
+"""Add-ons on top of the core, which never names them; each is a folder that could be split off."""

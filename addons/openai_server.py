@@ -4,7 +4,8 @@
     served = json.loads(server.ask("/models"))
     text = server.ask("/completions", {"model": "NAME", "prompt": [1, 2, 3]}, retries=3)
 
-User, password and query of the URL are sent, and shown nowhere: not even where the server repeats them.
+User, password and query of the URL are sent, and shown nowhere: not even where the server repeats
+them.
 """
 
 from __future__ import annotations

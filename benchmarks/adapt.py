@@ -1,20 +1,23 @@
-"""A head that adapts to what it decodes: acceptance before and after, on fresh prompts of the same kind and of others.
+"""A head that adapts to what it decodes: acceptance before and after, on fresh prompts of the same
+kind and of others.
 
-    python benchmarks/adapt.py --prompts asked/{translation,roleplay}.jsonl --replay conversations.jsonl \
-        --fresh held-out/*.jsonl --output runs/adapt
+    python benchmarks/adapt.py --prompts asked/{translation,roleplay}.jsonl \\
+        --replay conversations.jsonl --fresh held-out/*.jsonl --output runs/adapt
 
-The prompts of each file are one kind. They are answered greedily and recorded, and `headstart adapt` trains the head on
-the recordings:
+The prompts of each file are one kind. They are answered greedily and recorded, and `headstart
+adapt` trains the head on the recordings:
 
     alone    from the first head, to each kind by itself
     curve    the same with fewer recorded answers
-    day      one kind after another: every hour answers of one more kind are recorded, and the head adapts
+    day      one kind after another: every hour answers of one more kind are recorded, and the
+             head adapts
 
-A day adapts to all that was recorded until then, as one does who records into one folder. `--replay` names what half
-of the training sequences are taken from, so that the head keeps what it knew: a file of the conversations that it was
-first trained on, or a folder of answers to other prompts. Acceptance is measured on fresh prompts by replay: the
-target answers each once, and the decoding loop runs over these answers with every head. Every step leaves its result
-in the output folder, and is not repeated there.
+A day adapts to all that was recorded until then, as one does who records into one folder.
+`--replay` names what half of the training sequences are taken from, so that the head keeps what it
+knew: a file of the conversations that it was first trained on, or a folder of answers to other
+prompts. Acceptance is measured on fresh prompts by replay: the target answers each once, and the
+decoding loop runs over these answers with every head. Every step leaves its result in the output
+folder, and is not repeated there.
 """
 
 from __future__ import annotations
@@ -52,20 +55,40 @@ Rounds = dict[str, dict[str, list[list[int]]]]
 def main() -> None:
     """Record, adapt and measure; print and write the tables."""
     parser = arguments(__doc__, "runs/adapt")
-    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts to adapt to, one kind each")
-    parser.add_argument("--replay", help="file of conversations, or folder of recorded answers, to train on as well")
-    parser.add_argument("--fresh", nargs="+", required=True, help="JSONL files of prompts to measure on, one kind each")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        required=True,
+        help="JSONL files of prompts to adapt to, one kind each",
+    )
+    parser.add_argument(
+        "--replay", help="file of conversations, or folder of recorded answers, to train on as well"
+    )
+    parser.add_argument(
+        "--fresh",
+        nargs="+",
+        required=True,
+        help="JSONL files of prompts to measure on, one kind each",
+    )
     parser.add_argument("--answers", type=int, default=200, help="recorded answers of each kind")
     parser.add_argument("--limit", type=int, default=40, help="fresh prompts of each kind")
     parser.add_argument("--new-tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--steps", type=int, default=AdaptConfig.steps)
     parser.add_argument(
-        "--counts", type=int, nargs="*", default=[200], help="recorded answers to adapt to, of each kind alone"
+        "--counts",
+        type=int,
+        nargs="*",
+        default=[200],
+        help="recorded answers to adapt to, of each kind alone",
     )
     parser.add_argument("--hours", type=int, default=0, help="adaptations in a day")
     args = parser.parse_args()
     output = Path(args.output)
-    answer(encoded(load_tokenizer(TARGET), args.prompts, args.answers), args.new_tokens, output / "recorded")
+    answer(
+        encoded(load_tokenizer(TARGET), args.prompts, args.answers),
+        args.new_tokens,
+        output / "recorded",
+    )
     measure = Measure(args, output)
     lines = [f"Hardware: {hardware()}.", ""]
     for count in args.counts:
@@ -129,7 +152,8 @@ def adapted_head(args: argparse.Namespace, output: Path, head: str, recorded: Pa
 
 
 class Measure:
-    """Acceptance of heads on the fresh prompts; what was measured before is read from the output folder."""
+    """Acceptance of heads on the fresh prompts; what was measured before is read from the output
+    folder."""
 
     def __init__(self, args: argparse.Namespace, output: Path) -> None:
         self.new_tokens = args.new_tokens
@@ -138,7 +162,8 @@ class Measure:
 
     @cached_property
     def targets(self) -> dict[str, ReplayTarget]:
-        """Replay target of each kind, with the answers to its fresh prompts, which the output folder keeps."""
+        """Replay target of each kind, with the answers to its fresh prompts, which the output
+        folder keeps."""
         original = Target.from_pretrained(TARGET, torch.float32)
         original.compile()
         found = {}
@@ -160,7 +185,9 @@ class Measure:
         path = self.output / "measured" / f"{Path(head).parent.name}-{Path(head).name}.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(rounds_of(self.targets, head, self.fresh, self.new_tokens)))
+            write_whole(
+                path, json.dumps(rounds_of(self.targets, head, self.fresh, self.new_tokens))
+            )
         found: Rounds = json.loads(path.read_text(encoding="utf-8"))
         return found
 
@@ -169,7 +196,10 @@ class Measure:
         before = self.of(HEAD)
         lines = []
         for tree in TREES:
-            lines += [f"| {tree}, {what} | before | {' | '.join(adapted)} |", "|---" * (2 + len(adapted)) + "|"]
+            lines += [
+                f"| {tree}, {what} | before | {' | '.join(adapted)} |",
+                "|---" * (2 + len(adapted)) + "|",
+            ]
             for kind in self.fresh:
                 cells = [f"{length(before[tree][kind]):.2f}"]
                 for head in adapted.values():
@@ -179,7 +209,9 @@ class Measure:
         return lines
 
 
-def rounds_of(targets: dict[str, ReplayTarget], path: str, fresh: dict[str, list[Tensor]], new_tokens: int) -> Rounds:
+def rounds_of(
+    targets: dict[str, ReplayTarget], path: str, fresh: dict[str, list[Tensor]], new_tokens: int
+) -> Rounds:
     """Tokens and rounds of each fresh prompt with a head."""
     first = next(iter(targets.values()))
     head, _ = load_head(path, first.info, first.dtype)
@@ -191,7 +223,9 @@ def rounds_of(targets: dict[str, ReplayTarget], path: str, fresh: dict[str, list
         found[name] = {}
         for kind, prompts in fresh.items():
             rows = [ids_1T[0] for ids_1T in prompts]
-            found[name][kind] = greedy_answers(targets[kind], head, tree, rows, new_tokens).stats.tokens_and_rounds
+            found[name][kind] = greedy_answers(
+                targets[kind], head, tree, rows, new_tokens
+            ).stats.tokens_and_rounds
     return found
 
 
@@ -202,13 +236,15 @@ def length(rounds: list[list[int]]) -> float:
 
 
 def change(after: list[list[int]], before: list[list[int]]) -> str:
-    """Acceptance length afterwards, and the 95 % confidence interval of the difference, paired by prompt."""
+    """Acceptance length afterwards, and the 95 % confidence interval of the difference, paired by
+    prompt."""
     low, high = difference_interval(after, before)
     return f"{length(after):.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def day(args: argparse.Namespace, output: Path, measure: Measure) -> list[str]:
-    """Adapt to one kind after another, each time to all that was recorded until then, and measure every head."""
+    """Adapt to one kind after another, each time to all that was recorded until then, and measure
+    every head."""
     kinds = [Path(path).stem for path in args.prompts]
     share = args.answers * len(kinds) // max(args.hours, 1)
     head = HEAD

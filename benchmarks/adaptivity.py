@@ -1,10 +1,12 @@
-"""Each part of adaptive drafting, on and off, on every kind of prompt: speed over plain steps, greedy.
+"""Each part of adaptive drafting, on and off, on every kind of prompt: speed over plain steps,
+greedy.
 
     python benchmarks/adaptivity.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl \
         runs/data/prompts-held-out/{translation,summaries,context,retrieval,instructions}.jsonl
 
-The last files are held-out prompts of `benchmarks/prompts.py --config configs/data/assistant.yaml`. `--sides` names the
-columns to measure, such as `--sides default` for what users get without options; plain steps are always measured.
+The last files are held-out prompts of `benchmarks/prompts.py --config configs/data/assistant.yaml`.
+`--sides` names the columns to measure, such as `--sides default` for what users get without
+options; plain steps are always measured.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=8, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES), help="columns to measure")
+    parser.add_argument(
+        "--sides", nargs="+", default=list(SIDES), choices=list(SIDES), help="columns to measure"
+    )
     args = parser.parse_args()
     target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
 
@@ -65,13 +69,20 @@ def main() -> None:
     lengths = []
     titles = ["prompts", *list(engines)[1:]]
     heading = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    speeds = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens.", "", *heading]
+    speeds = [
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens.",
+        "",
+        *heading,
+    ]
     for file, prompts in encoded(tokenizer, args.prompts, args.limit).items():
         sides = {name: ours(engine) for name, engine in engines.items()}
         rates, stats = compared(sides, prompts, answer_settings(args.new_tokens, 0.0), file)
         cells = [ratio(rates[name], rates["plain"]) for name in titles[1:]]
         speeds.append(f"| {file} | {' | '.join(cells)} |")
-        lengths.append(f"| {file} | {' | '.join(f'{stats[name].acceptance_length:.2f}' for name in titles[1:])} |")
+        lengths.append(
+            f"| {file} |"
+            f" {' | '.join(f'{stats[name].acceptance_length:.2f}' for name in titles[1:])} |"
+        )
         save(args.output, [*speeds, "", "Tokens a round:", "", *heading, *lengths])
 
 

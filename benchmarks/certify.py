@@ -1,9 +1,10 @@
-"""Certificates of headstart, of transformers' `generate`, and of vLLM with and without speculation, in two dtypes.
+"""Certificates of headstart, of transformers' `generate`, and of vLLM with and without speculation,
+in two dtypes.
 
     python benchmarks/certify.py --vllm .venv-vllm/bin/python
 
-Each engine gets the same prompts and a file in --folder, which `headstart certify` wrote; an engine whose file is there
-is not judged again. vLLM lives in an environment of its own: `make peers`.
+Each engine gets the same prompts and a file in --folder, which `headstart certify` wrote; an engine
+whose file is there is not judged again. vLLM lives in an environment of its own: `make peers`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,15 @@ def write_parts(folder: Path, target: str, head: str) -> None:
 def served(python: str, target: Path, head: Path | None, dtype: str) -> Iterator[str]:
     """URL of a vLLM server that runs while the block does."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    command += ["--served-model-name", "target", "--dtype", dtype, "--max-model-len", "1024", "--enforce-eager"]
+    command += [
+        "--served-model-name",
+        "target",
+        "--dtype",
+        dtype,
+        "--max-model-len",
+        "1024",
+        "--enforce-eager",
+    ]
     command += ["--host", "127.0.0.1", "--port", str(PORT)]
     if head is not None:
         speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
@@ -118,8 +127,10 @@ def answers(url: str) -> bool:
 def table(reports: dict[str, dict[str, Any]]) -> list[str]:
     """A row for each engine."""
     lines = [
-        "| engine | verdict | exact answers | tokens not best | margins: median, largest | e | one-token forwards | "
-        "rejected tests of draws | p | surprise | detectable |",
+        (
+            "| engine | verdict | exact answers | tokens not best | margins: median, largest | e |"
+            " one-token forwards | rejected tests of draws | p | surprise | detectable |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, report in reports.items():
@@ -141,7 +152,8 @@ def table(reports: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def draws(sampling: dict[str, Any] | None) -> tuple[str, str, str, str]:
-    """Rejected tests, the smallest p of a position, the surprise that is furthest from 0, and what is detectable."""
+    """Rejected tests, the smallest p of a position, the surprise that is furthest from 0, and what
+    is detectable."""
     if sampling is None:
         return "-", "-", "-", "-"
     positions = sampling["positions"]
@@ -149,7 +161,9 @@ def draws(sampling: dict[str, Any] | None) -> tuple[str, str, str, str]:
     rejected = sum(row["rejected"] for row in positions)
     smallest = min((row["p"] for row in tested), default=1.0)
     detectable = max((row["detectable_everywhere"] for row in tested), default=1.0)
-    furthest = max(positions, key=lambda row: abs(row["nats_less_likely"]) / max(row["standard_error"], 1e-9))
+    furthest = max(
+        positions, key=lambda row: abs(row["nats_less_likely"]) / max(row["standard_error"], 1e-9)
+    )
     surprise = f"{furthest['nats_less_likely']:+.2f} ± {furthest['standard_error']:.2f}"
     return f"{rejected} of {sampling['tests']}", f"{smallest:.2g}", surprise, f"{detectable:.2f}"
 

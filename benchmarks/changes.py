@@ -1,8 +1,10 @@
-"""What it costs a call of `generate` to see whether weights or code of its model have changed, in microseconds.
+"""What it costs a call of `generate` to see whether weights or code of its model have changed, in
+microseconds.
 
     python benchmarks/changes.py
 
-The median of 50 comparisons, one after the other, and of 20 after as many bytes were written as the processor caches.
+The median of 50 comparisons, one after the other, and of 20 after as many bytes were written as the
+processor caches.
 """
 
 from __future__ import annotations

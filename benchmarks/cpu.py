@@ -1,16 +1,20 @@
-"""Default settings against stock `generate`, llama.cpp and transformers' own speculation, prompt by prompt, greedy.
+"""Default settings against stock `generate`, llama.cpp and transformers' own speculation, prompt by
+prompt, greedy.
 
-    python benchmarks/cpu.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --llama LLAMA/bin/python
+    python benchmarks/cpu.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl \\
+        --llama LLAMA/bin/python
 
-The sides answer every prompt in turn, each time beginning with another one: stock `generate` in its fastest dtype here,
-plain steps, the head, and those that options add: llama.cpp (--llama, the Python of an environment with
-llama-cpp-python) with the same GGUF file on as many threads; transformers' prompt lookup (--lookup) and assisted
-generation (--assistant, a draft model's folder); the head with another drafter beside it (--beside prompt-lookup:6).
---eager leaves out the compiled kernels, as on a machine without a compiler. --kinds also selects prompts of five kinds
-from a file of rows {"source": ..., "messages": [...]}. Ratios are medians and quartiles over prompts. To measure as on
-a processor without AVX-512:
+The sides answer every prompt in turn, each time beginning with another one: stock `generate` in its
+fastest dtype here, plain steps, the head, and those that options add: llama.cpp (--llama, the
+Python of an environment with llama-cpp-python) with the same GGUF file on as many threads;
+transformers' prompt lookup (--lookup) and assisted generation (--assistant, a draft model's
+folder); the head with another drafter beside it (--beside prompt-lookup:6). --eager leaves out the
+compiled kernels, as on a machine without a compiler. --kinds also selects prompts of five kinds
+from a file of rows {"source": ..., "messages": [...]}. Ratios are medians and quartiles over
+prompts. To measure as on a processor without AVX-512:
 
-    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/cpu.py ...
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \\
+        python benchmarks/cpu.py ...
 """
 
 from __future__ import annotations
@@ -25,7 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import HEAD, LOOKUP, TARGET, Side, arguments, compared, encoded, ours, ratio, save, stock
+from common import (
+    HEAD,
+    LOOKUP,
+    TARGET,
+    Side,
+    arguments,
+    compared,
+    encoded,
+    ours,
+    ratio,
+    save,
+    stock,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +55,8 @@ from headstart.scripts.measuring.comparison import answer_settings, first_differ
 LLAMA = """
 import json, sys
 from llama_cpp import Llama
-llama = Llama(sys.argv[1], n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), n_ctx=4096, verbose=False)
+threads = int(sys.argv[2])
+llama = Llama(sys.argv[1], n_threads=threads, n_threads_batch=threads, n_ctx=4096, verbose=False)
 print("ready", flush=True)
 for line in sys.stdin:
     tokens, count, end = json.loads(line)
@@ -69,7 +86,9 @@ def main() -> None:
     parser.add_argument("--llama", help="a Python that has llama-cpp-python")
     parser.add_argument("--lookup", action="store_true", help="also transformers' prompt lookup")
     parser.add_argument("--assistant", help="draft model for transformers' assisted generation")
-    parser.add_argument("--beside", help="drafter whose branches join the head's tree, as prompt-lookup:6")
+    parser.add_argument(
+        "--beside", help="drafter whose branches join the head's tree, as prompt-lookup:6"
+    )
     parser.add_argument("--eager", action="store_true", help="without compiled kernels")
     args = parser.parse_args()
     tokenizer, settings = load_tokenizer(args.target), answer_settings(args.new_tokens, 0.0)
@@ -85,7 +104,9 @@ def main() -> None:
     loaded = time.perf_counter() - began
     lm.warmup()
     ready = time.perf_counter() - began
-    dtype, fastest, target = fastest_generate(args.target, lm.target, next(iter(prompts.values()))[0], settings)
+    dtype, fastest, target = fastest_generate(
+        args.target, lm.target, next(iter(prompts.values()))[0], settings
+    )
     sides: dict[str, Side] = {"generate": fastest}
     if args.lookup:
         sides["its prompt lookup"] = stock(target, **LOOKUP)
@@ -95,15 +116,24 @@ def main() -> None:
     if args.llama:
         sides["llama.cpp"] = llama(args.llama, args.target, lm.target)
     theirs = [*sides]
-    sides |= {"plain": ours(SpeculativeLM.from_pretrained(lm.target, compile=compile)), "head": ours(lm)}
+    sides |= {
+        "plain": ours(SpeculativeLM.from_pretrained(lm.target, compile=compile)),
+        "head": ours(lm),
+    }
     if args.beside:
-        both = SpeculativeLM.from_pretrained(lm.target, args.head, drafter=args.beside, compile=compile)
+        both = SpeculativeLM.from_pretrained(
+            lm.target, args.head, drafter=args.beside, compile=compile
+        )
         sides["head and source"] = ours(both)
-    pairs = [(side, other) for side in [*sides][len(theirs) :] for other in theirs] + [("head", "plain")]
+    pairs = [(side, other) for side in [*sides][len(theirs) :] for other in theirs] + [
+        ("head", "plain")
+    ]
     lines = [
-        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens, "
-        f"{'eager' if args.eager else 'default settings'}; stock `generate` in {dtype}. Loaded in {loaded:.1f} s, warm "
-        f"after {ready:.1f} s.",
+        (
+            f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new"
+            f" tokens, {'eager' if args.eager else 'default settings'}; stock `generate` in"
+            f" {dtype}. Loaded in {loaded:.1f} s, warm after {ready:.1f} s."
+        ),
         "",
         "| prompts | "
         + " | ".join(f"{name}, tok/s" for name in sides)
@@ -136,7 +166,9 @@ def kind(row: dict[str, Any]) -> str:
         return "translation"
     if re.search(r"summar", text, re.IGNORECASE):
         return "summaries"
-    if len(text) >= LONG and re.search(r"\b(passage|context|article|paragraph|document)\b", text, re.IGNORECASE):
+    if len(text) >= LONG and re.search(
+        r"\b(passage|context|article|paragraph|document)\b", text, re.IGNORECASE
+    ):
         return "context"
     if len(text) < LONG and text.rstrip().endswith("?"):
         return "questions"
@@ -168,12 +200,17 @@ def row_of(
     stats = found["head"]
     columns = [f"{quartiles(rates[side])['median']:.1f}" for side in sides]
     columns += [ratio(rates[one], rates[other]) for one, other in pairs]
-    columns += [f"{stats.acceptance_length:.2f}", f"{stats.plain_rounds / max(stats.rounds, 1):.0%}"]
+    columns += [
+        f"{stats.acceptance_length:.2f}",
+        f"{stats.plain_rounds / max(stats.rounds, 1):.0%}",
+    ]
     columns += [f"{sum(same[1:])} of {len(prompts)}"]  # the first time warms up
     return f"| {name} | " + " | ".join(columns) + " |"
 
 
-def fastest_generate(source: str, target: Target, ids: Tensor, settings: dict[str, Any]) -> tuple[str, Side, Target]:
+def fastest_generate(
+    source: str, target: Target, ids: Tensor, settings: dict[str, Any]
+) -> tuple[str, Side, Target]:
     """Stock `generate` in float32 or bfloat16: the dtype's name, the side and its target."""
     found: dict[float, tuple[str, Side, Target]] = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -190,7 +227,9 @@ def llama(python: str, source: str, target: Target) -> Side:
     """llama.cpp, in a process that waits between prompts."""
     folder, file = locate(source)
     command = [python, "-c", LLAMA, str(Path(folder) / str(file)), str(torch.get_num_threads())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+    )
     assert process.stdin is not None and process.stdout is not None
     to, found = process.stdin, process.stdout
     assert found.readline().strip() == "ready"

@@ -1,14 +1,17 @@
-"""How long a run takes from its command to its first step on much data, and its memory: first start, later starts.
+"""How long a run takes from its command to its first step on much data, and its memory: first
+start, later starts.
 
     python benchmarks/data_start.py --conversations 500000 --folder /tmp/data-start
 
-The conversations are synthetic, of about 1,000 tokens of SmolLM2's tokenizer in eight messages, in files of 5,000. The
-target is a tiny random model with that tokenizer, so that what is measured is the data: imports, tokenizer, reading,
-tokenizing or mapping, the split, the order, the number of steps, the first batch and the first step. Every start is a
-process of its own; memory is the process's peak (the processes that tokenize not counted).
+The conversations are synthetic, of about 1,000 tokens of SmolLM2's tokenizer in eight messages, in
+files of 5,000. The target is a tiny random model with that tokenizer, so that what is measured is
+the data: imports, tokenizer, reading, tokenizing or mapping, the split, the order, the number of
+steps, the first batch and the first step. Every start is a process of its own; memory is the
+process's peak (the processes that tokenize not counted).
 
-Tokenizing half a million conversations takes long: with `--distinct N` the first start is on the first N alone. The
-other files are copies of theirs, and before the second start, on all of them, the cache gets copies of their folders.
+Tokenizing half a million conversations takes long: with `--distinct N` the first start is on the
+first N alone. The other files are copies of theirs, and before the second start, on all of them,
+the cache gets copies of their folders.
 """
 
 from __future__ import annotations
@@ -44,11 +47,15 @@ MESSAGES, SENTENCES_EACH = 8, 5
 
 def main() -> None:
     """Write the data, start twice, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=500_000)
     parser.add_argument("--distinct", type=int, help="only so many are tokenized; all if not given")
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--processes", type=int, help="that tokenize; one for every core if not given")
+    parser.add_argument(
+        "--processes", type=int, help="that tokenize; one for every core if not given"
+    )
     parser.add_argument("--workers", type=int, default=0, help="that read ahead")
     parser.add_argument("--folder", required=True, help="for data, target and cache: some 6 GB")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
@@ -69,18 +76,26 @@ def main() -> None:
         elif not name.exists():
             shutil.copyfile(names[number % distinct], name.with_suffix(".partial"))
             name.with_suffix(".partial").replace(name)
-    print(f"Hardware: {provenance()['hardware']}. {sum(name.stat().st_size for name in names):,} bytes of JSONL.\n")
-    print("| start | s to the end of the first step | peak memory, GB | sequences | tokens |\n|---|---|---|---|---|")
+    print(
+        f"Hardware: {provenance()['hardware']}. {sum(name.stat().st_size for name in names):,}"
+        " bytes of JSONL.\n"
+    )
+    print(
+        "| start | s to the end of the first step | peak memory, GB | sequences | tokens"
+        " |\n|---|---|---|---|---|"
+    )
     for number in range(args.starts):
         files = distinct if number == 0 else len(names)
         if number == 1:
             copy_cache(folder / "cache", names, distinct)
         given = [*sys.argv, "--began", str(time.time()), "--files", str(files)]
-        done = subprocess.run([sys.executable, *given], stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, *given], stdout=subprocess.PIPE, text=True, check=True
+        )
         found = json.loads(done.stdout.splitlines()[-1])
         print(
-            f"| {number + 1} | {found['seconds']:.1f} | {found['peak_gb']:.2f} | {found['sequences']:,} | "
-            f"{found['tokens']:,} |",
+            f"| {number + 1} | {found['seconds']:.1f} | {found['peak_gb']:.2f} |"
+            f" {found['sequences']:,} | {found['tokens']:,} |",
             flush=True,
         )
 

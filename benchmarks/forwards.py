@@ -1,12 +1,14 @@
-"""The price of a forward: linear layers by number of tokens, whole forwards by context and batch, and prefill.
+"""The price of a forward: linear layers by number of tokens, whole forwards by context and batch,
+and prefill.
 
     python benchmarks/forwards.py
 
-The linear layers of the model, one after another. Its weights are integers with scales and offsets (GGUF): torch
-multiplies them as float32 (MKL), as bfloat16 (oneDNN, which rounds them) and, those of 4 bits, by its kernel for int4
-weights and float32 inputs; the LM head, of 8 bits, stays in float32 there. Every side reads each weight once, so the
-floor is the bytes over the memory's bandwidth. Then bare compiled forwards by nodes checked, context and rows, and the
-prefill of 2,048 tokens beside the stock model's. The sides of a table take turns; medians.
+The linear layers of the model, one after another. Its weights are integers with scales and offsets
+(GGUF): torch multiplies them as float32 (MKL), as bfloat16 (oneDNN, which rounds them) and, those
+of 4 bits, by its kernel for int4 weights and float32 inputs; the LM head, of 8 bits, stays in
+float32 there. Every side reads each weight once, so the floor is the bytes over the memory's
+bandwidth. Then bare compiled forwards by nodes checked, context and rows, and the prefill of 2,048
+tokens beside the stock model's. The sides of a table take turns; medians.
 """
 
 from __future__ import annotations
@@ -57,14 +59,20 @@ def main() -> None:
     target.compile()
     lines.append("Compiled: " + prefills(target, texts(1, PREFILL)))
     lines += table(target, "context", {length: texts(1, length) for length in CONTEXTS})
-    lines += table(target, f"rows, {BATCH_CONTEXT} tokens each", {rows: texts(rows, BATCH_CONTEXT) for rows in ROWS})
+    lines += table(
+        target,
+        f"rows, {BATCH_CONTEXT} tokens each",
+        {rows: texts(rows, BATCH_CONTEXT) for rows in ROWS},
+    )
     save(args.output, lines)
 
 
 def linear_layers(source: str, numbers: list[int]) -> list[str]:
     """A row for each number of tokens."""
     model = Target.from_pretrained(source, torch.float32).model
-    weights = [layer.weight.detach() for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    weights = [
+        layer.weight.detach() for layer in model.modules() if isinstance(layer, torch.nn.Linear)
+    ]
     packed = [pack(weight) for weight in weights]
     sides: dict[str, list[Layer]] = {
         "float32": [partial(F.linear, weight=weight) for weight in weights],
@@ -73,18 +81,31 @@ def linear_layers(source: str, numbers: list[int]) -> list[str]:
         "ours": [partial(linear, each) for each in packed],
     }
     bandwidth = memory_bandwidth(torch.device("cpu"))
-    size = sum(part.nbytes for each in packed for part in (each.words, each.scales) if part is not None)
+    size = sum(
+        part.nbytes for each in packed for part in (each.words, each.scales) if part is not None
+    )
     lines = [
-        f"Hardware: {hardware()}. {len(weights)} layers; ours hold {size / 1e6:.0f} MB, which take "
-        f"{1e3 * size / bandwidth:.1f} ms at {bandwidth / 1e9:.0f} GB/s. Milliseconds.",
+        (
+            f"Hardware: {hardware()}. {len(weights)} layers; ours hold {size / 1e6:.0f} MB, which"
+            f" take {1e3 * size / bandwidth:.1f} ms at {bandwidth / 1e9:.0f} GB/s. Milliseconds."
+        ),
         "",
         "| tokens | " + " | ".join(sides) + " |",
         "|---" * (1 + len(sides)) + "|",
     ]
     for tokens in numbers:
-        rows = {inputs: torch.randn(tokens, inputs) for inputs in {weight.shape[1] for weight in weights}}
-        calls = {name: partial(one_after_another, layers, weights, rows) for name, layers in sides.items()}
-        medians = (f"{1e3 * statistics.median(seconds):.1f}" for seconds in seconds_in_turns(calls, REPEATS).values())
+        rows = {
+            inputs: torch.randn(tokens, inputs)
+            for inputs in {weight.shape[1] for weight in weights}
+        }
+        calls = {
+            name: partial(one_after_another, layers, weights, rows)
+            for name, layers in sides.items()
+        }
+        medians = (
+            f"{1e3 * statistics.median(seconds):.1f}"
+            for seconds in seconds_in_turns(calls, REPEATS).values()
+        )
         lines.append(f"| {tokens} | " + " | ".join(medians) + " |")
     return lines
 
@@ -101,7 +122,8 @@ def in_bfloat16(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def int4(weight_OI: Tensor, packed: Packed) -> Layer:
-    """A linear layer by torch's int4 kernel, (number - 8) * scale + zero in groups; float32 for wider weights."""
+    """A linear layer by torch's int4 kernel, (number - 8) * scale + zero in groups; float32 for
+    wider weights."""
     if packed.format != "affine4":
         return partial(F.linear, weight=weight_OI)
     groups = weight_OI.unflatten(1, (-1, GROUP))
@@ -116,9 +138,15 @@ def int4(weight_OI: Tensor, packed: Packed) -> Layer:
 def table(target: Target, what: str, texts: dict[int, Tensor]) -> list[str]:
     """A row for each text or batch of texts, a column for each number of nodes."""
     checks = {size: checker(target, text_BT, ()) for size, text_BT in texts.items()}
-    sides = {(size, nodes): partial(check, nodes) for size, check in checks.items() for nodes in NODES}
+    sides = {
+        (size, nodes): partial(check, nodes) for size, check in checks.items() for nodes in NODES
+    }
     taken = seconds_of(target, sides, REPEATS)
-    lines = ["", f"| {what} | " + " | ".join(f"{nodes} nodes" for nodes in NODES) + " |", "|---" * 5 + "|"]
+    lines = [
+        "",
+        f"| {what} | " + " | ".join(f"{nodes} nodes" for nodes in NODES) + " |",
+        "|---" * 5 + "|",
+    ]
     for size in texts:
         found = (f"{1000 * statistics.median(taken[size, nodes]):.1f}" for nodes in NODES)
         lines.append(f"| {size} | " + " | ".join(found) + " |")
@@ -129,13 +157,17 @@ def prefills(target: Target, text_1T: Tensor) -> str:
     """Time of prefill and the last logits, ours and the stock model's."""
 
     def ours() -> None:
-        target.engine.read_chunk(text_1T, text_1T.shape[1], target.engine.new_cache(1), (), [text_1T.shape[1] - 1])
+        target.engine.read_chunk(
+            text_1T, text_1T.shape[1], target.engine.new_cache(1), (), [text_1T.shape[1] - 1]
+        )
 
     def stock() -> None:
         target.model(text_1T, use_cache=True, logits_to_keep=1)
 
     taken = seconds_in_turns({"ours": ours, "stock": stock}, REPEATS)
-    milliseconds = {side: f"{1000 * statistics.median(seconds):.0f} ms" for side, seconds in taken.items()}
+    milliseconds = {
+        side: f"{1000 * statistics.median(seconds):.0f} ms" for side, seconds in taken.items()
+    }
     return (
         f"ours {milliseconds['ours']}, the stock model {milliseconds['stock']}, ratio "
         f"{ratio(taken['ours'], taken['stock'])}."

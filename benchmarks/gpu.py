@@ -2,18 +2,19 @@
 
     python benchmarks/gpu.py --output benchmarks
     python benchmarks/gpu.py --output OUT --parts card,rounds,kernels
-    python benchmarks/gpu.py --output OUT --tiny                            # the whole on any device, by a tiny model
+    python benchmarks/gpu.py --output OUT --tiny    # the whole on any device, by a tiny model
 
-Each part is measured whatever became of the others, within a time limit of its own. A part that is measured again, in
-another process too, replaces its rows in OUT/gpu.json, from which the page is made.
+Each part is measured whatever became of the others, within a time limit of its own. A part that is
+measured again, in another process too, replaces its rows in OUT/gpu.json, from which the page is
+made.
 
-Weights are random but for the part `head`, so acceptance is FORCED, never measured: the true continuation is put into
-the head's tree, so that a given number of its drafts is accepted. The head's drafts cost what they cost. The model
-follows a permutation of its tokens by a wide margin, so that rounding decides nothing, and every text is compared with
-that of `generate`.
+Weights are random but for the part `head`, so acceptance is FORCED, never measured: the true
+continuation is put into the head's tree, so that a given number of its drafts is accepted. The
+head's drafts cost what they cost. The model follows a permutation of its tokens by a wide margin,
+so that rounding decides nothing, and every text is compared with that of `generate`.
 
-Letters in tensor names: B rows, T tokens, N nodes of a tree, K depths of its longest path, L layers, G groups of heads,
-S slots of a KV cache, E size of an attention head.
+Letters in tensor names: B rows, T tokens, N nodes of a tree, K depths of its longest path, L
+layers, G groups of heads, S slots of a KV cache, E size of an attention head.
 """
 
 from __future__ import annotations
@@ -52,8 +53,21 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.layers.tree_slots import TreeSlots, has_tree_kernel
 from headstart.heads.objective import Objective
-from headstart.inference import Conversation, DraftTree, DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer
-from headstart.inference.drafters.base import BatchDrafter, DraftContext, PrefillChunk, selected_rows
+from headstart.inference import (
+    Conversation,
+    DraftTree,
+    DynamicShape,
+    SpeculativeLM,
+    Target,
+    TreeShape,
+    load_tokenizer,
+)
+from headstart.inference.drafters.base import (
+    BatchDrafter,
+    DraftContext,
+    PrefillChunk,
+    selected_rows,
+)
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.round import Round
 from headstart.inference.targets.provenance import provenance
@@ -82,7 +96,12 @@ LLAMA_8B: dict[str, Any] = {
     "eos_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
-TINY = LLAMA_8B | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+TINY = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+}
 TINY |= {"num_attention_heads": 8}
 DEPTH, WIDTH = 7, 10
 """Depth and width of the trees, as in EAGLE-2 (arXiv:2406.16858)."""
@@ -134,18 +153,30 @@ class Options:
         if len(self.training) != 2 or min(self.training) < 1:
             raise ValueError(f"training needs a number of rows and of tokens, not {self.training}")
         if min(self.texts + self.long_texts, default=0) < 1:
-            raise ValueError(f"texts need lengths of at least one token, not {self.texts + self.long_texts}")
+            raise ValueError(
+                f"texts need lengths of at least one token, not {self.texts + self.long_texts}"
+            )
 
 
 def main() -> None:
     """Parse and measure."""
     show_on_console()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="benchmarks", help="folder for gpu.md, gpu.json and traces")
-    parser.add_argument("--parts", help=f"separated by commas, of {','.join(PARTS)}; all if not given")
-    parser.add_argument("--limit", type=float, help="seconds for each part, in place of its own limit")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", default="benchmarks", help="folder for gpu.md, gpu.json and traces"
+    )
+    parser.add_argument(
+        "--parts", help=f"separated by commas, of {','.join(PARTS)}; all if not given"
+    )
+    parser.add_argument(
+        "--limit", type=float, help="seconds for each part, in place of its own limit"
+    )
     parser.add_argument("--texts", type=int, nargs="+", help="tokens before the rounds")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device; TINY=1 does the same")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model, on any device; TINY=1 does the same"
+    )
     given = parser.parse_args()
     tiny = given.tiny or os.environ.get("TINY") == "1"
     sizes: dict[str, Any] = {}
@@ -202,7 +233,10 @@ class Bench:
         self.options = options
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokens = FEW_TOKENS if options.tiny else TOKENS
-        self.report: dict[str, Any] = {**provenance(), "acceptance": "forced, not measured: weights are random"}
+        self.report: dict[str, Any] = {
+            **provenance(),
+            "acceptance": "forced, not measured: weights are random",
+        }
         self.truths: dict[tuple[int, int], Tensor] = {}
         """By rows and length of the prompts of `large`: the tokens that follow, see `truth`."""
         stored = Path(options.output) / "gpu.json"
@@ -226,7 +260,8 @@ class Bench:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that the memory moves: by the datasheet, or by `copy_rate` where that is not known here."""
+        """Bytes per second that the memory moves: by the datasheet, or by `copy_rate` where that is
+        not known here."""
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
         return BANDWIDTHS.get(name) or self.copy_rate
 
@@ -247,13 +282,16 @@ class Bench:
     def pair(
         self, dtype: torch.dtype, layers: int | None = None, groups: int | None = None
     ) -> tuple[Target, Eagle3Head]:
-        """A target whose next token is a permutation of its newest by a wide margin, and a random head for it."""
+        """A target whose next token is a permutation of its newest by a wide margin, and a random
+        head for it."""
         torch.manual_seed(0)
         shape = LlamaConfig(**(TINY if self.options.tiny else LLAMA_8B))
         shape.num_hidden_layers = layers or shape.num_hidden_layers
         shape.num_key_value_heads = groups or shape.num_key_value_heads
         with self.device, torch.no_grad():
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype).eval().requires_grad_(False)
+            model = (
+                AutoModelForCausalLM.from_config(shape, dtype=dtype).eval().requires_grad_(False)
+            )
             embedding = model.model.embed_tokens.weight.mul_(50)
             for block in model.model.layers:
                 block.self_attn.o_proj.weight.mul_(0.02)
@@ -275,12 +313,16 @@ class Bench:
     def prompt(self, target: Target, length: int, rows: int = 1, seed: int = 1) -> Tensor:
         """Random tokens [rows, length]."""
         random = torch.Generator().manual_seed(seed)
-        return torch.randint(target.info.vocab_size, (rows, length), generator=random).to(self.device)
+        return torch.randint(target.info.vocab_size, (rows, length), generator=random).to(
+            self.device
+        )
 
     def truth(self, length: int, rows: int = 1) -> Tensor:
-        """Tokens [B, T] that follow the prompts of `large`: those of plain steps, confirmed by transformers' own model.
+        """Tokens [B, T] that follow the prompts of `large`: those of plain steps, confirmed by
+        transformers' own model.
 
-        Its forward over the whole text has each of them as its best token: `generate` would write them.
+        Its forward over the whole text has each of them as its best token: `generate` would write
+        them.
 
         Raises:
             RuntimeError: it has another one.
@@ -292,14 +334,20 @@ class Bench:
             written_BT = answer(SpeculativeLM(target), prompt_BT, self.tokens).sequences
             for row_T in written_BT:  # one by one, as logits of many long rows are large
                 with torch.no_grad():
-                    logits_1TV = target.model(row_T[None, :-1], logits_to_keep=self.tokens, use_cache=False).logits
+                    logits_1TV = target.model(
+                        row_T[None, :-1], logits_to_keep=self.tokens, use_cache=False
+                    ).logits
                 if not torch.equal(logits_1TV[0].argmax(-1), row_T[length:]):
-                    raise RuntimeError(f"plain steps after {length} tokens write another text than transformers")
+                    raise RuntimeError(
+                        f"plain steps after {length} tokens write another text than transformers"
+                    )
             self.truths[rows, length] = F.pad(written_BT[:, length:], (0, 16))
         return self.truths[rows, length]
 
 
-def median_seconds(device: torch.device, call: Callable[[], Any], warm: int = 3, times: int = 10) -> float:
+def median_seconds(
+    device: torch.device, call: Callable[[], Any], warm: int = 3, times: int = 10
+) -> float:
     """Median seconds of a call."""
     for _ in range(warm):
         call()
@@ -320,14 +368,19 @@ def answer(lm: SpeculativeLM, prompt_BT: Tensor, tokens: int, **more: Any) -> An
 def reference(target: Target, prompt_BT: Tensor, tokens: int) -> Tensor:
     """The same of transformers."""
     mask_BT = torch.ones_like(prompt_BT)
-    written: Tensor = target.model.generate(prompt_BT, attention_mask=mask_BT, max_new_tokens=tokens, **GREEDY)
+    written: Tensor = target.model.generate(
+        prompt_BT, attention_mask=mask_BT, max_new_tokens=tokens, **GREEDY
+    )
     return written
 
 
 class ForcedDrafter(BatchDrafter):
-    """A head's trees, with the true continuation on one path, so that a given number of drafts is accepted."""
+    """A head's trees, with the true continuation on one path, so that a given number of drafts is
+    accepted."""
 
-    def __init__(self, head: BatchDrafter, shape: TreeShape, truth_BT: Tensor, accepted: int, vocabulary: int) -> None:
+    def __init__(
+        self, head: BatchDrafter, shape: TreeShape, truth_BT: Tensor, accepted: int, vocabulary: int
+    ) -> None:
         self.head = head
         self.parts = (head,)
         self.feature_layers = head.feature_layers
@@ -387,11 +440,16 @@ class ForcedDrafter(BatchDrafter):
 
     def observe(self, finished: Round) -> None:
         self.head.observe(finished)
-        self.written = [before + len(new) for before, new in zip(self.written, finished.tokens, strict=True)]
+        self.written = [
+            before + len(new) for before, new in zip(self.written, finished.tokens, strict=True)
+        ]
 
 
-def forced(target: Target, head: Eagle3Head, truth_BT: Tensor, nodes: int, accepted: int) -> SpeculativeLM:
-    """A decoder whose rounds of so many nodes accept so many drafts; of one node it decodes plainly."""
+def forced(
+    target: Target, head: Eagle3Head, truth_BT: Tensor, nodes: int, accepted: int
+) -> SpeculativeLM:
+    """A decoder whose rounds of so many nodes accept so many drafts; of one node it decodes
+    plainly."""
     if nodes == 1:
         return SpeculativeLM(target)
     chain = TreeShape.chain(nodes - 1)
@@ -400,7 +458,9 @@ def forced(target: Target, head: Eagle3Head, truth_BT: Tensor, nodes: int, accep
     else:
         drafter = tree_drafter(head, DynamicShape(nodes, DEPTH, WIDTH), target.draft_modules)
         shape = best_static_tree(default_accuracy(DEPTH, WIDTH), nodes)
-    return SpeculativeLM(target, ForcedDrafter(drafter, shape, truth_BT, accepted, target.info.vocab_size))
+    return SpeculativeLM(
+        target, ForcedDrafter(drafter, shape, truth_BT, accepted, target.info.vocab_size)
+    )
 
 
 def run_tests(bench: Bench) -> None:
@@ -408,7 +468,17 @@ def run_tests(bench: Bench) -> None:
     if bench.device.type != "cuda":
         bench.add("tests", result="left out: no GPU")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "--tb=short",
+    ]
     command += [bench.options.tests, "-n", "10", "--dist", "worksteal"]
     environment = {**os.environ, "HEADSTART_TEST_DEVICE": "cuda"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -418,9 +488,12 @@ def run_tests(bench: Bench) -> None:
 
 
 def card(bench: Bench) -> None:
-    """What the card gives: a copy within its memory (bytes read and written), and a product of matrices in bfloat16."""
+    """What the card gives: a copy within its memory (bytes read and written), and a product of
+    matrices in bfloat16."""
     size = 256 if bench.options.tiny else 8192
-    one, other = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    one, other = (
+        torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2)
+    )
     seconds = median_seconds(bench.device, lambda: one @ other)
     bench.add(
         "card",
@@ -432,7 +505,8 @@ def card(bench: Bench) -> None:
 
 
 def identity(bench: Bench) -> None:
-    """Greedy texts against those of `generate`: engines, trees, batches, and turns that begin anywhere."""
+    """Greedy texts against those of `generate`: engines, trees, batches, and turns that begin
+    anywhere."""
     layers = 8
     target, head = bench.pair(torch.float32, layers)
     prompt_1T = bench.prompt(target, 77)
@@ -445,22 +519,34 @@ def identity(bench: Bench) -> None:
         equal = torch.equal(output.sequences, expected)
         length = round(output.stats.acceptance_length, 2)
         bench.add(
-            "identity", what=f"float32, {nodes} nodes, {target.engine.name}", equal=equal, acceptance_length=length
+            "identity",
+            what=f"float32, {nodes} nodes, {target.engine.name}",
+            equal=equal,
+            acceptance_length=length,
         )
     rows = [bench.prompt(target, length, seed=length)[0] for length in (77, 20, 45)]
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    mask_BT = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side="left")
-    lm = SpeculativeLM(target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules))
-    written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **GREEDY).sequences[:, 77:]
+    mask_BT = torch.nn.utils.rnn.pad_sequence(
+        list(map(torch.ones_like, rows)), batch_first=True, padding_side="left"
+    )
+    lm = SpeculativeLM(
+        target, tree_drafter(head, DynamicShape(60, DEPTH, WIDTH), target.draft_modules)
+    )
+    written = lm.generate(padded_BT, attention_mask=mask_BT, max_new_tokens=24, **GREEDY).sequences[
+        :, 77:
+    ]
     alone = [reference(target, row[None], 24)[0, len(row) :] for row in rows]
-    bench.add("identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone)))
+    bench.add(
+        "identity", what="float32, three rows", equal=torch.equal(written, torch.stack(alone))
+    )
     many = target.info.num_attention_heads
     for dtype, groups in itertools.product((torch.float32, torch.bfloat16), (many // 4, many)):
         target, head = bench.pair(dtype, layers, groups)
         target.compile(True)
         lm = SpeculativeLM(target, tree_drafter(head, TreeShape.chain(3), target.draft_modules))
         past, text_1T, equal = Conversation(), bench.prompt(target, 21), True
-        for more in (5, 6, 7, 9, 300):  # what is kept is no multiple of eight: attention begins anywhere
+        # what is kept is no multiple of eight: attention begins anywhere
+        for more in (5, 6, 7, 9, 300):
             written = answer(lm, text_1T, 6, past_key_values=past).sequences
             equal = equal and torch.equal(written, reference(target, text_1T, 6))
             text_1T = torch.cat([written, bench.prompt(target, more)], dim=1)
@@ -478,8 +564,10 @@ def attention(bench: Bench) -> None:
 
 
 def attention_us(caches: Tensor, nodes: int) -> dict[str, float | None]:
-    """By kernel, the microseconds of a layer, from a graph over the caches of all layers [L, 2, B, G, S, E]."""
-    tree_attention = importlib.import_module("headstart.heads.layers.tree_kernel").tree_attention  # needs Triton
+    """By kernel, the microseconds of a layer, from a graph over the caches of all layers [L, 2, B,
+    G, S, E]."""
+    # needs Triton
+    tree_attention = importlib.import_module("headstart.heads.layers.tree_kernel").tree_attention
 
     slots, device = caches.shape[4], caches.device
     query = torch.randn(1, nodes, 32, 128, device=device, dtype=caches.dtype).transpose(1, 2)
@@ -531,7 +619,8 @@ def graph_ms(call: Callable[[], Any], times: int = 9) -> float:
 
 
 def rounds(bench: Bench) -> None:
-    """Rounds by engine, text and tree, and the tokens that they give a second, beside `generate`."""
+    """Rounds by engine, text and tree, and the tokens that they give a second, beside
+    `generate`."""
     target, head = bench.large
     first = bench.options.texts[0]
     truth_1T = bench.truth(first)
@@ -543,7 +632,14 @@ def rounds(bench: Bench) -> None:
         reference(target, prompt_1T, 2)
     equal = torch.equal(written_1T[:, first:], truth_1T[:, :66])
     rate = round(64 / (whole[0] - begun[0]), 1)
-    bench.add("rounds", engine="transformers generate", text=first, nodes=1, tokens_per_second=rate, equal=equal)
+    bench.add(
+        "rounds",
+        engine="transformers generate",
+        text=first,
+        nodes=1,
+        tokens_per_second=rate,
+        equal=equal,
+    )
     # Eager rounds take as long after any text: what takes time is to launch them.
     for mode, texts in {True: bench.options.texts, False: bench.options.texts[:1]}.items():
         target.compile(mode)
@@ -556,7 +652,9 @@ def rounds(bench: Bench) -> None:
 def long_texts(bench: Bench) -> None:
     """Rounds after long texts."""
     target, head = bench.large
-    for length, (nodes, accepted) in itertools.product(bench.options.long_texts, PLAIN_AND_TREE.items()):
+    for length, (nodes, accepted) in itertools.product(
+        bench.options.long_texts, PLAIN_AND_TREE.items()
+    ):
         truth_1T = bench.truth(length)
         lm = forced(target, head, truth_1T, nodes, accepted)
         bench.add("texts", text=length, nodes=nodes, **timed(bench, lm, head, nodes, length))
@@ -586,9 +684,16 @@ def sampled(bench: Bench) -> None:
 
 
 def timed(
-    bench: Bench, lm: SpeculativeLM, head: Eagle3Head, nodes: int, length: int, rows: int = 1, **settings: Any
+    bench: Bench,
+    lm: SpeculativeLM,
+    head: Eagle3Head,
+    nodes: int,
+    length: int,
+    rows: int = 1,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Rounds of one case: the first generation records, the second is timed, the third is profiled."""
+    """Rounds of one case: the first generation records, the second is timed, the third is
+    profiled."""
     prompt_BT = bench.prompt(lm.target, length, rows)
     with seconds() as first:
         answer(lm, prompt_BT, 40, **settings)
@@ -597,17 +702,28 @@ def timed(
     return {
         "tokens_per_second": round(stats.tokens / sum(stats.round_seconds), 1),
         "acceptance_length": round(stats.acceptance_length, 2),
-        **measured_and_limit(bench, lm.target, head, nodes, length, rows, statistics.median(stats.round_seconds)),
+        **measured_and_limit(
+            bench, lm.target, head, nodes, length, rows, statistics.median(stats.round_seconds)
+        ),
         "first_s": round(first[0], 1),
-        "equal": torch.equal(output.sequences[:, length:], bench.truth(length, rows)[:, : bench.tokens]),
+        "equal": torch.equal(
+            output.sequences[:, length:], bench.truth(length, rows)[:, : bench.tokens]
+        ),
         **launched(bench, lm, lambda: answer(lm, prompt_BT, bench.tokens, **settings)),
     }
 
 
 def measured_and_limit(
-    bench: Bench, target: Target, head: Eagle3Head, nodes: int, length: int, rows: int, seconds: float
+    bench: Bench,
+    target: Target,
+    head: Eagle3Head,
+    nodes: int,
+    length: int,
+    rows: int,
+    seconds: float,
 ) -> dict[str, float]:
-    """A round's milliseconds, the bytes that it reads, the milliseconds that reading them takes at least, the share."""
+    """A round's milliseconds, the bytes that it reads, the milliseconds that reading them takes at
+    least, the share."""
     read = read_bytes(target, head, nodes, length + bench.tokens // 2, rows)
     limit = read / bench.bandwidth
     return {
@@ -621,8 +737,8 @@ def measured_and_limit(
 def read_bytes(target: Target, head: Eagle3Head, nodes: int, tokens: int, rows: int) -> int:
     """Bytes that a round reads: weights, and the KV caches of so many tokens in each row.
 
-    All of the target's weights but its embedding. Of the head: `fc` once, its layer and its LM head once for each level
-    of the tree; the layer's first use is that of `observe`.
+    All of the target's weights but its embedding. Of the head: `fc` once, its layer and its LM head
+    once for each level of the tree; the layer's first use is that of `observe`.
     """
     read = weight_bytes(target) + target.cache_bytes(rows, tokens)
     if nodes == 1:
@@ -638,7 +754,8 @@ def size_of(module: nn.Module) -> int:
 
 
 def launched(bench: Bench, lm: SpeculativeLM, generate: Callable[[], Any]) -> dict[str, Any]:
-    """Launches, graphs, waits and busy milliseconds of a round; nothing without a GPU, or after too few rounds."""
+    """Launches, graphs, waits and busy milliseconds of a round; nothing without a GPU, or after too
+    few rounds."""
     if bench.device.type != "cuda":
         return {}
     profiler = profiled_rounds(lm, generate)
@@ -650,9 +767,13 @@ def launched(bench: Bench, lm: SpeculativeLM, generate: Callable[[], Any]) -> di
         return sum(event.count for event in events if event.key.startswith(names)) / PROFILED
 
     on_device = [event for event in events if "cuda" in str(event.device_type).lower()]
-    busy = sum(event.self_device_time_total for event in on_device if not event.key.startswith(PREFIX))
+    busy = sum(
+        event.self_device_time_total for event in on_device if not event.key.startswith(PREFIX)
+    )
     return {
-        "launches": calls("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync"),
+        "launches": calls(
+            "cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync"
+        ),
         "graphs": calls("cudaGraphLaunch"),
         "waits": calls("cudaStreamSynchronize", "cudaEventSynchronize"),
         "busy_ms": round(busy / PROFILED / 1000, 2),
@@ -660,7 +781,8 @@ def launched(bench: Bench, lm: SpeculativeLM, generate: Callable[[], Any]) -> di
 
 
 def kernels(bench: Bench) -> None:
-    """Kernels of a round by the part of the round that launched them, and how long the device idled before each."""
+    """Kernels of a round by the part of the round that launched them, and how long the device idled
+    before each."""
     target, head = bench.large
     target.compile(True)
     length = bench.options.texts[0]
@@ -689,13 +811,16 @@ def compared(bench: Bench) -> None:
     compare(bench, "compared", WAYS, bench.options.texts, PLAIN_AND_TREE)
 
 
-def compare(bench: Bench, part: str, ways: dict[str, Way], texts: list[int], trees: dict[int, int]) -> None:
+def compare(
+    bench: Bench, part: str, ways: dict[str, Way], texts: list[int], trees: dict[int, int]
+) -> None:
     """Add rows with the rounds of each way: its first generation records, then the ways take turns.
 
     Args:
         bench: what collects the rows.
         part: under which name.
-        ways: builders of targets by their labels; of the first one the others' times are a ratio, turn by turn.
+        ways: builders of targets by their labels; of the first one the others' times are a ratio,
+            turn by turn.
         texts: tokens before the rounds.
         trees: nodes of a round, and how many drafts of it are accepted.
     """
@@ -705,7 +830,9 @@ def compare(bench: Bench, part: str, ways: dict[str, Way], texts: list[int], tre
     for length, (nodes, accepted) in itertools.product(texts, trees.items()):
         prompt_1T = bench.prompt(target, length)
         truth_1T = bench.truth(length)
-        lms = {label: forced(each, head, truth_1T, nodes, accepted) for label, each in targets.items()}
+        lms = {
+            label: forced(each, head, truth_1T, nodes, accepted) for label, each in targets.items()
+        }
         medians: dict[str, list[float]] = {label: [] for label in ways}
         rates: dict[str, list[float]] = {label: [] for label in ways}
         equal = dict.fromkeys(ways, True)
@@ -716,10 +843,16 @@ def compare(bench: Bench, part: str, ways: dict[str, Way], texts: list[int], tre
                 output = answer(lms[label], prompt_1T, bench.tokens)
                 medians[label].append(statistics.median(output.stats.round_seconds))
                 rates[label].append(output.stats.tokens / sum(output.stats.round_seconds))
-                equal[label] &= torch.equal(output.sequences[:, length:], truth_1T[:, : bench.tokens])
+                equal[label] &= torch.equal(
+                    output.sequences[:, length:], truth_1T[:, : bench.tokens]
+                )
         for label, lm in lms.items():
-            ratios = [one / other for one, other in zip(medians[label], medians[baseline], strict=True)]
-            row = measured_and_limit(bench, lm.target, head, nodes, length, 1, statistics.median(medians[label]))
+            ratios = [
+                one / other for one, other in zip(medians[label], medians[baseline], strict=True)
+            ]
+            row = measured_and_limit(
+                bench, lm.target, head, nodes, length, 1, statistics.median(medians[label])
+            )
             bench.add(
                 part,
                 way=label,
@@ -742,30 +875,43 @@ def by_known_decoder(model: nn.Module) -> Target:
 
 
 def by_transformers_layers(model: nn.Module) -> Target:
-    """A target whose layers, and those of heads, run as transformers' code says, with the same attention."""
+    """A target whose layers, and those of heads, run as transformers' code says, with the same
+    attention."""
     target = by_known_decoder(model)
     vars(target.engine)["decoder"] = None
     vars(target.engine)["draft_head"] = lambda head: head
     return target
 
 
-WAYS: dict[str, Way] = {"known decoder": by_known_decoder, "transformers' layers": by_transformers_layers}
+WAYS: dict[str, Way] = {
+    "known decoder": by_known_decoder,
+    "transformers' layers": by_transformers_layers,
+}
 """What `compared` compares."""
 
 
 def real_head(bench: Bench) -> None:
-    """SmolLM2-135M with its trained head, in bfloat16, on examples/prompts.jsonl: acceptance is measured here."""
+    """SmolLM2-135M with its trained head, in bfloat16, on examples/prompts.jsonl: acceptance is
+    measured here."""
     if importlib.util.find_spec(MODEL_PACKAGE) is None or not EXAMPLE_HEAD.exists():
-        bench.add("head", result=f"left out: the package {MODEL_PACKAGE} or {EXAMPLE_HEAD.name} is not here")
+        bench.add(
+            "head",
+            result=f"left out: the package {MODEL_PACKAGE} or {EXAMPLE_HEAD.name} is not here",
+        )
         return
     source = f"package:{MODEL_PACKAGE}"
     tokenizer = load_tokenizer(source)
-    prompts = read_prompts(str(ROOT / "examples" / "prompts.jsonl"), 2 if bench.options.tiny else 10)
+    prompts = read_prompts(
+        str(ROOT / "examples" / "prompts.jsonl"), 2 if bench.options.tiny else 10
+    )
     rows = [prompt_ids(tokenizer, prompt).to(bench.device) for prompt in prompts]  # each [1, T]
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": bench.tokens}
     target = Target.from_pretrained(source, torch.bfloat16)
     target.compile(False)
-    expected = [target.model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **settings) for ids_1T in rows]
+    expected = [
+        target.model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **settings)
+        for ids_1T in rows
+    ]
     head = load_head(str(EXAMPLE_HEAD))[0].to(target.device, target.dtype).eval()
     trees = {"chain of 3": TreeShape.chain(3), "32 nodes": DynamicShape(32, 7, 8)}
     lms = {"none": SpeculativeLM(target)}
@@ -775,7 +921,9 @@ def real_head(bench: Bench) -> None:
     for name, lm in lms.items():
         lm.compile(True)
         tokens, rounds, taken, equal = 0, 0, 0.0, 0
-        for number, (ids_1T, expected_1T) in enumerate(zip([rows[0], *rows], [expected[0], *expected], strict=True)):
+        for number, (ids_1T, expected_1T) in enumerate(
+            zip([rows[0], *rows], [expected[0], *expected], strict=True)
+        ):
             output = lm.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), **settings)
             if number == 0:  # records
                 continue
@@ -810,14 +958,19 @@ def training(bench: Bench) -> None:
 
 
 def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[str, Any]:
-    """Time training steps; shares of a peak are None where it is unknown, the peak of memory is None on a CPU."""
+    """Time training steps; shares of a peak are None where it is unknown, the peak of memory is
+    None on a CPU."""
     device = target.device
     torch.manual_seed(0)
     head = bench.new_head(target, torch.float32).train()
     optimizer, _ = build_optimizer(head, OptimConfig(), 100, {})
-    tokens_BT = torch.randint(target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    tokens_BT = torch.randint(
+        target.info.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)
+    )
     examples = [Example(row, [True] * length) for row in tokens_BT.tolist()]
-    flops = count_flops(partial(online_features, target, head), head, OBJECTIVE, examples[:1], False, False)
+    flops = count_flops(
+        partial(online_features, target, head), head, OBJECTIVE, examples[:1], False, False
+    )
     flops *= length * rows
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -835,17 +988,26 @@ def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[st
         "tokens_per_second": rows * length / seconds,
         "teraflops": tflops,
         "model_flop_utilisation": None if peak is None else tflops / peak,
-        "milliseconds": {part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]},
-        "peak_memory_GB": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+        "milliseconds": {
+            part: 1000 * statistics.median(turn[part] for turn in turns) for part in turns[0]
+        },
+        "peak_memory_GB": (
+            torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
+        ),
     }
 
 
 def timed_step(
-    target: Target, head: Eagle3Head, optimizer: torch.optim.Optimizer, examples: list[Example], apart: bool = True
+    target: Target,
+    head: Eagle3Head,
+    optimizer: torch.optim.Optimizer,
+    examples: list[Example],
+    apart: bool = True,
 ) -> dict[str, float]:
     """Make a step; the seconds of its parts if `apart`.
 
-    The time of the loss is that of the head's forward less that of its layers, which run a second time to be timed.
+    The time of the loss is that of the head's forward less that of its layers, which run a second
+    time to be timed.
     """
     device = target.device
     clock: Callable[[], float] = (lambda: now(device)) if apart else (lambda: 0.0)
@@ -879,10 +1041,13 @@ def page(report: dict[str, Any]) -> str:
     lines = [
         "# On a GPU",
         "",
-        f"{report['hardware']}; torch {report['versions']['torch']}, transformers "
-        f"{report['versions']['transformers']}. Made by `python benchmarks/gpu.py`. The model "
-        "has the shape of Llama-3.1-8B and random weights, so acceptance is forced, not measured: of a "
-        "round's nodes a given number is accepted, and the head drafts at its full cost.",
+        (
+            f"{report['hardware']}; torch {report['versions']['torch']}, transformers"
+            f" {report['versions']['transformers']}. Made by `python benchmarks/gpu.py`. The model"
+            " has the shape of Llama-3.1-8B and random weights, so acceptance is forced, not"
+            " measured: of a round's nodes a given number is accepted, and the head drafts at its"
+            " full cost."
+        ),
     ]
     for note in report.get("notes", []):
         lines += ["", note]
@@ -891,14 +1056,18 @@ def page(report: dict[str, Any]) -> str:
         if not rows:
             continue
         lines += ["", f"## {part.capitalize()}", "", (PARTS[part][0].__doc__ or "").strip(), ""]
-        columns = list(dict.fromkeys(name for row in rows for name in row if name != "milliseconds"))
+        columns = list(
+            dict.fromkeys(name for row in rows for name in row if name != "milliseconds")
+        )
         lines.append("| " + " | ".join(name.replace("_", " ") for name in columns) + " |")
         lines.append("|---" * len(columns) + "|")
         for row in rows:
             lines.append("| " + " | ".join(shown(row.get(name)) for name in columns) + " |")
         for row in rows:
             if "milliseconds" in row:
-                parts = ", ".join(f"{name} {value:.1f}" for name, value in row["milliseconds"].items())
+                parts = ", ".join(
+                    f"{name} {value:.1f}" for name, value in row["milliseconds"].items()
+                )
                 lines += ["", f"Milliseconds of a step's parts, each waited for: {parts}."]
     return "\n".join(lines) + "\n"
 

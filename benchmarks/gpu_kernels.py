@@ -1,8 +1,9 @@
 """Kernels of a round by the part of the round that launched them, for benchmarks/gpu.py.
 
-Ranges on the host do not reach into a CUDA graph: its kernels were recorded long before. But each kernel carries the
-correlation id of the launch that it belongs to, a graph's launch too, and launches lie inside of ranges on the host.
-The ranges are put around the calls of an engine's runner while a profiler runs, and nowhere else.
+Ranges on the host do not reach into a CUDA graph: its kernels were recorded long before. But each
+kernel carries the correlation id of the launch that it belongs to, a graph's launch too, and
+launches lie inside of ranges on the host. The ranges are put around the calls of an engine's runner
+while a profiler runs, and nowhere else.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def ranges_around(runner: Runner) -> Iterator[None]:
     plain = type(runner)
 
     class Ranged(plain):  # type: ignore[misc, valid-type]
-        def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
+        def __call__(
+            self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any
+        ) -> Any:
             with record_function(PREFIX + range_of(function)):
                 return super().__call__(function, fixed, *inputs)
 
@@ -71,7 +74,8 @@ def ranges_around(runner: Runner) -> Iterator[None]:
 
 
 def profiled_rounds(lm: SpeculativeLM, generate: Callable[[], Any]) -> profile | None:
-    """The profile of some rounds in the middle of a generation; None if it has not enough of them."""
+    """The profile of some rounds in the middle of a generation; None if it has not enough of
+    them."""
     activities = [ProfilerActivity.CPU]
     on_cuda = lm.target.device.type == "cuda"
     if on_cuda:
@@ -117,13 +121,16 @@ def trace_of(profiler: profile, path: Path) -> list[dict[str, Any]]:
 
 
 def kernel_table(events: list[dict[str, Any]], rounds: int = PROFILED) -> list[dict[str, Any]]:
-    """Rows of a table: for each range its sum and its kernels, those that take longest first; then the sum of all.
+    """Rows of a table: for each range its sum and its kernels, those that take longest first; then
+    the sum of all.
 
-    Of each: count a round, microseconds of one, milliseconds a round, share of the time in which the device is busy,
-    and milliseconds a round in which the device idled before it.
+    Of each: count a round, microseconds of one, milliseconds a round, share of the time in which
+    the device is busy, and milliseconds a round in which the device idled before it.
     """
     ranges_by_launch = _ranges_by_launch(events)
-    on_device = [event for event in events if event.get("cat") in ON_DEVICE and event.get("ph") == "X"]
+    on_device = [
+        event for event in events if event.get("cat") in ON_DEVICE and event.get("ph") == "X"
+    ]
     on_device.sort(key=lambda event: event["ts"])
 
     # 1. Microseconds by range and kernel, and how long the device idled before each kernel.

@@ -1,12 +1,14 @@
-"""The price of a rejected draft in a model whose layers keep states: rounds by draft length, by when states catch up.
+"""The price of a rejected draft in a model whose layers keep states: rounds by draft length, by
+when states catch up.
 
     OMP_NUM_THREADS=1 python benchmarks/hybrids.py
 
-Random models of four layers, three with a state and one of attention, in float32. A round drafts a chain, and each
-token is accepted with the same probability, so that all sides commit the same numbers of tokens. "Replay" reads what a
-round has accepted in a forward of its own, as soon as a draft is rejected; the others leave it pending until so many
-tokens are. The forward of a plain step, and forwards over trees, whose paths are lanes, stand beside. The sides take
-turns; CPU time of one thread, which other processes disturb least, and the least of several runs.
+Random models of four layers, three with a state and one of attention, in float32. A round drafts a
+chain, and each token is accepted with the same probability, so that all sides commit the same
+numbers of tokens. "Replay" reads what a round has accepted in a forward of its own, as soon as a
+draft is rejected; the others leave it pending until so many tokens are. The forward of a plain
+step, and forwards over trees, whose paths are lanes, stand beside. The sides take turns; CPU time
+of one thread, which other processes disturb least, and the least of several runs.
 """
 
 from __future__ import annotations
@@ -94,28 +96,42 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def main() -> None:
     """Write two tables for each kind of state: rounds by draft length, and forwards over trees."""
     parser = arguments(__doc__, "hybrids.md")
-    parser.add_argument("--accepted", type=float, default=0.7, help="probability that a drafted token is accepted")
+    parser.add_argument(
+        "--accepted", type=float, default=0.7, help="probability that a drafted token is accepted"
+    )
     parser.add_argument("--rounds", type=int, default=24, help="rounds of a run")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
-    parser.add_argument("--compile", action="store_true", help="linear layers in the CPU kernels, as by default")
+    parser.add_argument(
+        "--compile", action="store_true", help="linear layers in the CPU kernels, as by default"
+    )
     args = parser.parse_args()
-    engine = "linear layers in headstart's kernels" if args.compile else "transformers' modules as they are"
+    engine = (
+        "linear layers in headstart's kernels"
+        if args.compile
+        else "transformers' modules as they are"
+    )
     lines = [
-        f"Hardware: {hardware()}; 1 thread, float32, {engine}. A drafted token is accepted with probability "
-        f"{args.accepted}. Milliseconds."
+        f"Hardware: {hardware()}; 1 thread, float32, {engine}. A drafted token is accepted with"
+        f" probability {args.accepted}. Milliseconds."
     ]
     for name, build in MODELS.items():
         torch.manual_seed(0)
         target = Target(build().eval())
         if args.compile:
             target.compile(True)
-        lines += ["", f"## {name}", "", *rounds_table(target, args.accepted, args.rounds, args.repeats)]
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            *rounds_table(target, args.accepted, args.rounds, args.repeats),
+        ]
         lines += ["", *trees_table(target, args.repeats)]
     save(args.output, lines)
 
 
 def rounds_table(target: Target, accepted: float, rounds: int, repeats: int) -> list[str]:
-    """Milliseconds of the target's part of a round, and of a token, by draft length and by when states catch up."""
+    """Milliseconds of the target's part of a round, and of a token, by draft length and by when
+    states catch up."""
     assert target.stateful is not None
     columns = PENDING if target.stateful.recurrent else {"round": 1}
     sides = {(length, name): pending for length in LENGTHS for name, pending in columns.items()}
@@ -136,7 +152,10 @@ def rounds_table(target: Target, accepted: float, rounds: int, repeats: int) -> 
         cells = []
         for name in columns:
             tokens = run_lengths(length, accepted, rounds)
-            cells += [f"{1e3 * least[length, name]:.1f}", f"{1e3 * least[length, name] * rounds / sum(tokens):.1f}"]
+            cells += [
+                f"{1e3 * least[length, name]:.1f}",
+                f"{1e3 * least[length, name] * rounds / sum(tokens):.1f}",
+            ]
         lines.append(f"| {length} | " + " | ".join(cells) + " |")
     return lines
 
@@ -149,7 +168,9 @@ def run_lengths(length: int, accepted: float, rounds: int) -> list[int]:
     return counts
 
 
-def run(target: Target, length: int, accepted: float, rounds: int, pending: int) -> tuple[float, int]:
+def run(
+    target: Target, length: int, accepted: float, rounds: int, pending: int
+) -> tuple[float, int]:
     """CPU seconds of a round with chains of a length, and the tokens that all committed."""
     assert isinstance(target.engine, StatefulEngine)
     target.engine.most_pending = pending
@@ -163,7 +184,9 @@ def run(target: Target, length: int, accepted: float, rounds: int, pending: int)
     began = time.process_time()
     for count in counts:
         tokens_1N = torch.randint(target.info.vocab_size, (1, length + 1), generator=random)
-        tree = DraftTree.of_shape(TreeShape.chain(length) if length else TreeShape.from_paths([]), tokens_1N)
+        tree = DraftTree.of_shape(
+            TreeShape.chain(length) if length else TreeShape.from_paths([]), tokens_1N
+        )
         target.engine.forward_tree(tree, written, cache, ())
         cache.accept(path_1A, torch.tensor([count]), in_order=True)
         written += count
@@ -176,7 +199,9 @@ def trees_table(target: Target, repeats: int) -> list[str]:
     """Milliseconds of a forward over a tree, with nothing pending and with four tokens."""
     lines = ["| tree | nodes | lanes | nothing pending | 4 pending |", "|---|---|---|---|---|"]
     for name, shape in TREES.items():
-        leaves = [path for path in shape.paths if not any(other[:-1] == path for other in shape.paths)]
+        leaves = [
+            path for path in shape.paths if not any(other[:-1] == path for other in shape.paths)
+        ]
         cells = []
         for pending in (0, 4):
             seconds = min(forward(target, shape, pending) for _ in range(4 * repeats))
@@ -195,7 +220,9 @@ def forward(target: Target, shape: TreeShape, pending: int) -> float:
     target.engine.read_chunk(text_1T, TEXT, cache, (), [TEXT - 1])
     if pending:
         tokens_1N = torch.randint(target.info.vocab_size, (1, pending + 1), generator=random)
-        target.engine.forward_tree(DraftTree.of_shape(TreeShape.chain(pending), tokens_1N), TEXT, cache, ())
+        target.engine.forward_tree(
+            DraftTree.of_shape(TreeShape.chain(pending), tokens_1N), TEXT, cache, ()
+        )
         cache.accept(torch.arange(pending + 1)[None], torch.tensor([pending]), in_order=True)
     tokens_1N = torch.randint(target.info.vocab_size, (1, shape.size), generator=random)
     began = time.process_time()

@@ -1,10 +1,13 @@
-"""Acceptance of heads by kind of prompt, and what share of each kind's answers their draft vocabulary covers.
+"""Acceptance of heads by kind of prompt, and what share of each kind's answers their draft
+vocabulary covers.
 
-    python benchmarks/kinds.py --heads shipped=examples/smollm2-135m-eagle3 --prompts eval/*.jsonl held-out/*.jsonl
+    python benchmarks/kinds.py --heads shipped=examples/smollm2-135m-eagle3 \\
+        --prompts eval/*.jsonl held-out/*.jsonl
 
-Greedy in float32: the target answers each prompt once, and the decoding loop runs over these answers with each head and
-tree, so that another head costs its drafts alone. Prompts of a kind that `benchmarks/prompts.py` held out must share
-nothing with what any of the heads was trained on; `--exclude` takes conversations, too.
+Greedy in float32: the target answers each prompt once, and the decoding loop runs over these
+answers with each head and tree, so that another head costs its drafts alone. Prompts of a kind that
+`benchmarks/prompts.py` held out must share nothing with what any of the heads was trained on;
+`--exclude` takes conversations, too.
 """
 
 from __future__ import annotations
@@ -29,13 +32,23 @@ def main() -> None:
     """Print and write the tables."""
     parser = arguments(__doc__, "kinds.md")
     parser.add_argument("--heads", nargs="+", required=True, metavar="NAME=HEAD")
-    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each"
+    )
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument(
-        "--beside", nargs="+", default=[], metavar="DRAFTER", help="prompt-lookup, or retrieval:FOLDER; a table each"
+        "--beside",
+        nargs="+",
+        default=[],
+        metavar="DRAFTER",
+        help="prompt-lookup, or retrieval:FOLDER; a table each",
     )
-    parser.add_argument("--packed", action="store_true", help="draft in the kernels for CPUs, with weights of 8 bits")
+    parser.add_argument(
+        "--packed",
+        action="store_true",
+        help="draft in the kernels for CPUs, with weights of 8 bits",
+    )
     args = parser.parse_args()
     heads = named_heads(parser, args.heads)
     if args.packed:
@@ -45,21 +58,31 @@ def main() -> None:
     whole = TREES["dynamic tree of 32"]
     found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
     for name, head in heads.items():
-        found["covered"][name] = {kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()}
+        found["covered"][name] = {
+            kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()
+        }
         lengths = acceptance(target, head, kinds, args.new_tokens)
         for drafter in args.beside:
             tree = replace(whole, size=whole.size - LOOKED_UP)
             trees = {f"tree of {tree.size}, {LOOKED_UP} of {drafter}": tree}
-            lengths |= acceptance(target, head, kinds, args.new_tokens, trees, f"{drafter}:{LOOKED_UP + 1}")
+            lengths |= acceptance(
+                target, head, kinds, args.new_tokens, trees, f"{drafter}:{LOOKED_UP + 1}"
+            )
         for what, each in lengths.items():
             found.setdefault(what, {})[name] = each
-    lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
+    lines = [
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens,"
+        " greedy, float32."
+    ]
     for what, figures in found.items():
         cell = "{:.1%}" if what == "covered" else "{:.2f}"
         lines += ["", f"| {what} | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
         for kind, rows in kinds.items():
             cells = [cell.format(figures[name][kind]) for name in heads]
-            lines.append(f"| {kind}{'' if len(rows) == args.limit else f' ({len(rows)})'} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {kind}{'' if len(rows) == args.limit else f' ({len(rows)})'} |"
+                f" {' | '.join(cells)} |"
+            )
         means = [cell.format(sum(figures[name].values()) / len(kinds)) for name in heads]
         lines.append(f"| mean | {' | '.join(means)} |")
     save(args.output, lines)
@@ -71,7 +94,9 @@ def covered(target: ReplayTarget, prompts: list[Tensor], new_tokens: int, head: 
     for ids_1T in prompts:
         answer_T = target.texts[tuple(ids_1T[0].tolist())][ids_1T.shape[1] :][:new_tokens]
         ends_T = torch.isin(answer_T, ends)
-        counted.append(torch.isin(answer_T[ends_T.cumsum(0) - ends_T.int() == 0], head.vocabulary()))
+        counted.append(
+            torch.isin(answer_T[ends_T.cumsum(0) - ends_T.int() == 0], head.vocabulary())
+        )
     return float(torch.cat(counted).float().mean())
 
 

@@ -1,4 +1,5 @@
-"""Launches of several processes that make training runs, for the benchmarks that compare engines."""
+"""Launches of several processes that make training runs, for the benchmarks that compare
+engines."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def write_config(config: TrainConfig, path: Path) -> str:
 def launch(
     launcher: str, engine: str, processes: int, program: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as the processes of a launch file, each with one thread; return its status and what it said.
+    """Run a program as the processes of a launch file, each with one thread; return its status and
+    what it said.
 
     Args:
         launcher: a module, accelerate.commands.launch or headstart.scripts.launch.
@@ -39,7 +41,12 @@ def launch(
         environment: variables besides those of this process.
     """
     command = [sys.executable, "-m", launcher]
-    command += ["--config_file", f"configs/accelerate/{engine}.yaml", "--num_processes", str(processes)]
+    command += [
+        "--config_file",
+        f"configs/accelerate/{engine}.yaml",
+        "--num_processes",
+        str(processes),
+    ]
     command += ["--main_process_port", "0", program, *arguments]
     return subprocess.run(
         command,
@@ -53,7 +60,8 @@ def launch(
 
 
 def forget_launch() -> None:
-    """Let the processes of a launch make another run: accelerate reads the launch file anew, the group stays joined."""
+    """Let the processes of a launch make another run: accelerate reads the launch file anew, the
+    group stays joined."""
     leave: Any = lambda *_: None  # noqa: E731
     PartialState.destroy_process_group = leave
     AcceleratorState._reset_state()

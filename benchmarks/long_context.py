@@ -1,11 +1,14 @@
-"""EAGLE-3 after long texts: acceptance and draft time by the length of the context, with and without a sliding window.
+"""EAGLE-3 after long texts: acceptance and draft time by the length of the context, with and
+without a sliding window.
 
-    python benchmarks/long_context.py --text docs/*.md benchmarks/*.md --output long_context.md --also 8k=runs/8k/best
+    python benchmarks/long_context.py --text docs/*.md benchmarks/*.md \\
+        --output long_context.md --also 8k=runs/8k/best
 
-Acceptance: greedy chains of the shipped head with SmolLM2, after prompts of up to its 8,192 positions. The windows are
-given to that head afterwards: they change what its layer sees, and no weight. Draft time: the same head in our kernels,
-with random keys and values of up to 32,768 tokens, which its target could not read; observing four tokens and drafting
-a chain of seven, as a round does.
+Acceptance: greedy chains of the shipped head with SmolLM2, after prompts of up to its 8,192
+positions. The windows are given to that head afterwards: they change what its layer sees, and no
+weight. Draft time: the same head in our kernels, with random keys and values of up to 32,768
+tokens, which its target could not read; observing four tokens and drafting a chain of seven, as a
+round does.
 """
 
 from __future__ import annotations
@@ -49,12 +52,20 @@ def main() -> None:
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
     parser.add_argument(
-        "--also", nargs="+", default=[], metavar="NAME=HEAD", help="heads whose acceptance is measured as they are"
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="NAME=HEAD",
+        help="heads whose acceptance is measured as they are",
     )
-    parser.add_argument("--text", nargs="+", default=[], help="files of English text, from which prompts are cut")
+    parser.add_argument(
+        "--text", nargs="+", default=[], help="files of English text, from which prompts are cut"
+    )
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each length")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--times-only", action="store_true", help="draft times alone: no text is read")
+    parser.add_argument(
+        "--times-only", action="store_true", help="draft times alone: no text is read"
+    )
     args = parser.parse_args()
     if not args.text and not args.times_only:
         parser.error("--text is needed, or --times-only")
@@ -77,35 +88,47 @@ def name_of(window: int | None) -> str:
 
 
 def acceptance_lengths(args: argparse.Namespace, also: dict[str, DraftHead]) -> list[str]:
-    """Acceptance length of a chain by context and head: that of `--head` with each window, and others."""
+    """Acceptance length of a chain by context and head: that of `--head` with each window, and
+    others."""
     tokenizer = load_tokenizer(args.target)
     text = "\n\n".join(Path(path).read_text(encoding="utf-8") for path in args.text)
     tokens_T = tokenizer(text, return_tensors="pt").input_ids[0]
-    contexts = {str(length): prompts_of(tokenizer, tokens_T, length, args.prompts) for length in CONTEXTS}
+    contexts = {
+        str(length): prompts_of(tokenizer, tokens_T, length, args.prompts) for length in CONTEXTS
+    }
     target = replay_target(contexts, args.new_tokens, args.target)
     head = load_head(args.head)[0].to(target.dtype)
     chain = TreeShape.chain(head.max_depth)
     heads = {name_of(window): with_window(head, window) for window in WINDOWS}
     heads |= {name: other.to(target.dtype).eval() for name, other in also.items()}
     lines = [
-        f"{args.prompts} prompts of each length, {args.new_tokens} new tokens, greedy, chains of {head.max_depth}.",
+        (
+            f"{args.prompts} prompts of each length, {args.new_tokens} new tokens, greedy, chains"
+            f" of {head.max_depth}."
+        ),
         "",
         "| context | " + " | ".join(heads) + " |",
         "|---|" + "---|" * len(heads),
     ]
     for length, prompts in contexts.items():
         rows = [prompt_1T[0] for prompt_1T in prompts]
-        found = [greedy_answers(target, each, chain, rows, args.new_tokens).stats for each in heads.values()]
+        found = [
+            greedy_answers(target, each, chain, rows, args.new_tokens).stats
+            for each in heads.values()
+        ]
         cells = " | ".join(f"{stats.acceptance_length:.2f}" for stats in found)
         lines.append(f"| {int(length):,} | {cells} |")
     return [*lines, ""]
 
 
 def prompts_of(tokenizer: Any, tokens_T: Tensor, length: int, count: int) -> list[Tensor]:
-    """Prompts [1, length]: a user shows a text, cut from another place for each, and asks for a summary."""
+    """Prompts [1, length]: a user shows a text, cut from another place for each, and asks for a
+    summary."""
     content = "Summarize this text.\n\n{}"
     empty = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content.format("")}], add_generation_prompt=True, return_dict=False
+        [{"role": "user", "content": content.format("")}],
+        add_generation_prompt=True,
+        return_dict=False,
     )
     prompts = []
     for number in range(count):
@@ -113,7 +136,9 @@ def prompts_of(tokenizer: Any, tokens_T: Tensor, length: int, count: int) -> lis
         start = (len(tokens_T) - shown) * number // count
         words = tokenizer.decode(tokens_T[start : start + shown])
         chat = [{"role": "user", "content": content.format(words)}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, return_tensors="pt")
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+        )
         prompts.append(ids[:, -length:])
     return prompts
 
@@ -124,14 +149,19 @@ def draft_times(args: argparse.Namespace) -> list[str]:
     embedding = torch.nn.Embedding(head.target.vocab_size, head.target.hidden_size)
     modules = TargetModules(embedding, torch.nn.Linear(1, 1), torch.nn.Identity(), ())
     lines = [
-        f"Hardware: {hardware()}; float32. Milliseconds of the drafts of a round, the median of {ROUNDS}, on "
-        f"{torch.get_num_threads()} threads.",
+        (
+            f"Hardware: {hardware()}; float32. Milliseconds of the drafts of a round, the median of"
+            f" {ROUNDS}, on {torch.get_num_threads()} threads."
+        ),
         "",
         "| text | " + " | ".join(map(name_of, WINDOWS)) + " |",
         "|---|" + "---|" * len(WINDOWS),
     ]
     for length in TEXTS:
-        rounds = {window: Round(packed_head(with_window(head, window)), modules, length) for window in WINDOWS}
+        rounds = {
+            window: Round(packed_head(with_window(head, window)), modules, length)
+            for window in WINDOWS
+        }
         seconds: dict[int | None, list[float]] = {window: [] for window in WINDOWS}
         for number in range(ROUNDS):
             for window in turns(list(WINDOWS), number):
@@ -144,7 +174,8 @@ def draft_times(args: argparse.Namespace) -> list[str]:
 
 
 class Round:
-    """The drafts of one round after a text of random states: observe what was accepted, draft a chain."""
+    """The drafts of one round after a text of random states: observe what was accepted, draft a
+    chain."""
 
     def __init__(self, head: DraftHead, modules: TargetModules, length: int) -> None:
         self.head = head
@@ -165,7 +196,9 @@ class Round:
         """Random tokens and features, as if so many tokens had been accepted."""
         tokens_1T = torch.randint(1000, (1, tokens + 1))
         features_1TF = torch.randn(1, tokens, self.features)
-        return PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], features_1TF, torch.tensor([tokens]))
+        return PrefillChunk(
+            tokens_1T[:, :-1], tokens_1T[:, 1:], features_1TF, torch.tensor([tokens])
+        )
 
     @torch.inference_mode()
     def run(self) -> None:

@@ -2,14 +2,16 @@
 
     python benchmarks/memory_plan.py                   # one process, then two with each engine
     python benchmarks/memory_plan.py --launch fsdp2:2  # one launch
-    python benchmarks/memory_plan.py --launch 8b       # a head for a target of 8 billion parameters, without the target
+    python benchmarks/memory_plan.py --launch 8b       # a head for a target of 8 billion
+                                                       # parameters, without the target
 
-A head of 55 million parameters, in float32, so that it outweighs what Python and torch take. Memory is the resident
-set (VmHWM, set back by /proc/self/clear_refs) less what the process had before it loaded the target.
+A head of 55 million parameters, in float32, so that it outweighs what Python and torch take. Memory
+is the resident set (VmHWM, set back by /proc/self/clear_refs) less what the process had before it
+loaded the target.
 
-The last trains configs/llama-3.1-8b-eagle3.yaml on short rows, on files of random states (features.mode stored), and
-takes 9 GiB of memory and 4 of the disk. Embedding, final norm and LM head have the shapes of Llama-3.1-8B and random
-numbers.
+The last trains configs/llama-3.1-8b-eagle3.yaml on short rows, on files of random states
+(features.mode stored), and takes 9 GiB of memory and 4 of the disk. Embedding, final norm and LM
+head have the shapes of Llama-3.1-8B and random numbers.
 """
 
 from __future__ import annotations
@@ -68,15 +70,23 @@ def make_inputs(folder: Path) -> None:
 
 def make_rows(folder: Path, target: Path, rows: list[list[int]]) -> None:
     """Write a tokenizer beside a target, which nothing is tokenized with, and rows of tokens."""
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w1")
+    words = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(2048)}, unk_token="w1")
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w0", pad_token="w0", unk_token="w1"
+    )
     fast.save_pretrained(target)
-    lines = [json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(64)]}) for row in rows]
+    lines = [
+        json.dumps({"input_ids": row, "loss_mask": [place >= 8 for place in range(64)]})
+        for row in rows
+    ]
     (folder / f"rows-{target.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def make_outer_modules(folder: Path) -> None:
-    """Write what a head needs of a target with the shapes of Llama-3.1-8B: embedding, final norm and LM head."""
+    """Write what a head needs of a target with the shapes of Llama-3.1-8B: embedding, final norm
+    and LM head."""
     shape = LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -95,7 +105,8 @@ def make_outer_modules(folder: Path) -> None:
     # A draft vocabulary has no more tokens than the answers: these are all different.
     make_rows(folder, target, [[2 + 56 * row + place for place in range(64)] for row in range(600)])
     torch.manual_seed(0)
-    some_VD = 0.02 * torch.randn(2004, 4096).bfloat16()  # 64 times over: all of it would take a minute
+    # 64 times over: all of it would take a minute
+    some_VD = 0.02 * torch.randn(2004, 4096).bfloat16()
     whole_VD = some_VD.repeat(64, 1)
     tensors = {
         "model.embed_tokens.weight": whole_VD,
@@ -110,7 +121,9 @@ def make_states(config: TrainConfig) -> None:
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     inputs = loop.load_inputs(config, accelerator, outer=True)
-    cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
+    cache = open_cache(
+        accelerator, inputs.head, inputs.provenance, config.features, Path(config.output)
+    )
     generator = torch.Generator().manual_seed(0)
     for example in [*inputs.training[:], *inputs.held_out]:
         states_TLD = torch.randn(len(example.tokens), len(cache.layers), 4096, generator=generator)
@@ -154,10 +167,19 @@ def config_of(folder: Path, name: str) -> TrainConfig:
         head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
         target_dtype="float32",
         data=DataConfig(
-            sources=[str(folder / "rows-target.jsonl")], max_length=64, held_out=0.05, cache=str(folder / "rows")
+            sources=[str(folder / "rows-target.jsonl")],
+            max_length=64,
+            held_out=0.05,
+            cache=str(folder / "rows"),
         ),
         loop=LoopConfig(
-            max_steps=4, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0, timeout=5.0
+            max_steps=4,
+            batch_size=4,
+            precision="float32",
+            log_every=1,
+            eval_every=0,
+            save_every=0,
+            timeout=5.0,
         ),
         eval=EvalConfig(prompts=1, new_tokens=4, conversations=1, nodes=4),
     )
@@ -198,7 +220,14 @@ def measure(job: dict[str, Any]) -> None:
         return found
 
     forget_launch()
-    loop.train(options(TrainConfig, "train", "", ["--config", job["first"], "--output", f"{job['report']}.first"]))
+    loop.train(
+        options(
+            TrainConfig,
+            "train",
+            "",
+            ["--config", job["first"], "--output", f"{job['report']}.first"],
+        )
+    )
     forget_launch()
     loop.load_inputs, loop.evaluate_and_save = load_inputs, evaluate_and_save
     loop.RunFolder.save = saved  # type: ignore[method-assign]
@@ -218,7 +247,9 @@ def peaks_of(launched: str, folder: Path) -> tuple[dict[str, int], dict[str, flo
         make_states(config)
     engine, _, number = ("one" if launched == STORED else launched).partition(":")
     processes = int(number or 1)
-    plan = plan_run(dataclasses.replace(config, plan="one" if processes == 1 else launched), torch.device("cpu"))
+    plan = plan_run(
+        dataclasses.replace(config, plan="one" if processes == 1 else launched), torch.device("cpu")
+    )
     jobs = folder / "job.json"
     job = {
         "config": write_config(config, folder / f"{name}.yaml"),
@@ -235,21 +266,29 @@ def peaks_of(launched: str, folder: Path) -> tuple[dict[str, int], dict[str, flo
 
 def main(arguments: list[str]) -> None:
     """Measure the launches and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--launch", choices=(*LAUNCHES, STORED), help="only this one")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:
         measure(json.loads(Path(given.measure).read_text()))
         return
-    print("| launch | moment | planned, MiB | measured, MiB | measured / planned |\n|---|---|---|---|---|")
+    print(
+        "| launch | moment | planned, MiB | measured, MiB | measured / planned"
+        " |\n|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder))
         for launched in [given.launch] if given.launch else LAUNCHES:
             planned, measured = peaks_of(launched, Path(folder))
             for moment in MOMENTS:
                 ratio = measured[moment] * MIB / planned[moment]
-                print(f"| {launched} | {moment} | {planned[moment] / MIB:.0f} | {measured[moment]:.0f} | {ratio:.2f} |")
+                print(
+                    f"| {launched} | {moment} | {planned[moment] / MIB:.0f} |"
+                    f" {measured[moment]:.0f} | {ratio:.2f} |"
+                )
 
 
 if __name__ == "__main__":

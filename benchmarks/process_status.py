@@ -1,4 +1,5 @@
-"""Memory of the running process. Imports nothing of headstart, which speculators' environment lacks (trainers.py)."""
+"""Memory of the running process. Imports nothing of headstart, which speculators' environment lacks
+(trainers.py)."""
 
 from __future__ import annotations
 
@@ -10,5 +11,7 @@ def memory_mib(name: str) -> float:
 
     The peak of `getrusage` counts the process that started this one.
     """
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) / 1024

@@ -3,14 +3,14 @@
     python benchmarks/prompts.py --config configs/data/assistant.yaml --sources prompts.jsonl \\
         --exclude gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --output runs/data/prompts.jsonl
 
-The shipped head was trained on answers to such a mix, and pages of figures measure on the prompts that it holds out:
-a head accepts most on the kinds of prompt that it was trained on. A kind takes prompts of files, by their source or
-wording, or fills its templates ("Summarize this text: {passage}") with paragraphs of prompts and of the model's own
-long answers.
+The shipped head was trained on answers to such a mix, and pages of figures measure on the prompts
+that it holds out: a head accepts most on the kinds of prompt that it was trained on. A kind takes
+prompts of files, by their source or wording, or fills its templates ("Summarize this text:
+{passage}") with paragraphs of prompts and of the model's own long answers.
 
-Text that is measured on is not trained on: prompts that share eight words in a row with an evaluation file (--exclude)
-are left out, and some prompts of each kind, with the passages in them, are held out. They are written to
-OUTPUT-held-out, one file for each kind.
+Text that is measured on is not trained on: prompts that share eight words in a row with an
+evaluation file (--exclude) are left out, and some prompts of each kind, with the passages in them,
+are held out. They are written to OUTPUT-held-out, one file for each kind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ HELD_OUT_PASSAGES = 0.05
 
 @dataclass(frozen=True)
 class KindConfig:
-    """A kind of prompt in a mix: prompts of the sources, or templates filled with their passages."""
+    """A kind of prompt in a mix: prompts of the sources, or templates filled with their
+    passages."""
 
     share: float = 1.0
     """Its part of the mix, relative to those of the other kinds."""
@@ -56,8 +57,8 @@ class KindConfig:
     match: str = ""
     """Take only prompts in which this regular expression is found."""
     templates: list[str] = field(default_factory=list)
-    """Prompts with {passage}, {topic} (a name or a word of the passage) and the names in `values`; empty for prompts
-    of the sources."""
+    """Prompts with {passage}, {topic} (a name or a word of the passage) and the names in `values`;
+    empty for prompts of the sources."""
     values: dict[str, list[str]] = field(default_factory=dict)
     """What may stand for further names in the templates, such as {language}."""
     words: list[int] = field(default_factory=lambda: [40, 250])
@@ -67,13 +68,16 @@ class KindConfig:
         if self.share <= 0:
             raise ValueError(f"a kind's share must be above 0, not {self.share}")
         if len(self.words) != 2 or not 0 < self.words[0] <= self.words[1]:
-            raise ValueError(f"a kind's words are the fewest and the most of a passage, not {self.words}")
+            raise ValueError(
+                f"a kind's words are the fewest and the most of a passage, not {self.words}"
+            )
         for template in self.templates:
             names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
             known = {"passage", "topic", *self.values}
             if not {"passage"} <= names <= known:
                 raise ValueError(
-                    f"template {template!r} needs {{passage}} and takes the names {sorted(known)}, not {sorted(names)}"
+                    f"template {template!r} needs {{passage}} and takes the names {sorted(known)},"
+                    f" not {sorted(names)}"
                 )
 
 
@@ -84,7 +88,8 @@ class PromptMixConfig:
     output: str
     """JSONL file to write; the held-out prompts go to the folder OUTPUT-held-out beside it."""
     sources: list[str]
-    """JSONL files of prompts or conversations: the prompts, and the paragraphs that serve as passages."""
+    """JSONL files of prompts or conversations: the prompts, and the paragraphs that serve as
+    passages."""
     kinds: dict[str, KindConfig]
     """The kinds by name; a prompt of the sources belongs to the first one that takes it."""
     exclude: list[str] = field(default_factory=list)
@@ -94,7 +99,8 @@ class PromptMixConfig:
     held_out: int = 20
     """Prompts of each kind that are held out, to measure on."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    """Sampling temperatures of the answers, one of which each prompt gets; 0 for greedy decoding."""
+    """Sampling temperatures of the answers, one of which each prompt gets; 0 for greedy
+    decoding."""
     systems: list[str] = field(default_factory=list)
     """System prompts, one of which some prompts get."""
     system_share: float = 0.1
@@ -114,16 +120,27 @@ class Mix:
     training: dict[str, list[str]]
     held_out: dict[str, list[str]]
     left_out: int
-    """Rows and passages that share `GRAM` words with an evaluation file or with a held-out prompt."""
+    """Rows and passages that share `GRAM` words with an evaluation file or with a held-out
+    prompt."""
 
 
 def main() -> None:
     """Read the YAML file of a mix, and write its prompts."""
     parser = arguments(__doc__, "runs/data/prompts.jsonl")
-    parser.add_argument("--config", required=True, help="YAML file with the kinds, such as configs/data/assistant.yaml")
-    parser.add_argument("--sources", nargs="+", required=True, help="JSONL files of prompts or conversations")
-    parser.add_argument("--exclude", nargs="*", default=[], help="JSONL files that share nothing with the prompts")
-    parser.add_argument("--held-out", type=int, help="prompts of each kind to measure on; the config's if not given")
+    parser.add_argument(
+        "--config",
+        required=True,
+        help="YAML file with the kinds, such as configs/data/assistant.yaml",
+    )
+    parser.add_argument(
+        "--sources", nargs="+", required=True, help="JSONL files of prompts or conversations"
+    )
+    parser.add_argument(
+        "--exclude", nargs="*", default=[], help="JSONL files that share nothing with the prompts"
+    )
+    parser.add_argument(
+        "--held-out", type=int, help="prompts of each kind to measure on; the config's if not given"
+    )
     parser.add_argument("--seed", type=int, default=0)
     write_prompts(mix_config(parser.parse_args()))
 
@@ -134,18 +151,32 @@ def mix_config(args: argparse.Namespace) -> PromptMixConfig:
     options["kinds"] = {name: KindConfig(**kind) for name, kind in options["kinds"].items()}
     if args.held_out is not None:
         options["held_out"] = args.held_out
-    return PromptMixConfig(output=args.output, sources=args.sources, exclude=args.exclude, seed=args.seed, **options)
+    return PromptMixConfig(
+        output=args.output, sources=args.sources, exclude=args.exclude, seed=args.seed, **options
+    )
 
 
 def write_prompts(config: PromptMixConfig) -> Path:
-    """Write the mix to `output`, and its held-out prompts to a folder beside it; return the folder."""
+    """Write the mix to `output`, and its held-out prompts to a folder beside it; return the
+    folder."""
     mix, chance = mix_prompts(config), random.Random(config.seed)
     rows = []
     for kind, texts in mix.training.items():
         for text in texts:
-            system = [{"role": "system", "content": chance.choice(config.systems)}] if config.systems else []
-            messages = [*(system if chance.random() < config.system_share else []), {"role": "user", "content": text}]
-            row = {"kind": kind, "temperature": chance.choice(config.temperatures), "messages": messages}
+            system = (
+                [{"role": "system", "content": chance.choice(config.systems)}]
+                if config.systems
+                else []
+            )
+            messages = [
+                *(system if chance.random() < config.system_share else []),
+                {"role": "user", "content": text},
+            ]
+            row = {
+                "kind": kind,
+                "temperature": chance.choice(config.temperatures),
+                "messages": messages,
+            }
             if config.follow_ups and chance.random() < config.follow_up_share:
                 row["follow_up"] = chance.choice(config.follow_ups)
             rows.append(row)
@@ -158,8 +189,8 @@ def write_prompts(config: PromptMixConfig) -> Path:
         log.info(f"{kind}: {len(mix.training[kind])} prompts, {len(texts)} held out")
     _write(output, rows)
     log.info(
-        f"{output}: {len(rows)} prompts; {mix.left_out} left out that share {GRAM} words in a row with an evaluation "
-        f"file or a held-out prompt; the held-out ones are in {folder}"
+        f"{output}: {len(rows)} prompts; {mix.left_out} left out that share {GRAM} words in a row"
+        f" with an evaluation file or a held-out prompt; the held-out ones are in {folder}"
     )
     return folder
 
@@ -180,9 +211,17 @@ def mix_prompts(config: PromptMixConfig) -> Mix:
     measured = {gram for text in itertools.chain(apart, *held_out.values()) for gram in grams(text)}
     measured -= {gram for gram, count in counts.items() if count >= WORDING}
     others = {name: texts[config.held_out :] for name, texts in found.items()}
-    rest = {name: [text for text in texts if measured.isdisjoint(grams(text))] for name, texts in others.items()}
+    rest = {
+        name: [text for text in texts if measured.isdisjoint(grams(text))]
+        for name, texts in others.items()
+    }
     usable = [text for text in passages[len(apart) :] if measured.isdisjoint(grams(text))]
-    left_out += sum(len(others[name]) - len(rest[name]) for name in found) + len(passages) - len(apart) - len(usable)
+    left_out += (
+        sum(len(others[name]) - len(rest[name]) for name in found)
+        + len(passages)
+        - len(apart)
+        - len(usable)
+    )
     training, total = {}, sum(kind.share for kind in config.kinds.values())
     for name, kind in config.kinds.items():
         wanted = max(1, round(config.prompts * kind.share / total))
@@ -192,17 +231,24 @@ def mix_prompts(config: PromptMixConfig) -> Mix:
             training[name] = fill(kind, usable, wanted, chance)
         if not training[name]:
             raise ValueError(
-                f"kind {name!r} holds no prompt to train on: {len(found[name])} prompts and {len(passages)} passages "
-                f"were found, and {len(held_out[name])} prompts are held out"
+                f"kind {name!r} holds no prompt to train on: {len(found[name])} prompts and"
+                f" {len(passages)} passages were found, and {len(held_out[name])} prompts are"
+                " held out"
             )
         if len(training[name]) < wanted:
-            log.info(f"{name}: {len(training[name])} prompts where its share of the mix would be {wanted}")
+            log.info(
+                f"{name}: {len(training[name])} prompts where its share of the mix would be"
+                f" {wanted}"
+            )
     return Mix(training, held_out, left_out)
 
 
 def _read(config: PromptMixConfig) -> tuple[dict[str, list[str]], list[str], int]:
-    """Prompts by kind, passages, and how many rows were left out because an evaluation file shares n-grams."""
-    evaluation = {gram for _, texts in _texts(config.exclude) for text in texts for gram in grams(text)}
+    """Prompts by kind, passages, and how many rows were left out because an evaluation file shares
+    n-grams."""
+    evaluation = {
+        gram for _, texts in _texts(config.exclude) for text in texts for gram in grams(text)
+    }
     found: dict[str, list[str]] = {name: [] for name in config.kinds}
     passages: dict[str, None] = {}
     seen, left_out = set[str](), 0
@@ -223,13 +269,16 @@ def _read(config: PromptMixConfig) -> tuple[dict[str, list[str]], list[str], int
 
 
 def _texts(paths: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """The column `source` of each row, and its texts: all prompts and answers, of which the first is a prompt."""
+    """The column `source` of each row, and its texts: all prompts and answers, of which the first
+    is a prompt."""
     for path in paths:
         for where, row in open_file(path).read():
             texts = user_turns(row)
             if not texts or "completion" in row:
                 messages = check_conversation(row, where)["messages"]
-                texts = [each["content"] for each in messages if each["role"] in ("user", "assistant")]
+                texts = [
+                    each["content"] for each in messages if each["role"] in ("user", "assistant")
+                ]
             texts = [text for text in texts if isinstance(text, str) and text]
             if texts:
                 yield str(row.get("source", "")), texts
@@ -243,11 +292,15 @@ def takes(kind: KindConfig, source: str, text: str) -> bool:
 def fill(kind: KindConfig, passages: list[str], count: int, chance: random.Random) -> list[str]:
     """Make at most `count` different prompts; a passage meets each template once."""
     low, high = kind.words
-    pairs = [(template, text) for text in _contexts(passages, low, high) for template in kind.templates]
+    pairs = [
+        (template, text) for text in _contexts(passages, low, high) for template in kind.templates
+    ]
     chance.shuffle(pairs)
     prompts = (
         template.format(
-            passage=text, topic=topic(text), **{name: chance.choice(each) for name, each in kind.values.items()}
+            passage=text,
+            topic=topic(text),
+            **{name: chance.choice(each) for name, each in kind.values.items()},
         )
         for template, text in pairs
     )
@@ -273,7 +326,8 @@ def topic(text: str) -> str:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Passages of a text: paragraphs of `PASSAGE_WORDS` that end as a sentence does, without lists, sums and tasks."""
+    """Passages of a text: paragraphs of `PASSAGE_WORDS` that end as a sentence does, without lists,
+    sums and tasks."""
     fewest, most = PASSAGE_WORDS
     parts = [part.strip() for part in re.split(r"\n\s*\n", text)]
     prose = re.compile(r"(?!.*[{}`?=])(?!(.*\b\d+\b){4})[^-*\d].*[.!\"”]", re.DOTALL)

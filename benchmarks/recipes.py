@@ -1,14 +1,17 @@
-"""What one change of a recipe does: trainings of equal length from the same start, with one option changed at a time.
+"""What one change of a recipe does: trainings of equal length from the same start, with one option
+changed at a time.
 
-    python benchmarks/recipes.py --conversations conversations.jsonl --prompts eval/*.jsonl held-out/*.jsonl
+    python benchmarks/recipes.py --conversations conversations.jsonl \\
+        --prompts eval/*.jsonl held-out/*.jsonl
 
-Acceptance is compared and not the loss, which differs with the objective: real, greedy, in float32, on the same prompts
-of every kind. The states of the conversations are computed once and shared by all runs, so that a run's time is the
-head's own; a change whose steps cost more gets fewer of them. A training that fails is named in the table. What is
-finished is not made again: the command resumes where it was stopped. `--seeds 0 1 2` repeats the changes named by
-`--only`, where differences are small. `--sampled` adds what a head is worth at temperature 1: the acceptance rate of
-exact verification, 1 - TV, over conversations that were sampled and not trained on. The table is `recipes.md` under
-`--output`.
+Acceptance is compared and not the loss, which differs with the objective: real, greedy, in float32,
+on the same prompts of every kind. The states of the conversations are computed once and shared by
+all runs, so that a run's time is the head's own; a change whose steps cost more gets fewer of them.
+A training that fails is named in the table. What is finished is not made again: the command resumes
+where it was stopped. `--seeds 0 1 2` repeats the changes named by `--only`, where differences are
+small. `--sampled` adds what a head is worth at temperature 1: the acceptance rate of exact
+verification, 1 - TV, over conversations that were sampled and not trained on. The table is
+`recipes.md` under `--output`.
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ CHANGES = {
     "packed rows": ["data.pack=1024", "loop.batch_size=2"],
     "states in int8": ["features.format=int8"],
 }
-"""What is changed, in the table's order, and the options that change it. KL has the gradient of soft CE."""
+"""What is changed, in the table's order, and the options that change it. KL has the gradient of
+soft CE."""
 COSTS = {
     "2 steps of training-time test": 0.74,
     "3 steps of training-time test": 0.87,
@@ -110,18 +114,38 @@ def main() -> None:
     parser = arguments(__doc__, "runs/recipes")
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
-    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
-    parser.add_argument("--steps", type=int, default=120, help="of each training; fewer where a step costs more")
-    parser.add_argument("--max-conversations", type=int, default=1000, help="conversations that are read")
-    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="of so few conversations; 0: the config's")
-    parser.add_argument("--options", nargs="*", default=[], help="of every training, such as data.max_length=1024")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="of each training; fewer where a step costs more"
+    )
+    parser.add_argument(
+        "--max-conversations", type=int, default=1000, help="conversations that are read"
+    )
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=int,
+        default=4096,
+        help="of so few conversations; 0: the config's",
+    )
+    parser.add_argument(
+        "--options", nargs="*", default=[], help="of every training, such as data.max_length=1024"
+    )
     parser.add_argument("--limit", type=int, default=6, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument(
-        "--sampled", help="JSONL file of sampled conversations, for the acceptance rate at temperature 1"
+        "--sampled",
+        help="JSONL file of sampled conversations, for the acceptance rate at temperature 1",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--only", nargs="+", choices=CHANGES, metavar="CHANGE", help=f"some of: {', '.join(CHANGES)}")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=CHANGES,
+        metavar="CHANGE",
+        help=f"some of: {', '.join(CHANGES)}",
+    )
     args = parser.parse_args()
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
@@ -131,8 +155,11 @@ def main() -> None:
     for name in dict.fromkeys([AS_IT_IS, *(args.only or CHANGES)]):
         found[name] = [measured(name, seed, args, target, kinds) for seed in args.seeds]
         lines = [
-            f"Hardware: {hardware()}. {args.steps} steps of {args.config}, or as many as take the same time; "
-            f"acceptance length, the mean of {len(kinds)} kinds of {args.limit} prompts, {args.new_tokens} tokens.",
+            (
+                f"Hardware: {hardware()}. {args.steps} steps of {args.config}, or as many as take"
+                f" the same time; acceptance length, the mean of {len(kinds)} kinds of {args.limit}"
+                f" prompts, {args.new_tokens} tokens."
+            ),
             "",
             f"| {' | '.join(columns)} |",
             "|---" * len(columns) + "|",
@@ -142,13 +169,31 @@ def main() -> None:
 
 
 def measured(
-    name: str, seed: int, args: argparse.Namespace, target: ReplayTarget, kinds: dict[str, list[Tensor]]
+    name: str,
+    seed: int,
+    args: argparse.Namespace,
+    target: ReplayTarget,
+    kinds: dict[str, list[Tensor]],
 ) -> dict[str, Any]:
-    """Train with one change, and measure its acceptance; a training that fails is reported as an error."""
+    """Train with one change, and measure its acceptance; a training that fails is reported as an
+    error."""
     folder = Path(args.output) / file_name(f"{name} {seed}")
-    states = file_name(" ".join(["states", *(option for option in CHANGES[name] if "feature" in option)]))
-    given = ["--config", args.config, "--data.sources", f"[{args.conversations}]", "--output", str(folder)]
-    given += [f"--data.max_conversations={args.max_conversations}", f"--loop.seed={seed}", "--loop.save_every=0"]
+    states = file_name(
+        " ".join(["states", *(option for option in CHANGES[name] if "feature" in option)])
+    )
+    given = [
+        "--config",
+        args.config,
+        "--data.sources",
+        f"[{args.conversations}]",
+        "--output",
+        str(folder),
+    ]
+    given += [
+        f"--data.max_conversations={args.max_conversations}",
+        f"--loop.seed={seed}",
+        "--loop.save_every=0",
+    ]
     given += [f"--head.draft_vocab_size={args.draft_vocabulary}"] if args.draft_vocabulary else []
     given += ["--loop.eval_every=0", f"--loop.max_steps={round(args.steps / COSTS.get(name, 1.0))}"]
     given += ["--eval.prompts=1", "--eval.new_tokens=8", "--eval.conversations=8"]
@@ -163,19 +208,38 @@ def measured(
             return {"error": str(error)}
         run = metadata.training
         lengths = acceptance(target, head, kinds, args.new_tokens)
-        rates = {"rates": sampled_rates(target.original, head, args.sampled, config)} if args.sampled else {}
-        return {"steps": run["step"], "seconds_per_step": run["seconds"] / run["step"], **lengths, **rates}
+        rates = (
+            {"rates": sampled_rates(target.original, head, args.sampled, config)}
+            if args.sampled
+            else {}
+        )
+        return {
+            "steps": run["step"],
+            "seconds_per_step": run["seconds"] / run["step"],
+            **lengths,
+            **rates,
+        }
 
-    measure = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new_tokens, "options": given}
+    measure = {
+        "prompts": args.prompts,
+        "limit": args.limit,
+        "new_tokens": args.new_tokens,
+        "options": given,
+    }
     measure |= {"sampled": args.sampled} if args.sampled else {}
     return remembered(folder.with_suffix(".json"), measure, make)
 
 
 def sampled_rates(target: Target, head: DraftHead, path: str, config: TrainConfig) -> list[float]:
-    """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, where TV is the TV loss."""
+    """Acceptance rate at temperature 1 by depth, the true tokens before it given: 1 - TV, where TV
+    is the TV loss."""
     render = rendering(config, target, load_tokenizer(TARGET))
     rows = enumerate(read_conversations(path))
-    examples = [example for number, row in rows for example in render.encode(row, f"{path}: row {number}", number)]
+    examples = [
+        example
+        for number, row in rows
+        for example in render.encode(row, f"{path}: row {number}", number)
+    ]
     head.config = replace(head.config, loss={"tv": 1.0})
     return [1 - loss for loss in teacher_forced(target, head, examples)[0][:RATES]]
 
@@ -185,11 +249,20 @@ def file_name(text: str) -> str:
     return "-".join(re.findall(r"\w+", text.replace("_", "-")))
 
 
-def table_row(name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]], columns: int) -> str:
-    """Means over kinds and seeds; the ratio to `base` in trees, with its standard error over kinds and seeds."""
+def table_row(
+    name: str, runs: list[dict[str, Any]], base: list[dict[str, Any]], columns: int
+) -> str:
+    """Means over kinds and seeds; the ratio to `base` in trees, with its standard error over kinds
+    and seeds."""
     if errors := [run["error"] for run in runs if "error" in run]:
         return "| " + " | ".join([name, errors[0], *[""] * (columns - 3), str(len(runs))]) + " |"
-    cells = [name, *(f"{statistics.mean(statistics.mean(run[tree].values()) for run in runs):.3f}" for tree in TREES)]
+    cells = [
+        name,
+        *(
+            f"{statistics.mean(statistics.mean(run[tree].values()) for run in runs):.3f}"
+            for tree in TREES
+        ),
+    ]
     tree = [*TREES][-1]
     pairs = [(run, own) for run, own in zip(runs, base, strict=True) if "error" not in own]
     ratios = [run[tree][kind] / own[tree][kind] for run, own in pairs for kind in run[tree]]

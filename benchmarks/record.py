@@ -19,7 +19,8 @@ from headstart.scripts.measuring.comparison import answer_settings
 
 
 def main() -> None:
-    """A row for each file and format: the ratio of tokens a second, and the bytes that a token takes on disk."""
+    """A row for each file and format: the ratio of tokens a second, and the bytes that a token
+    takes on disk."""
     parser = arguments(__doc__, "record.md")
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
@@ -31,27 +32,41 @@ def main() -> None:
     lines = [
         "# What recording costs",
         "",
-        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, median and quartiles of "
-        "the ratio prompt by prompt. Without recording both sides are the same, which shows the noise.",
+        (
+            f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens,"
+            " median and quartiles of the ratio prompt by prompt. Without recording both sides are"
+            " the same, which shows the noise."
+        ),
         "",
         "| prompts | recorded | tokens/s with / without | KiB a token on disk | dropped |",
         "|---|---|---|---|---|",
     ]
     # Of fixed trees: which one adaptive drafting takes depends on the time of single rounds.
     without = SpeculativeLM.from_pretrained(target, args.head, tree="dynamic:4:3:2", fallback=False)
-    recorded = SpeculativeLM.from_pretrained(target, args.head, tree="dynamic:4:3:2", fallback=False)
+    recorded = SpeculativeLM.from_pretrained(
+        target, args.head, tree="dynamic:4:3:2", fallback=False
+    )
     for file, prompts in encoded(tokenizer, args.prompts, args.limit).items():
         sides = {"without": ours(without), "with": ours(recorded)}
         settings = answer_settings(args.new_tokens, 0.0)
         rates, _ = compared(sides, prompts, settings, f"{file}, nothing")
         lines.append(f"| {file} | nothing | {ratio(rates['with'], rates['without'])} | - | - |")
         for storage in FORMATS:
-            with tempfile.TemporaryDirectory() as folder, record(recorded, folder, format=storage) as running:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                record(recorded, folder, format=storage) as running,
+            ):
                 rates, stats = compared(sides, prompts, settings, f"{file}, {storage}")
                 running.stop()
                 tokens = stats["with"].tokens + sum(ids.shape[1] for ids in prompts)
                 kib = file_sizes(Path(folder)) / 1024 / tokens
-            cells = [file, storage, ratio(rates["with"], rates["without"]), f"{kib:.1f}", str(running.dropped)]
+            cells = [
+                file,
+                storage,
+                ratio(rates["with"], rates["without"]),
+                f"{kib:.1f}",
+                str(running.dropped),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
             save(args.output, lines)
 

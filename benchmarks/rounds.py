@@ -1,4 +1,5 @@
-"""What a round costs an accelerator besides arithmetic: waits, uploads and operations, on the simulated device.
+"""What a round costs an accelerator besides arithmetic: waits, uploads and operations, on the
+simulated device.
 
     HEADSTART_TEST_DEVICE=sim PYTHONPATH=tests:tests/gpu python benchmarks/rounds.py
 
@@ -49,7 +50,9 @@ def main() -> None:
         rounds, _ = recorded_rounds(lm)
         there.compile(False)
         launches, waits, uploads = zip(*rounds, strict=True)
-        lines.append(f"| {name} | {statistics.median(launches):.0f} | {max(waits)} | {max(uploads)} |")
+        lines.append(
+            f"| {name} | {statistics.median(launches):.0f} | {max(waits)} | {max(uploads)} |"
+        )
     save(args.output, lines)
 
 

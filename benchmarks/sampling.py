@@ -1,12 +1,14 @@
-"""Sampling at temperature 1: tokens a round and speed, by where drafts come from and by which rule they are judged.
+"""Sampling at temperature 1: tokens a round and speed, by where drafts come from and by which rule
+they are judged.
 
     python benchmarks/sampling.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl
 
-*Alike*: the head picks the tokens that the numbers of each place would make it draw, which the rule then draws by the
-same numbers (arXiv:2408.07978); what sampling does by default. *Blind*: it picks its likeliest tokens. *Drawn*: it
-draws tokens of its own, judged by rejection sampling. *Sequoia* is the static tree that is best for how often a node's
-i-th child is accepted (arXiv:2402.12374, section 4.1), which is counted on other prompts of the same files. All sides
-answer every prompt in turns, with all tokens allowed.
+*Alike*: the head picks the tokens that the numbers of each place would make it draw, which the rule
+then draws by the same numbers (arXiv:2408.07978); what sampling does by default. *Blind*: it picks
+its likeliest tokens. *Drawn*: it draws tokens of its own, judged by rejection sampling. *Sequoia*
+is the static tree that is best for how often a node's i-th child is accepted (arXiv:2402.12374,
+section 4.1), which is counted on other prompts of the same files. All sides answer every prompt in
+turns, with all tokens allowed.
 """
 
 from __future__ import annotations
@@ -25,9 +27,18 @@ from headstart.inference.trees.tree_spec import SampledShape
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.scripts.measuring.comparison import answer_settings
 
-TREES = ("chain:1", "chain:3", "branch:4", "branch:3x1x1", "dynamic:8:4:2", "dynamic:16:5:5", "dynamic:32:7:8")
+TREES = (
+    "chain:1",
+    "chain:3",
+    "branch:4",
+    "branch:3x1x1",
+    "dynamic:8:4:2",
+    "dynamic:16:5:5",
+    "dynamic:32:7:8",
+)
 COUNTED, NODES, DEPTH = "branch:8x4x2", 32, 7
-"""Tree on which children are counted by their order, and size and depth of the tree that is made of the counts."""
+"""Tree on which children are counted by their order, and size and depth of the tree that is made of
+the counts."""
 
 
 def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
@@ -38,14 +49,17 @@ def seeded(lm: SpeculativeLM, blind: bool = False) -> Side:
 
     def answer(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:
         generator = torch.Generator().manual_seed(ids.shape[1])
-        output = lm.generate(ids, attention_mask=torch.ones_like(ids), generator=generator, **settings)
+        output = lm.generate(
+            ids, attention_mask=torch.ones_like(ids), generator=generator, **settings
+        )
         return output.sequences, output.stats
 
     return answer
 
 
 def order_rates(lm: SpeculativeLM, prompts: list[Tensor], settings: dict[str, Any]) -> list[float]:
-    """How often the i-th child of a node on the accepted path is accepted, siblings in the order of their drawing."""
+    """How often the i-th child of a node on the accepted path is accepted, siblings in the order of
+    their drawing."""
     accepted, judged = [0] * 8, [0] * 8
     observe: Any = lm.drafter.observe
 
@@ -69,7 +83,8 @@ def order_rates(lm: SpeculativeLM, prompts: list[Tensor], settings: dict[str, An
 
 
 def main() -> None:
-    """Print and write a table with a row for each kind of drafts, a pair of columns for each file."""
+    """Print and write a table with a row for each kind of drafts, a pair of columns for each
+    file."""
     parser = arguments(__doc__, "sampling.md")
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
@@ -79,7 +94,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     args = parser.parse_args()
     default = SpeculativeLM.from_pretrained(args.target, args.head).warmup()
-    sides = {"without drafts": seeded(SpeculativeLM.from_pretrained(default.target)), "default": seeded(default)}
+    sides = {
+        "without drafts": seeded(SpeculativeLM.from_pretrained(default.target)),
+        "default": seeded(default),
+    }
     for tree in args.trees:
         ways = ("alike", "blind") if "dynamic" in tree else ("alike", "blind", "drawn")
         for way in ways:
@@ -90,7 +108,9 @@ def main() -> None:
     files = encoded(load_tokenizer(args.target), args.prompts, 2 * args.limit)
     others = [ids_1T for rows in files.values() for ids_1T in rows[args.limit :]]
     if not others:
-        parser.error(f"no file has more than {args.limit} prompts, and those behind them are counted on")
+        parser.error(
+            f"no file has more than {args.limit} prompts, and those behind them are counted on"
+        )
     files = {file: rows[: args.limit] for file, rows in files.items()}
     rates: dict[str, list[float]] = {}
     for way, spec in (("alike", COUNTED), ("drawn", f"drawn:{COUNTED}")):
@@ -108,17 +128,24 @@ def main() -> None:
             lengths[name].append(stats[name].acceptance_length)
             ratios[name].append(ratio(speeds[name], speeds["without drafts"]))
     lines = [
-        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens, torch's threads: "
-        f"{torch.get_num_threads()}.",
+        (
+            f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new"
+            f" tokens, torch's threads: {torch.get_num_threads()}."
+        ),
         "",
         f"| drafts | tokens a round: {' | '.join(files)} | over plain steps: {' | '.join(files)} |",
         "|---" * (1 + 2 * len(files)) + "|",
         *(
-            f"| {name} | " + " | ".join([*(f"{length:.2f}" for length in lengths[name]), *ratios[name]]) + " |"
+            f"| {name} | "
+            + " | ".join([*(f"{length:.2f}" for length in lengths[name]), *ratios[name]])
+            + " |"
             for name in sides
         ),
         "",
-        *(f"Accepted by order, {way}: {', '.join(f'{each:.2f}' for each in found)}." for way, found in rates.items()),
+        *(
+            f"Accepted by order, {way}: {', '.join(f'{each:.2f}' for each in found)}."
+            for way, found in rates.items()
+        ),
     ]
     save(args.output, lines)
 

@@ -1,16 +1,20 @@
-"""Acceptance by the number of answer tokens that a head was trained on: measured, and a law fitted to it.
+"""Acceptance by the number of answer tokens that a head was trained on: measured, and a law fitted
+to it.
 
-    python benchmarks/scaling.py --conversations conversations.jsonl --prompts eval/*.jsonl held-out/*.jsonl
+    python benchmarks/scaling.py --conversations conversations.jsonl \\
+        --prompts eval/*.jsonl held-out/*.jsonl
 
-For each size a head is trained on the first conversations that hold as many answer tokens, by one recipe and for the
-same number of epochs; its draft vocabulary grows with the data, because a few conversations hold few different tokens.
-Acceptance length is measured on every file of prompts, one kind each, greedily in float32. The law is
+For each size a head is trained on the first conversations that hold as many answer tokens, by one
+recipe and for the same number of epochs; its draft vocabulary grows with the data, because a few
+conversations hold few different tokens. Acceptance length is measured on every file of prompts, one
+kind each, greedily in float32. The law is
 
     length(tokens) = start + gain * log2(tokens / 100,000)
 
-fitted to each kind by least squares: `gain` is what twice the data adds. Its error is that of the largest size,
-predicted from the smaller ones. What is finished is not made again: the command resumes where it was stopped. `--also
-NAME=HEAD` measures other heads beside them. The tables are `scaling.md` under `--output`.
+fitted to each kind by least squares: `gain` is what twice the data adds. Its error is that of the
+largest size, predicted from the smaller ones. What is finished is not made again: the command
+resumes where it was stopped. `--also NAME=HEAD` measures other heads beside them. The tables are
+`scaling.md` under `--output`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, remembered, replay_target, save
+from common import (
+    TARGET,
+    TREES,
+    acceptance,
+    arguments,
+    encoded,
+    named_heads,
+    remembered,
+    replay_target,
+    save,
+)
 from torch import Tensor
 
 from headstart.heads.checkpoints.save_load import load_head
@@ -59,7 +73,10 @@ class Law:
         doublings = [math.log2(tokens / UNIT) for tokens in lengths]
         middle = sum(doublings) / len(doublings)
         mean = sum(lengths.values()) / len(lengths)
-        covariance = sum((place - middle) * length for place, length in zip(doublings, lengths.values(), strict=True))
+        covariance = sum(
+            (place - middle) * length
+            for place, length in zip(doublings, lengths.values(), strict=True)
+        )
         gain = covariance / sum((place - middle) ** 2 for place in doublings)
         return cls(mean - gain * middle, gain)
 
@@ -73,18 +90,32 @@ def main() -> None:
     parser = arguments(__doc__, "runs/scaling")
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
-    parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="TOKENS[:VOCABULARY]", help="the config's if none")
+    parser.add_argument(
+        "--prompts", nargs="+", required=True, help="JSONL files of prompts, one kind each"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=SIZES,
+        metavar="TOKENS[:VOCABULARY]",
+        help="the config's if none",
+    )
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--options", nargs="*", default=[], help="of each training, such as optim.lr=5e-3")
+    parser.add_argument(
+        "--options", nargs="*", default=[], help="of each training, such as optim.lr=5e-3"
+    )
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=HEAD", help="heads to measure beside them")
+    parser.add_argument(
+        "--also", nargs="*", default=[], metavar="NAME=HEAD", help="heads to measure beside them"
+    )
     args = parser.parse_args()
     others, output = named_heads(parser, args.also), Path(args.output)
     pairs = (each.partition(":") for each in args.sizes)
     sizes = {int(tokens): int(vocabulary or 0) for tokens, _, vocabulary in pairs}
-    conversations = {tokens: conversations_with(args.conversations, tokens) for tokens in sorted(sizes)}
+    conversations = {
+        tokens: conversations_with(args.conversations, tokens) for tokens in sorted(sizes)
+    }
     output.mkdir(parents=True, exist_ok=True)
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
@@ -105,7 +136,9 @@ def main() -> None:
         save(str(output / "scaling.md"), tables(found, beside, args))
 
 
-def trained(given: list[str], target: ReplayTarget, kinds: dict[str, list[Tensor]], new_tokens: int) -> dict[str, Any]:
+def trained(
+    given: list[str], target: ReplayTarget, kinds: dict[str, list[Tensor]], new_tokens: int
+) -> dict[str, Any]:
     """Train by these options, and return the head's acceptance and the hours that it took."""
     head, metadata = load_head(train(options(TrainConfig, "train", "", given)) / "last")
     lengths = acceptance(target, head, kinds, new_tokens)
@@ -119,23 +152,40 @@ def conversations_with(path: str, tokens: int) -> int:
         total += row["tokens"]
         if total >= tokens:
             return number
-    raise ValueError(f"{path} holds {total} answer tokens, not {tokens}; name smaller sizes by --sizes")
+    raise ValueError(
+        f"{path} holds {total} answer tokens, not {tokens}; name smaller sizes by --sizes"
+    )
 
 
-def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: argparse.Namespace) -> list[str]:
-    """Measured lengths by tree, from three sizes on with the law, its error and what more data would give."""
+def tables(
+    found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: argparse.Namespace
+) -> list[str]:
+    """Measured lengths by tree, from three sizes on with the law, its error and what more data
+    would give."""
     sizes = sorted(found)
-    lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32."]
+    lines = [
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens,"
+        " greedy, float32."
+    ]
     for tree in TREES:
         columns = {f"{size:,}": found[size]["lengths"][tree] for size in sizes}
         columns |= {name: lengths[tree] for name, lengths in others.items()}
         kinds = [*next(iter(columns.values()))]
-        columns = {name: {**each, "mean": sum(each.values()) / len(kinds)} for name, each in columns.items()}
+        columns = {
+            name: {**each, "mean": sum(each.values()) / len(kinds)}
+            for name, each in columns.items()
+        }
         kinds.append("mean")
         law = len(sizes) > 2
         ahead = [f"law: {tokens / 1e6:g}M" for tokens in MORE] if law else []
         heads = ["prompts", *columns, *(["twice the data", *ahead] if law else [])]
-        lines += ["", f"## {tree[0].upper()}{tree[1:]}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        lines += [
+            "",
+            f"## {tree[0].upper()}{tree[1:]}",
+            "",
+            f"| {' | '.join(heads)} |",
+            "|---" * len(heads) + "|",
+        ]
         errors = []
         for kind in kinds:
             lengths = {size: columns[f"{size:,}"][kind] for size in sizes}
@@ -150,8 +200,11 @@ def tables(found: dict[int, dict[str, Any]], others: dict[str, Lengths], args: a
             error = math.sqrt(sum(each**2 for each in errors[:-1]) / len(errors[:-1]))
             lines += [
                 "",
-                f"{sizes[-1]:,} tokens, predicted from the smaller sizes: {error:.2f} off (root mean square over the "
-                f"kinds); the mean is predicted {abs(errors[-1]):.2f} too {'high' if errors[-1] > 0 else 'low'}.",
+                (
+                    f"{sizes[-1]:,} tokens, predicted from the smaller sizes: {error:.2f} off (root"
+                    f" mean square over the kinds); the mean is predicted {abs(errors[-1]):.2f} too"
+                    f" {'high' if errors[-1] > 0 else 'low'}."
+                ),
             ]
     hours = ", ".join(f"{found[size]['hours']:.2f} for {size:,}" for size in sizes)
     return [*lines, "", f"Hours of training: {hours}."]

@@ -2,9 +2,10 @@
 
     python benchmarks/server_rate.py --prompts 2000
 
-The servers are processes on loopback that answer each request after a given time with 128 tokens, as vLLM does with
-`return_token_ids`. With a time, they stand for servers that are busy, and two should give twice the rate of one;
-without one, the client limits the rate. Its processor time per request hardly depends on what else the machine does.
+The servers are processes on loopback that answer each request after a given time with 128 tokens,
+as vLLM does with `return_token_ids`. With a time, they stand for servers that are busy, and two
+should give twice the rate of one; without one, the client limits the rate. Its processor time per
+request hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ ANSWER_TOKENS = 128
 
 def main() -> None:
     """Print a line for each time of an answer and number of servers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=32, help="requests of each server at once")
-    parser.add_argument("--seconds", type=float, nargs="*", default=[1.0, 0.0], help="time of an answer")
+    parser.add_argument(
+        "--seconds", type=float, nargs="*", default=[1.0, 0.0], help="time of an answer"
+    )
     args = parser.parse_args()
     folder = tempfile.mkdtemp()
     load_tokenizer(TARGET).save_pretrained(folder)  # which loads faster than a GGUF file's
@@ -47,13 +52,17 @@ def main() -> None:
             print(f"{line}, {1000 * work:.1f} ms of the client's processor each", flush=True)
 
 
-def measured(tokenizer: str, prompts: int, at_once: int, seconds: float, servers: int) -> tuple[float, float]:
+def measured(
+    tokenizer: str, prompts: int, at_once: int, seconds: float, servers: int
+) -> tuple[float, float]:
     """Requests per second of a run, and the client's processor seconds for each."""
     processes = []
     urls = []
     for _ in range(servers):
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.Process(target=serve, args=(there, tokenizer, seconds), daemon=True)
+        process = multiprocessing.Process(
+            target=serve, args=(there, tokenizer, seconds), daemon=True
+        )
         process.start()
         processes.append(process)
         urls.append(f"http://127.0.0.1:{here.recv()}/v1")
@@ -87,10 +96,17 @@ def serve(ready: Connection, folder: str, seconds: float) -> None:
     tokens = [*answer, tokenizer.eos_token_id]
     message = {"role": "assistant", "content": tokenizer.decode(answer)}
     choice = {"index": 0, "finish_reason": "stop", "message": message, "token_ids": tokens}
-    reply = {"id": "x", "object": "chat.completion", "created": 0, "model": TARGET, "choices": [choice]}
+    reply = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": TARGET,
+        "choices": [choice],
+    }
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": PROMPT}])[0].tolist()
     body = json.dumps({**reply, "prompt_token_ids": prompt}).encode()
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    lines = ("HTTP/1.1 200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    head = "\r\n".join((*lines, "", "")).encode()
 
     async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

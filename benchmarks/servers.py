@@ -3,8 +3,8 @@
     make peers
     python benchmarks/servers.py examples/smollm2-135m-eagle3 runs/*/best
 
-One row for each head, with the chain of the card's command: what `headstart serve-check HEAD` compares, for all heads
-in one process of vLLM.
+One row for each head, with the chain of the card's command: what `headstart serve-check HEAD`
+compares, for all heads in one process of vLLM.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ def main() -> None:
     parser = arguments(__doc__, "servers.md")
     parser.add_argument("heads", nargs="+", help="head checkpoint folders")
     parser.add_argument("--target", default=TARGET)
-    parser.add_argument("--python", default=".venv-vllm/bin/python", help="Python of vLLM's environment")
+    parser.add_argument(
+        "--python", default=".venv-vllm/bin/python", help="Python of vLLM's environment"
+    )
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer")
     args = parser.parse_args()
     lines = [
         f"{len(ASKED)} prompts, {args.new_tokens} new tokens at most, greedy, float32.",
         "",
-        "| head | drafts a round | loads | the same tokens: here, vLLM without it | rounds: vLLM, here | "
-        "accepted by depth: vLLM, here |",
+        (
+            "| head | drafts a round | loads | the same tokens: here, vLLM without it | rounds:"
+            " vLLM, here | accepted by depth: vLLM, here |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     found = compare(args.heads, args.target, args.python, ASKED, None, args.new_tokens)
@@ -39,7 +43,8 @@ def main() -> None:
         same, plain = (f"{count} of {row.answers}" for count in (row.same, row.plain))
         accepted = (" ".join(map(str, side.accepted)) for side in (row.theirs, row.ours))
         lines.append(
-            f"{start} yes | {same}, {plain} | {row.theirs.rounds}, {row.ours.rounds} | {', '.join(accepted)} |"
+            f"{start} yes | {same}, {plain} | {row.theirs.rounds}, {row.ours.rounds} |"
+            f" {', '.join(accepted)} |"
         )
     save(args.output, lines)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/shapes.py --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
-Batches: the same prompts at every batch size, all sides interleaved batch by batch, greedy. Memory: one process for
-each length and side; the peak is VmHWM (Linux), counted from after loading.
+Batches: the same prompts at every batch size, all sides interleaved batch by batch, greedy. Memory:
+one process for each length and side; the peak is VmHWM (Linux), counted from after loading.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--head", default=HEAD)
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL files of prompts")
-    parser.add_argument("--limit", type=int, default=8, help=f"prompts of each file, a multiple of {max(SIZES)}")
+    parser.add_argument(
+        "--limit", type=int, default=8, help=f"prompts of each file, a multiple of {max(SIZES)}"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer of the batches")
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -51,14 +53,21 @@ def main() -> None:
         print(json.dumps(memory_of(args.target, args.head, args.side, args.length)))
         return
     if not args.prompts or args.limit % max(SIZES):
-        parser.error(f"--prompts is needed, and --limit must be a multiple of {max(SIZES)}, not {args.limit}")
+        parser.error(
+            f"--prompts is needed, and --limit must be a multiple of {max(SIZES)}, not {args.limit}"
+        )
     save(args.output, batches(args) + lengths(args))
 
 
 def batches(args: argparse.Namespace) -> list[str]:
     """A row for each batch size."""
-    target, tokenizer = Target.from_pretrained(args.target, torch.bfloat16), load_tokenizer(args.target)
-    prompts = [ids[0] for rows in encoded(tokenizer, args.prompts, args.limit).values() for ids in rows]
+    target, tokenizer = (
+        Target.from_pretrained(args.target, torch.bfloat16),
+        load_tokenizer(args.target),
+    )
+    prompts = [
+        ids[0] for rows in encoded(tokenizer, args.prompts, args.limit).values() for ids in rows
+    ]
     whole = load_head(args.head)[1].tree
     sides = {
         "generate": target,
@@ -69,9 +78,15 @@ def batches(args: argparse.Namespace) -> list[str]:
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
     nodes = sides["auto"].drafter.max_nodes  # type: ignore[union-attr]
     lines = [
-        f"Hardware: {hardware()}; bfloat16. {len(prompts)} prompts, {args.new_tokens} new tokens, {nodes} nodes.",
+        (
+            f"Hardware: {hardware()}; bfloat16. {len(prompts)} prompts, {args.new_tokens} new"
+            f" tokens, {nodes} nodes."
+        ),
         "",
-        "| batch | plain tok/s | vs generate | whole tree vs plain | its τ | auto: nodes a row | vs plain | its τ |",
+        (
+            "| batch | plain tok/s | vs generate | whole tree vs plain | its τ | auto: nodes a row"
+            " | vs plain | its τ |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for size in SIZES:
@@ -80,23 +95,31 @@ def batches(args: argparse.Namespace) -> list[str]:
         groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for number, group in enumerate([groups[0], *groups]):  # the first time warms up
             for name in turns([*sides], number):
-                rate, found = answered(sides[name], group, settings, int(tokenizer.pad_token_id or 0))
+                rate, found = answered(
+                    sides[name], group, settings, int(tokenizer.pad_token_id or 0)
+                )
                 if number > 0:
                     rates[name].append(rate)
                     stats[name].append(found)
         length = {name: Stats.merged(found).acceptance_length for name, found in stats.items()}
         lines.append(
-            f"| {size} | {sum(rates['plain']) / len(groups):.1f} | {ratio(rates['plain'], rates['generate'])} | "
-            f"{ratio(rates['whole tree'], rates['plain'])} | {length['whole tree']:.2f} | {max(1, nodes // size)} | "
-            f"{ratio(rates['auto'], rates['plain'])} | {length['auto']:.2f} |"
+            f"| {size} | {sum(rates['plain']) / len(groups):.1f} |"
+            f" {ratio(rates['plain'], rates['generate'])} |"
+            f" {ratio(rates['whole tree'], rates['plain'])} | {length['whole tree']:.2f} |"
+            f" {max(1, nodes // size)} | {ratio(rates['auto'], rates['plain'])} |"
+            f" {length['auto']:.2f} |"
         )
     return lines
 
 
-def answered(side: Any, rows: list[Tensor], settings: dict[str, Any], padding: int) -> tuple[float, Stats]:
+def answered(
+    side: Any, rows: list[Tensor], settings: dict[str, Any], padding: int
+) -> tuple[float, Stats]:
     """New tokens a second of one batch, not counting what follows a row's end token."""
     input_ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=padding)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    mask = pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+    )
     start = time.perf_counter()
     if isinstance(side, Target):
         ends = torch.tensor(sorted(side.end_tokens))
@@ -113,16 +136,32 @@ def lengths(args: argparse.Namespace) -> list[str]:
     """A row for each prompt length: peak memory in MiB beyond the weights, and seconds."""
     lines = [
         "",
-        f"Hardware: {hardware()}; bfloat16, {LONG_TOKENS} new tokens. MiB beyond the weights; seconds.",
+        (
+            f"Hardware: {hardware()}; bfloat16, {LONG_TOKENS} new tokens. MiB beyond the weights;"
+            " seconds."
+        ),
         "",
-        "| prompt | target's cache | " + " | ".join(f"{side}: peak | prefill and tokens" for side in SIDES) + " |",
+        "| prompt | target's cache | "
+        + " | ".join(f"{side}: peak | prefill and tokens" for side in SIDES)
+        + " |",
         "|---|---|" + "---|---|" * len(SIDES),
     ]
     for length in LENGTHS:
         rows = []
         for side in SIDES:
-            command = [sys.executable, __file__, "--target", args.target, "--head", args.head, "--side", side]
-            done = subprocess.run([*command, "--length", str(length)], check=True, stdout=subprocess.PIPE, text=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--target",
+                args.target,
+                "--head",
+                args.head,
+                "--side",
+                side,
+            ]
+            done = subprocess.run(
+                [*command, "--length", str(length)], check=True, stdout=subprocess.PIPE, text=True
+            )
             rows.append(json.loads(done.stdout.splitlines()[-1]))
         cells = " | ".join(f"{row['peak']:.0f} | {row['seconds']:.1f}" for row in rows)
         lines.append(f"| {length} | {rows[-1]['cache']:.0f} | {cells} |")
@@ -130,13 +169,23 @@ def lengths(args: argparse.Namespace) -> list[str]:
 
 
 def memory_of(source: str, head: str, side: str, length: int) -> dict[str, float]:
-    """Peak memory beyond what was there after loading, the size of the target's cache, both in MiB, and seconds."""
+    """Peak memory beyond what was there after loading, the size of the target's cache, both in MiB,
+    and seconds."""
     target = Target.from_pretrained(source, torch.bfloat16)
-    lm = SpeculativeLM.from_pretrained(target, head if side == "speculative" else None, fallback=False)
-    input_ids = torch.randint(1, target.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    settings = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": LONG_TOKENS, "do_sample": False}
+    lm = SpeculativeLM.from_pretrained(
+        target, head if side == "speculative" else None, fallback=False
+    )
+    input_ids = torch.randint(
+        1, target.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
+    )
+    settings = {
+        "attention_mask": torch.ones_like(input_ids),
+        "max_new_tokens": LONG_TOKENS,
+        "do_sample": False,
+    }
     generate = target.model.generate if side == "generate" else lm.generate
-    generate(input_ids[:, :8], **{**settings, "attention_mask": settings["attention_mask"][:, :8]})  # warm up
+    # warm up
+    generate(input_ids[:, :8], **{**settings, "attention_mask": settings["attention_mask"][:, :8]})
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = memory_mib("VmRSS")
     start = time.perf_counter()

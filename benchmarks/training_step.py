@@ -1,17 +1,19 @@
-"""A training step on one device: its memory against the plan and against a naive step, and the price of the target.
+"""A training step on one device: its memory against the plan and against a naive step, and the
+price of the target.
 
     python benchmarks/training_step.py --conversations conversations.jsonl
 
-1. What `headstart train --plan one` promises, against one optimizer step on rows of the greatest length: tensors that
-   stay are counted one by one; the peak of the others comes from the profiler.
-2. The peak of an EAGLE-3 step by sequence length, with activations kept and recomputed, and against the same step
-   written naively over a vocabulary of 128,256: float32, D = 576, 7 training-time-test steps, random weights; without
-   parameters, gradients and optimizer state.
-3. Training on cached target states against computing them. Every step is made by each side in turn, with a head of its
-   own, on the same batch: states computed online, read from a cache in each format, and held in memory, which is
-   training without the target's forward. Losses are compared with the online side's at the same step.
-4. Where the time of an EAGLE-3 step goes: data, target, each step of training-time test, LM head and loss, backward,
-   optimizer. `--parts` prints this table alone.
+1. What `headstart train --plan one` promises, against one optimizer step on rows of the greatest
+   length: tensors that stay are counted one by one; the peak of the others comes from the profiler.
+2. The peak of an EAGLE-3 step by sequence length, with activations kept and recomputed, and against
+   the same step written naively over a vocabulary of 128,256: float32, D = 576, 7
+   training-time-test steps, random weights; without parameters, gradients and optimizer state.
+3. Training on cached target states against computing them. Every step is made by each side in turn,
+   with a head of its own, on the same batch: states computed online, read from a cache in each
+   format, and held in memory, which is training without the target's forward. Losses are compared
+   with the online side's at the same step.
+4. Where the time of an EAGLE-3 step goes: data, target, each step of training-time test, LM head
+   and loss, backward, optimizer. `--parts` prints this table alone.
 """
 
 from __future__ import annotations
@@ -68,8 +70,12 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-eagle3.yaml")
     parser.add_argument("--conversations", required=True, help="JSONL file to train on")
     parser.add_argument("--steps", type=int, default=60, help="on cached states")
-    parser.add_argument("--parts", action="store_true", help="only the parts of a step, of --steps steps")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens of a sequence")
+    parser.add_argument(
+        "--parts", action="store_true", help="only the parts of a step, of --steps steps"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[*LENGTHS], help="tokens of a sequence"
+    )
     args = parser.parse_args()
     if args.parts:
         save(args.output, step_parts(args.config, args.conversations, args.steps))
@@ -81,13 +87,24 @@ def main() -> None:
 
 def plan_against_step(path: str) -> list[str]:
     """A row for each kind of tensor."""
-    given = ["--config", path, "--data.sources", "[unused.jsonl]", "--output", "unused", "--plan", "one"]
+    given = [
+        "--config",
+        path,
+        "--data.sources",
+        "[unused.jsonl]",
+        "--output",
+        "unused",
+        "--plan",
+        "one",
+    ]
     config = resolved(options(TrainConfig, "train", "", given), Accelerator())
     planned = plan_run(config).memory
     planned.pop("copy to save", None)  # no checkpoint is written here
     stays, comes = allocated(config)
     temporary = sum(bytes for name, bytes in planned.items() if name not in STAYS)
-    rows = [(name, planned[name], stays[name]) for name in STAYS] + [("temporary", temporary, comes)]
+    rows = [(name, planned[name], stays[name]) for name in STAYS] + [
+        ("temporary", temporary, comes)
+    ]
     rows.append(("together", sum(planned.values()), sum(stays.values()) + comes))
     return [
         f"Hardware: {hardware()}. {path}",
@@ -124,7 +141,9 @@ def allocated(config: TrainConfig) -> tuple[dict[str, int], int]:
     return {
         "target": size(target.model.parameters()),
         "head": size(head.parameters()),
-        "gradients": size(parameter.grad for parameter in head.parameters() if parameter.grad is not None),
+        "gradients": size(
+            parameter.grad for parameter in head.parameters() if parameter.grad is not None
+        ),
         "optimizer": size(value for value in states if torch.is_tensor(value)),
     }, most
 
@@ -160,13 +179,17 @@ def naive() -> list[str]:
     ours, naive = (peak(head, partial(loss, head, features)) for loss in (our_loss, naive_loss))
     return [
         "",
-        f"Hardware: {hardware()}. A draft vocabulary of {VOCABULARY:,}, {NAIVE_TOKENS:,} tokens: {ours / 2**20:,.0f} "
-        f"MiB, naive {naive / 2**20:,.0f} MiB, ratio {ours / naive:.3f}.",
+        (
+            f"Hardware: {hardware()}. A draft vocabulary of {VOCABULARY:,}, {NAIVE_TOKENS:,}"
+            f" tokens: {ours / 2**20:,.0f} MiB, naive {naive / 2**20:,.0f} MiB, ratio"
+            f" {ours / naive:.3f}."
+        ),
     ]
 
 
 def random_step(vocabulary: int, tokens: int) -> tuple[Eagle3Head, TargetFeatures]:
-    """A head of SmolLM2's dimensions with another vocabulary, and one sequence of random features."""
+    """A head of SmolLM2's dimensions with another vocabulary, and one sequence of random
+    features."""
     target = TargetInfo(
         name="random",
         hidden_size=WIDTH,
@@ -201,12 +224,16 @@ def our_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
 
 
 def naive_loss(head: Eagle3Head, features: TargetFeatures) -> Tensor:
-    """The same number from whole [tokens, vocabulary] tensors, one after the other as the paper writes it."""
+    """The same number from whole [tokens, vocabulary] tensors, one after the other as the paper
+    writes it."""
     loss = torch.zeros(())
     time = features.tokens_BT.shape[1]
     for step, state_BTD in enumerate(head.drafts(features, TrainingTimeTest(1), DEPTH)):
-        length = time - 2 - step  # the draft positions whose drafts, up to this depth, lie in the text
-        target_TV = features.modules.lm_head(features.last_BTD[0, 1 + step : 1 + step + length]).softmax(-1)
+        # the draft positions whose drafts, up to this depth, lie in the text
+        length = time - 2 - step
+        target_TV = features.modules.lm_head(
+            features.last_BTD[0, 1 + step : 1 + step + length]
+        ).softmax(-1)
         draft_TV = head.lm_head(head.norm(state_BTD[0, :length])).log_softmax(-1)
         loss = loss - 0.8**step * (target_TV * draft_TV).sum()
     return loss
@@ -225,7 +252,8 @@ def peak(head: Eagle3Head, loss: Callable[[], Tensor]) -> int:
 
 
 def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of tensors alive at once in the second of two steps, beyond those that were there before it."""
+    """Bytes of tensors alive at once in the second of two steps, beyond those that were there
+    before it."""
     step()  # now gradients and optimizer state exist
     optimizer.zero_grad(set_to_none=False)
     if torch.cuda.is_available():
@@ -235,7 +263,9 @@ def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step()
-    changes = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     alive = most = 0
     for event in sorted(changes, key=lambda event: event.start_ns()):
         alive += event.nbytes()
@@ -243,7 +273,9 @@ def peak_of(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> int:
     return most
 
 
-def opened_run(path: str, conversations: str, number: int) -> tuple[Accelerator, TrainConfig, Inputs, list[list[Row]]]:
+def opened_run(
+    path: str, conversations: str, number: int
+) -> tuple[Accelerator, TrainConfig, Inputs, list[list[Row]]]:
     """A run's inputs, loaded, and the rows of its first steps."""
     given = ["--config", path, "--data.sources", f"[{conversations}]", "--output", "unused"]
     accelerator = Accelerator()
@@ -270,7 +302,9 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
             for batch in batches:
                 sources[name](batch)
             cache.flush()
-            sources[name] = CachedFeatures(target, inputs.head, FeatureCache(Path(folder) / name, manifest))
+            sources[name] = CachedFeatures(
+                target, inputs.head, FeatureCache(Path(folder) / name, manifest)
+            )
         held = {id(batch): online_features(target, inputs.head, batch) for batch in batches}
         sources["left out"] = lambda batch: held[id(batch)]
         seconds, losses = steps_of(sources, batches, inputs.head, config, accelerator)
@@ -278,8 +312,10 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
         "",
         f"Hardware: {hardware()}. {len(batches)} steps of {config.loop.batch_size} conversations.",
         "",
-        "| states | bytes a token | answer tokens/s | of the rate with the target left out | largest relative "
-        "difference of a loss |",
+        (
+            "| states | bytes a token | answer tokens/s | of the rate with the target left out |"
+            " largest relative difference of a loss |"
+        ),
         "|---|---|---|---|---|",
     ]
     tokens = [int(batch.loss_mask_BT.sum()) for batch in batches]
@@ -290,8 +326,8 @@ def cached_states(path: str, conversations: str, number: int) -> list[str]:
         share = quartiles([out / own for _, own, out in pairs])
         apart = max(abs(a - b) / b for a, b in zip(losses[name], losses["online"], strict=True))
         lines.append(
-            f"| {name} | {size} | {rate['median']:.0f} | {share['median']:.3f} ({share['lower_quartile']:.3f} to "
-            f"{share['upper_quartile']:.3f}) | {apart:.1e} |"
+            f"| {name} | {size} | {rate['median']:.0f} | {share['median']:.3f}"
+            f" ({share['lower_quartile']:.3f} to {share['upper_quartile']:.3f}) | {apart:.1e} |"
         )
     return lines
 
@@ -305,7 +341,9 @@ def steps_of(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds and loss of every step, by side; each step begins with another side."""
     heads = {name: copy.deepcopy(start) for name in sources}
-    optimizers = {name: build_optimizer(head, config.optim, len(batches), {}) for name, head in heads.items()}
+    optimizers = {
+        name: build_optimizer(head, config.optim, len(batches), {}) for name, head in heads.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in sources}
     losses: dict[str, list[float]] = {name: [] for name in sources}
     for number, batch in enumerate(batches):
@@ -327,7 +365,8 @@ def steps_of(
 
 
 def step_parts(path: str, conversations: str, number: int) -> list[str]:
-    """A row for each part of a step: median of its milliseconds and its share, over all steps but the first ones."""
+    """A row for each part of a step: median of its milliseconds and its share, over all steps but
+    the first ones."""
     accelerator, config, inputs, steps = opened_run(path, conversations, number)
     head = inputs.head
     assert isinstance(head, Eagle3Head)
@@ -344,7 +383,9 @@ def step_parts(path: str, conversations: str, number: int) -> list[str]:
         return output
 
     head.midlayer.register_forward_pre_hook(lambda *_: ends("fusion, embedding and rotary"))
-    head.midlayer.register_forward_hook(lambda *_: ends(f"training-time test {1 + calls('training-time test')}"))
+    head.midlayer.register_forward_hook(
+        lambda *_: ends(f"training-time test {1 + calls('training-time test')}")
+    )
 
     def calls(what: str) -> int:
         return sum(name.startswith(what) for name, _ in moments)
@@ -379,13 +420,18 @@ def step_parts(path: str, conversations: str, number: int) -> list[str]:
     whole = sum(medians.values())
     lines = [
         "",
-        f"Hardware: {hardware()}. {path}, {len(timed)} steps of {config.loop.batch_size} conversations, at most "
-        f"{tokens:,} tokens; target in {config.target_dtype}, head in {config.loop.precision}.",
+        (
+            f"Hardware: {hardware()}. {path}, {len(timed)} steps of {config.loop.batch_size}"
+            f" conversations, at most {tokens:,} tokens; target in {config.target_dtype}, head in"
+            f" {config.loop.precision}."
+        ),
         "",
         "| part of a step | ms | share |",
         "|---|---|---|",
     ]
-    lines += [f"| {what} | {1000 * own:,.0f} | {own / whole:.1%} |" for what, own in medians.items()]
+    lines += [
+        f"| {what} | {1000 * own:,.0f} | {own / whole:.1%} |" for what, own in medians.items()
+    ]
     return [*lines, f"| together | {1000 * whole:,.0f} | |"]
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/typical.py --prompts gsm8k.jsonl mt_bench.jsonl
 
-Every prompt is answered greedily, twice by exact sampling, and by typical acceptance at each pair of thresholds, all
-with one tree, in turns. The last number of an answer is compared with the greedy answer's: two exact samples show how
-often that differs by chance. Distinct 4-grams and the model's own perplexity (at temperature 1) say whether the answers
-are like those that sampling gives.
+Every prompt is answered greedily, twice by exact sampling, and by typical acceptance at each pair
+of thresholds, all with one tree, in turns. The last number of an answer is compared with the greedy
+answer's: two exact samples show how often that differs by chance. Distinct 4-grams and the model's
+own perplexity (at temperature 1) say whether the answers are like those that sampling gives.
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ def main() -> None:
     target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
     sampling = answer_settings(args.new_tokens, args.temperature)
 
-    def side(settings: dict[str, Any], **options: Any) -> Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]:
-        answer = ours(SpeculativeLM.from_pretrained(target, args.head, tree=args.tree, fallback=False, **options))
+    def side(
+        settings: dict[str, Any], **options: Any
+    ) -> Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]:
+        answer = ours(
+            SpeculativeLM.from_pretrained(
+                target, args.head, tree=args.tree, fallback=False, **options
+            )
+        )
         return lambda ids, given: answer(ids, settings)
 
     sides = {
@@ -51,26 +57,41 @@ def main() -> None:
         "exact": side(sampling),
         "exact, again": side(sampling),
     }
-    sides |= {f"typical:{each}": side(sampling, acceptance=f"typical:{each}", lossy=True) for each in THRESHOLDS}
+    sides |= {
+        f"typical:{each}": side(sampling, acceptance=f"typical:{each}", lossy=True)
+        for each in THRESHOLDS
+    }
     lines = [
-        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens at temperature "
-        f"{args.temperature}, tree {args.tree}."
+        f"Hardware: {hardware()}. {args.limit} prompts of each file, {args.new_tokens} new tokens"
+        f" at temperature {args.temperature}, tree {args.tree}."
     ]
-    columns = "| rule | acceptance length | over exact | last number as greedy | distinct 4-grams | perplexity |"
+    columns = (
+        "| rule | acceptance length | over exact | last number as greedy | distinct 4-grams |"
+        " perplexity |"
+    )
     for file, prompts in encoded(tokenizer, args.prompts, args.limit).items():
         texts: dict[str, list[Tensor]] = {name: [] for name in sides}
         torch.manual_seed(0)
-        rates, stats = compared({name: kept(each, texts[name]) for name, each in sides.items()}, prompts, {}, file)
+        rates, stats = compared(
+            {name: kept(each, texts[name]) for name, each in sides.items()}, prompts, {}, file
+        )
         answers = {
-            name: [text_T[len(ids_1T[0]) :] for text_T, ids_1T in zip(found[1:], prompts, strict=True)]
+            name: [
+                text_T[len(ids_1T[0]) :] for text_T, ids_1T in zip(found[1:], prompts, strict=True)
+            ]
             for name, found in texts.items()
         }
         numbers = {
-            name: [last_number(tokenizer.decode(answer_T)) for answer_T in found] for name, found in answers.items()
+            name: [last_number(tokenizer.decode(answer_T)) for answer_T in found]
+            for name, found in answers.items()
         }
         lines += ["", f"## {file}", "", columns, "|---" * 6 + "|"]
         for name in sides:
-            same = [own == greedy for own, greedy in zip(numbers[name], numbers["greedy"], strict=True) if greedy]
+            same = [
+                own == greedy
+                for own, greedy in zip(numbers[name], numbers["greedy"], strict=True)
+                if greedy
+            ]
             distinct = [distinct_share(answer_T.tolist()) for answer_T in answers[name]]
             cells = [
                 f"`{name}`",
@@ -84,7 +105,9 @@ def main() -> None:
         save(args.output, lines)
 
 
-def kept(answer: Callable[..., tuple[Tensor, Stats]], texts: list[Tensor]) -> Callable[..., tuple[Tensor, Stats]]:
+def kept(
+    answer: Callable[..., tuple[Tensor, Stats]], texts: list[Tensor]
+) -> Callable[..., tuple[Tensor, Stats]]:
     """A side whose sequences are also put into `texts`."""
 
     def answered(ids: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Stats]:

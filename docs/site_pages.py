@@ -1,4 +1,5 @@
-"""Parts of the site that are made when it is built: options of commands and heads, and the pages of benchmarks/."""
+"""Parts of the site that are made when it is built: options of commands and heads, and the pages of
+benchmarks/."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def asked(command: str, arguments: Iterable[str] = ()) -> Callable[[], Any]:
 
 
 def documented_options(kind: type, before: str = "") -> Iterator[Option]:
-    """Every option of a dataclass, those of its groups by dotted names, with the docstring under the field."""
+    """Every option of a dataclass, those of its groups by dotted names, with the docstring under
+    the field."""
     told = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         (body,) = (node.body for node in ast.parse(inspect.getsource(base)).body)
@@ -84,20 +86,29 @@ def escaped(cell: str) -> str:
 def commands_page() -> str:
     """Every command, its purpose and its options."""
     parts = [
-        "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets options, the command "
-        "line overrides it, and an unknown option is an error. `headstart COMMAND --help` shows the same text."
+        "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets"
+        " options, the command line overrides it, and an unknown option is an error. `headstart"
+        " COMMAND --help` shows the same text."
     ]
     for command, (module, purpose) in COMMANDS.items():
         about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))
         kind = asked(command).args[0]
-        parts.append(f"## headstart {command}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{about}\n\n{table(kind)}")
+        parts.append(
+            "## headstart"
+            f" {command}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{about}\n\n{table(kind)}"
+        )
     return "\n\n".join(parts)
 
 
 def heads_page() -> str:
     """Every head type and its options."""
-    parts = ["# Options of heads\n\n`head.type` names the head, and `head.OPTION` sets an option of it."]
-    parts += [f"## {name}\n\n{inspect.getdoc(head)}\n\n{table(head.config_class)}" for name, head in HEADS.items()]
+    parts = [
+        "# Options of heads\n\n`head.type` names the head, and `head.OPTION` sets an option of it."
+    ]
+    parts += [
+        f"## {name}\n\n{inspect.getdoc(head)}\n\n{table(head.config_class)}"
+        for name, head in HEADS.items()
+    ]
     return "\n\n".join(parts)
 
 
@@ -111,20 +122,31 @@ def with_options(markdown: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they show."""
+    """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they
+    show."""
     from mkdocs.structure.files import File
 
-    beside = [*ROOT.glob("benchmarks/*.md"), *ROOT.glob("examples/monitoring/*"), *ROOT.glob("examples/serving/*.yaml")]
+    beside = [
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("examples/monitoring/*"),
+        *ROOT.glob("examples/serving/*.yaml"),
+    ]
     beside += ROOT.glob("examples/slurm/*")
     pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in beside}
-    for name, text in (pages | {"commands.md": commands_page(), "options.md": heads_page()}).items():
+    for name, text in (
+        pages | {"commands.md": commands_page(), "options.md": heads_page()}
+    ).items():
         files.append(File.generated(config, name, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts them into it."""
+    """Links to folders beside docs/ hold in the repository, and on the site, where `on_files` puts
+    them into it."""
     markdown = with_options(markdown)
-    markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../examples/", "](examples/")
-    markdown = markdown.replace("](../../benchmarks/", "](../benchmarks/")  # of pages of docs/heads/
+    markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace(
+        "](../examples/", "](examples/"
+    )
+    # of pages of docs/heads/
+    markdown = markdown.replace("](../../benchmarks/", "](../benchmarks/")
     return markdown.replace("](../docs/", "](../")  # of pages of benchmarks/

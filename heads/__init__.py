@@ -1,6 +1,17 @@
-"""Draft heads, their losses and their checkpoints. A new head is one file here and one row of `by_name.HEADS`."""
+"""Draft heads, their losses and their checkpoints.
 
-from .base import CheckpointMetadata, DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+A new head is one file here and one row of `by_name.HEADS`.
+"""
+
+from .base import (
+    CheckpointMetadata,
+    DraftHead,
+    DraftState,
+    HeadOutput,
+    TargetFeatures,
+    TargetInfo,
+    TargetModules,
+)
 from .by_name import HEADS, build_head
 from .checkpoints import save_load
 from .dflash import DFlashConfig, DFlashHead
@@ -12,7 +23,8 @@ from .medusa import MedusaConfig, MedusaHead
 from .mtp import MtpConfig, MtpHead
 from .truncated import TruncatedConfig, TruncatedHead
 
-DraftHead.checkpoints = save_load  # here, because save_load imports every head: base.py would import in a circle
+# here, because save_load imports every head: base.py would import in a circle
+DraftHead.checkpoints = save_load
 
 
 __all__ = [

@@ -1,10 +1,11 @@
-"""Interface of a draft head: a module that learns from a frozen target's features and drafts its next tokens.
+"""Interface of a draft head, which learns from a frozen target's features to draft its tokens.
 
-Training calls `forward`: the loss, teacher-forced, one term per depth. Decoding calls `begin` once, then `observe`
-after the prefill and after every round, and `expand` once per depth of the draft tree.
+Training calls `forward`: the loss, teacher-forced, one term per depth. Decoding calls `begin` once,
+then `observe` after the prefill and after every round, and `expand` once per depth of the draft
+tree.
 
-Letters in tensor names: B batch, T time, A accepted tokens, W width of the tree's frontier, V vocabulary,
-D hidden size, F width of the chosen feature layers side by side, K depths, I ranks.
+Letters in tensor names: B batch, T time, A accepted tokens, W width of the tree's frontier, V
+vocabulary, D hidden size, F width of the chosen feature layers side by side, K depths, I ranks.
 """
 
 from __future__ import annotations
@@ -56,15 +57,20 @@ class TargetInfo:
     """Rotary embedding with its scaling."""
 
     def check(self, other: TargetInfo) -> None:
-        """Refuse a target that a head trained for this one does not fit: a ValueError with all that differs."""
+        """Refuse `other` if a head trained for this target does not fit it.
+
+        The ValueError names every dimension that differs.
+        """
         differing = [
-            f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)} (target)"
+            f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)}"
+            " (target)"
             for name in ("hidden_size", "vocab_size", "num_layers")
             if getattr(self, name) != getattr(other, name)
         ]
         if differing:
             raise ValueError(
-                f"the head was trained for {self.name!r} and does not fit {other.name!r}: " + "; ".join(differing)
+                f"the head was trained for {self.name!r} and does not fit {other.name!r}: "
+                + "; ".join(differing)
             )
 
 
@@ -79,7 +85,8 @@ class TargetModules:
     """The final norm."""
     blocks: Sequence[nn.Module]
     logit_scale: float = 1.0
-    """Factor on the LM head's output: Cohere's logit_scale, the inverse of Granite's logits_scaling."""
+    """Factor on the LM head's output: Cohere's logit_scale, the inverse of Granite's
+    logits_scaling."""
     logit_cap: float | None = None
     """Gemma 2's final_logit_softcapping, which bends logits into (-cap, cap)."""
 
@@ -89,14 +96,20 @@ class TargetModules:
         rows = weight_VD if tokens is None else weight_VD[tokens.to(weight_VD.device)]
         return rows if self.logit_scale == 1 else rows * self.logit_scale
 
-    def logits(self, states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Final-norm states [..., D] to the target's logits [..., V]: cap tanh(scale (W x + b) / cap).
+    def logits(
+        self, states: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return the target's logits [..., V] for final-norm states [..., D].
+
+        They are cap tanh(scale (W x + b) / cap), or scale (W x + b) without a cap.
 
         `weight` and `bias` are rows of the LM head; without `weight` it is the LM head itself.
         """
         logits = self.lm_head(states) if weight is None else F.linear(states, weight, bias)
         logits = logits if self.logit_scale == 1 else logits * self.logit_scale
-        return logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
+        return (
+            logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
+        )
 
 
 @dataclass(frozen=True)
@@ -109,21 +122,25 @@ class TargetFeatures:
     """The state after the final norm."""
     tokens_BT: Tensor
     loss_mask_BT: Tensor
-    """True at the tokens of the assistant. On the CPU, so that counting draft positions waits for no accelerator."""
+    """True at the tokens of the assistant. On the CPU, so that counting draft positions waits for
+    no accelerator."""
     modules: TargetModules
     positions_BT: Tensor | None = None
-    """Position of each token in its sequence where rows are packed; None where every row is one sequence."""
+    """Position of each token in its sequence where rows are packed; None where every row is one
+    sequence."""
 
     documents_BT: Tensor | None = None
-    """Number of each token's sequence where rows are packed, None where every row is one. On the CPU, as loss_mask_BT
-    is; `sequences_BT` has the same numbers where the tokens are."""
+    """Number of each token's sequence where rows are packed, None where every row is one. On the
+    CPU, as loss_mask_BT is; `sequences_BT` has the same numbers where the tokens are."""
 
     @property
     def position_ids_BT(self) -> Tensor:
         """Position of each token in its sequence, packed or not."""
         if self.positions_BT is not None:
             return self.positions_BT
-        return torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(self.tokens_BT)
+        return torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(
+            self.tokens_BT
+        )
 
     @property
     def sequences_BT(self) -> Tensor | None:
@@ -141,7 +158,7 @@ class TargetFeatures:
         return self.tokens_BT.flatten().roll(-1)
 
     def next_tokens_BT(self, step: int) -> Tensor:
-        """The token at t + 1 + step: what step `step` of training-time test reads at each position t."""
+        """Return the token at t + 1 + step for each t: training-time test reads it at `step`."""
         time = self.tokens_BT.shape[1]
         column_T = torch.arange(time, device=self.tokens_BT.device)
         # Past the end, where no draft is judged, the last token stands for the next ones.
@@ -151,12 +168,14 @@ class TargetFeatures:
 class HeadOutput(NamedTuple):
     """The loss of one batch and the counts from which every reported mean is made.
 
-    A tuple, so that engines that shard a head (FSDP2) find the tensors that need gradients. All are sums over
-    positions, so that batches, accumulation steps and ranks add up before anything is divided.
+    A tuple, so that engines that shard a head (FSDP2) find the tensors that need gradients. All are
+    sums over positions, so that batches, accumulation steps and ranks add up before anything is
+    divided.
     """
 
     loss: Tensor
-    """Weighted sum over depths and positions; the trainer divides by the number of answer tokens."""
+    """Weighted sum over depths and positions; the trainer divides by the number of answer
+    tokens."""
     losses_K: Tensor
     """The unweighted loss summed over positions, per depth."""
     counts_K: Tensor
@@ -170,13 +189,15 @@ class CheckpointMetadata:
     """Saved with a head's weights besides its options."""
 
     tree: str | list[list[int]] | None = None
-    """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None if unknown."""
+    """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None
+    if unknown."""
     training: dict[str, Any] = field(default_factory=dict)
     """The resolved training config, git revision and package versions."""
     measured: dict[str, Any] = field(default_factory=dict)
     """Acceptance as evaluation measured it, by tree."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """The target, tokenizer and chat template that it was trained against: see `save_load.differences`."""
+    """The target, tokenizer and chat template that it was trained against: see
+    `save_load.differences`."""
     adapted: bool = False
     """Whether it drafts for the target with the peft adapter that lies in the checkpoint."""
 
@@ -185,16 +206,19 @@ class CheckpointMetadata:
 class DraftState:
     """State that a head carries from `observe` through the `expand` calls of a round.
 
-    Each head adds its own fields: tensors with the batch first, and tokens committed so far as `lengths_B`.
+    Each head adds its own fields: tensors with the batch first, and tokens committed so far as
+    `lengths_B`.
     """
 
     modules: TargetModules
     depth: int
-    """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the root."""
+    """Depth of the tree at which the next `expand` call drafts children, counted from 0 at the
+    root."""
     max_depth: int
     """Maximum number of `expand` calls in a round."""
     confidence_BW: Tensor | None = field(default=None, kw_only=True)
-    """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it makes one."""
+    """Logits of a head's own estimate of its acceptance rate after each node of the frontier, if it
+    makes one."""
     cache: DraftCache | None = field(default=None, kw_only=True)
 
     def select(self, rows_R: Tensor) -> Self:
@@ -207,7 +231,10 @@ class DraftState:
         return replace(self, **chosen)
 
     def replace(self, rows_R: Tensor, other: Self) -> Self:
-        """The state with rows replaced by those of another, both after `observe`; the cache changes in place."""
+        """Return the state with some rows replaced by another's, both after `observe`.
+
+        The cache changes in place.
+        """
         changed: dict[str, Any] = {
             name: value.index_copy(0, rows_R, getattr(other, name))
             for name, value in vars(self).items()
@@ -218,7 +245,9 @@ class DraftState:
         return replace(self, **changed)
 
     def resume(self, tokens: int | None, capacity: int) -> Self:
-        """The state cropped to the first `tokens` of every row (None: all), with room for `capacity` tokens.
+        """Return the state cropped to each row's first `tokens`, with room for `capacity` tokens.
+
+        If `tokens` is None, all tokens are kept.
 
         The next call is `observe`. A head whose state depends on more of the text than `lengths_B`
         and the cache overrides this.
@@ -235,9 +264,9 @@ class DraftState:
 class DraftTreeState(DraftState):
     """State of a head whose layers read their own outputs: EAGLE's, a truncated model's.
 
-    `observe` runs the layers on the committed tokens and keeps the last output, from which the root's children are
-    drafted. Each `expand` below the root runs them on a frontier, whose nodes attend to the committed tokens and to
-    their own path.
+    `observe` runs the layers on the committed tokens and keeps the last output, from which the
+    root's children are drafted. Each `expand` below the root runs them on a frontier, whose nodes
+    attend to the committed tokens and to their own path.
     """
 
     cache: DraftCache = field(kw_only=True)
@@ -253,7 +282,11 @@ class DraftTreeState(DraftState):
     """With a window: the first position of each row that the cache holds."""
 
     def resume(self, tokens: int | None, capacity: int) -> Self:
-        """The state cropped; with a window, without the tokens that those after the crop have overwritten."""
+        """Return the cropped state, as `DraftState.resume` does.
+
+        With a window, it also lacks the tokens whose cache slots the discarded tokens had
+        overwritten.
+        """
         resumed = super().resume(tokens, capacity)
         if self.cache.window is None or tokens is None:
             return resumed
@@ -264,7 +297,10 @@ class DraftTreeState(DraftState):
         return replace(resumed, first_B=first_B)
 
     def committed(self, out_BAD: Tensor, lengths_B: Tensor) -> DraftTreeState:
-        """The state at the root after the layers ran on new tokens, of which row b commits the first `lengths_B[b]`."""
+        """Return the state at the root after the layers have run on new tokens.
+
+        Row b commits the first `lengths_B[b]` of them.
+        """
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             self,
@@ -276,17 +312,24 @@ class DraftTreeState(DraftState):
         )
 
     def below(self, parents_BW: Tensor) -> tuple[Tensor, KVEntries, DraftTreeState]:
-        """A frontier below this one: its positions [B, W], its KV view, and the state that still lacks its outputs."""
+        """Return the positions [B, W], the KV view and the state of a frontier below this one.
+
+        The state still lacks the frontier's outputs.
+        """
         device, width, cache = parents_BW.device, parents_BW.shape[1], self.cache
         own_WN = counting(cache.nodes, device) == counting(width, device, self.nodes, column=True)
-        paths_BWN = self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
+        paths_BWN = (
+            self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
+        )
         positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
         state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
         if cache.by_slots:
             sees = TreeSlots(paths_BWN, self.lengths_B, text_slot=cache.nodes, node_slot=0)
             return positions_BW, KVEntries(cache, None, None, self.nodes, sees=sees), state
         if cache.window is None:
-            text_B1S = (counting(cache.attended_slots - cache.nodes, device) < self.lengths_B[:, None])[:, None]
+            text_B1S = (
+                counting(cache.attended_slots - cache.nodes, device) < self.lengths_B[:, None]
+            )[:, None]
         else:  # all nodes of a frontier have the same position
             text_B1S = cache.window_mask(self.lengths_B, positions_BW[:, :1], self.first_B)
         mask_BWS = torch.cat([paths_BWN, text_B1S.expand(-1, width, -1)], dim=-1)
@@ -305,9 +348,11 @@ class DraftHead(nn.Module, ABC):
     feature_layers: tuple[int, ...]
     """Residual streams after these blocks, counted from 0; -1 is the state after the final norm."""
     reads_from_start: bool = False
-    """Whether `observe` reads a text's first token too; otherwise each token comes with the feature before it."""
+    """Whether `observe` reads a text's first token too; otherwise each token comes with the feature
+    before it."""
     recompute: bool = False
-    """Activation checkpointing: recompute each step of training-time test, if any, in the backward pass."""
+    """Activation checkpointing: recompute each step of training-time test, if any, in the backward
+    pass."""
 
     shape: Any = None
     """`LayerShape` of the decoder layers, if any."""
@@ -316,27 +361,32 @@ class DraftHead(nn.Module, ABC):
     vocabulary_layers: tuple[str, ...] = ()
     """Modules whose weights have a row for each token of the draft vocabulary."""
     served_names: tuple[str, ...] = ()
-    """Tensors of a published checkpoint that the head itself shares with the target: its LM head, for servers."""
+    """Tensors of a published checkpoint that the head itself shares with the target: its LM head,
+    for servers."""
     cached_layers: int = 0
     """Decoder layers with a KV cache while decoding."""
     window: int | None = None
     """Newest positions that its layers see, a token's own included; None for all of the text."""
     whole_layers: bool = True
-    """Whether nothing but its decoder layers' forward is called, which a kernel may then replace."""
+    """Whether nothing but its decoder layers' forward is called, which a kernel may then
+    replace."""
     attends_by_slots: ClassVar[bool] = False
-    """Whether its layers see what `DraftCache.commit` and `DraftTreeState.below` say and nothing else, so that these
-    may say it by slots instead of by a mask."""
+    """Whether its layers see what `DraftCache.commit` and `DraftTreeState.below` say and nothing
+    else, so that these may say it by slots instead of by a mask."""
     computes: ClassVar[tuple[str, ...]] = ()
-    """Options with which the same weights compute something else: a head that starts from another needs its own."""
+    """Options with which the same weights compute something else: a head that starts from another
+    needs its own."""
     estimates_acceptance: bool = False
-    """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as `confidence_BW`."""
+    """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as
+    `confidence_BW`."""
 
     metadata: CheckpointMetadata | None = None
     """Set on a head that was loaded from a checkpoint."""
     folder: Path | None = None
     """The checkpoint from which it was loaded."""
     checkpoints: ClassVar[ModuleType]
-    """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot import it."""
+    """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot
+    import it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
@@ -344,13 +394,14 @@ class DraftHead(nn.Module, ABC):
         size = getattr(config, "draft_vocab_size", None)
         if size is not None and not 1 <= size <= target.vocab_size:
             raise ValueError(
-                f"draft_vocab_size {size} is out of range: the target's vocabulary has {target.vocab_size} tokens; "
-                "choose from 1 to that, or null for all of them"
+                f"draft_vocab_size {size} is out of range: the target's vocabulary has"
+                f" {target.vocab_size} tokens; choose from 1 to that, or null for all of them"
             )
         self.draft_vocab_size: int = size or target.vocab_size
         """Number of tokens that the head can draft."""
         self.unread_by: dict[str, str] = {}
-        """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its model card."""
+        """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its
+        model card."""
         self.register_buffer("token_map", None)
 
     @classmethod
@@ -365,8 +416,8 @@ class DraftHead(nn.Module, ABC):
         """Load a head from a folder or a Hub id, strictly.
 
         Raises:
-            ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another shape, or a head of
-                another class; `DraftHead.from_pretrained` loads any.
+            ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another
+                shape, or a head of another class; `DraftHead.from_pretrained` loads any.
         """
         folder = cls.checkpoints.local_folder(source, revision, token, cache_dir)
         head, _ = cls.checkpoints.load_head(folder)
@@ -382,7 +433,9 @@ class DraftHead(nn.Module, ABC):
         """
         metadata = self.metadata or CheckpointMetadata()
         if metadata.adapted:
-            raise ValueError("this head drafts for a model with an adapter, which lies in its folder: copy that")
+            raise ValueError(
+                "this head drafts for a model with an adapter, which lies in its folder: copy that"
+            )
         self.checkpoints.save_head(self, save_directory, metadata)
 
     def push_to_hub(
@@ -399,7 +452,11 @@ class DraftHead(nn.Module, ABC):
 
         `headstart push` also adds the tensors that servers need of the target.
         """
-        return str(self.checkpoints.push_head(self, repo_id, private, token, branch, create_pr, commit_message))
+        return str(
+            self.checkpoints.push_head(
+                self, repo_id, private, token, branch, create_pr, commit_message
+            )
+        )
 
     @abstractmethod
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -410,31 +467,40 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
-        """Return a new head's options, completed by what a target's text config says that `TargetInfo` does not."""
+        """Return a new head's options, completed by values of the target's text config.
+
+        These are values that `TargetInfo` does not have.
+        """
         return options
 
     @classmethod
     def default_objective(cls, config: Any) -> Objective:
-        """Return the objective of a head with this config unless the training options name another."""
+        """Return the objective for this config, unless the training options name another."""
         return Objective()
 
     @classmethod
     def extra_losses(cls, config: Any) -> tuple[str, ...]:
-        """Name the losses of `objective.NEED_HEAD` that a head with this config can be trained on."""
+        """Name the `objective.NEED_HEAD` losses that a head with this config can train on."""
         return ()
 
     @abstractmethod
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         """The teacher-forced loss of a batch, by `default_objective` if none is given.
 
         Counts how often the true token was among the `ranks` best drafts.
         """
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
-        """A draft state without committed tokens: a `DraftTreeState`, or a head's own where it overrides this.
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftState:
+        """Return a draft state without committed tokens.
 
-        A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of `expand`, for at most
-        `nodes` nodes together.
+        It is a `DraftTreeState`; a head with a different state overrides this.
+
+        A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of
+        `expand`, for at most `nodes` nodes together.
         """
         like = next(self.parameters())
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
@@ -450,15 +516,21 @@ class DraftHead(nn.Module, ABC):
         )
 
     @abstractmethod
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
-        """Commit tokens, the feature at position t with the token at t + 1, and discard the drafts of the round.
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftState:
+        """Commit tokens with their features, and discard the drafts of the round.
 
-        Called with each chunk of the prefill, and with the accepted path after every round. Row b commits its first
-        `lengths_B[b]` tokens, which may be none.
+        The feature at position t is paired with the token at t + 1.
+
+        Called with each chunk of the prefill, and with the accepted path after every round. Row b
+        commits its first `lengths_B[b]` tokens, which may be none.
         """
 
     @abstractmethod
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftState]:
         """Draft the children of a frontier of nodes.
 
         Args:
@@ -467,7 +539,8 @@ class DraftHead(nn.Module, ABC):
             parents_BW: index of each node's parent in the previous frontier; -1 at the root.
 
         Returns:
-            logits_BWV over the draft vocabulary, with W = 1 from a head that does not see the path, and the state
+            logits_BWV over the draft vocabulary, with W = 1 from a head that does not see the path,
+            and the state
             for the next depth.
         """
 
@@ -485,7 +558,10 @@ class DraftHead(nn.Module, ABC):
             check_ids(self.token_map, self.target.vocab_size, "token_map")
 
     def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
-        """KV cache for `nodes` drafts and `capacity` committed tokens in each row, in the head's dtype."""
+        """Return a KV cache for `nodes` drafts and `capacity` committed tokens in each row.
+
+        It has the head's dtype.
+        """
         slots = nodes + DraftCache.slots_for(capacity, self.window)
         size = (batch_size, self.shape.num_key_value_heads, slots, self.shape.head_dim)
         like = next(self.parameters())
@@ -498,7 +574,9 @@ class DraftHead(nn.Module, ABC):
             return 0
         width = self.shape.num_key_value_heads * self.shape.head_dim
         tokens = DraftCache.slots_for(tokens, self.window)
-        return 2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
+        return (
+            2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
+        )
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Draft ids to target ids."""
@@ -506,11 +584,13 @@ class DraftHead(nn.Module, ABC):
 
     def vocabulary(self) -> Tensor:
         """Target ids of all tokens that the head can draft, sorted."""
-        return self.target_tokens(torch.arange(self.draft_vocab_size, device=next(self.parameters()).device))
+        return self.target_tokens(
+            torch.arange(self.draft_vocab_size, device=next(self.parameters()).device)
+        )
 
 
 class OffsetVocabularyHead(DraftHead):
-    """A head whose draft vocabulary, if it has one, is saved as servers read it: `d2t` and `t2d`."""
+    """A head that saves its draft vocabulary, if any, as servers read it: `d2t` and `t2d`."""
 
     vocabulary_layers: tuple[str, ...] = ("lm_head",)
     d2t: Tensor
@@ -545,7 +625,11 @@ class OffsetVocabularyHead(DraftHead):
                 raise ValueError("d2t and t2d name different tokens")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        return draft_tokens if self.config.draft_vocab_size is None else draft_tokens + self.d2t[draft_tokens]
+        return (
+            draft_tokens
+            if self.config.draft_vocab_size is None
+            else draft_tokens + self.d2t[draft_tokens]
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -36,16 +36,24 @@ OBJECTIVE_OPTIONS = tuple(option.name for option in dataclasses.fields(Objective
 
 
 def head_config(name: str, options: dict[str, Any]) -> Any:
-    """The config of a head from its options; a ValueError for an unknown head or option, or a value that it refuses."""
+    """Return a head's config from its options.
+
+    A ValueError refuses an unknown head, an unknown option, and a value that the head does not
+    take.
+    """
     if name not in HEADS:
         raise ValueError(f"unknown head {name!r}; choose from {', '.join(sorted(HEADS))}")
     config_class = HEADS[name].config_class
     known = sorted(field.name for field in dataclasses.fields(config_class))
     unknown = sorted(options.keys() - set(known))
     if unknown and unknown[0] in OBJECTIVE_OPTIONS:
-        raise ValueError(f"{unknown[0]} is not an option of a head but of its training: objective.{unknown[0]}")
+        raise ValueError(
+            f"{unknown[0]} is not an option of a head but of its training: objective.{unknown[0]}"
+        )
     if unknown:
-        raise ValueError(f"unknown {name} head option {unknown[0]!r}; choose from {', '.join(known)}")
+        raise ValueError(
+            f"unknown {name} head option {unknown[0]!r}; choose from {', '.join(known)}"
+        )
     hints = typing.get_type_hints(config_class)
     for option, value in options.items():
         hint = hints[option]
@@ -91,4 +99,6 @@ def head_name(head: DraftHead) -> str:
     for name, head_class in HEADS.items():
         if type(head) is head_class:
             return name
-    raise ValueError(f"{type(head).__name__} is not in the table HEADS: add it with HEADS['name'] = its class")
+    raise ValueError(
+        f"{type(head).__name__} is not in the table HEADS: add it with HEADS['name'] = its class"
+    )

@@ -2,16 +2,18 @@
 
 With g_t the target's features after some of its blocks, and x_p the root, the newest token:
 
-    c_t = hidden_norm(fc(g_t))                                    context, t < p, the same for all layers
-    h   = [embed(x_p), embed(MASK), ..., embed(MASK)]             block, at positions p, p + 1, ...
-    h   = h + attention(q(norm(h)), k([c, norm(h)]), v([c, norm(h)]));  h = h + mlp(norm(h))      in each layer
+    c_t = hidden_norm(fc(g_t))                            context, t < p, the same for all layers
+    h   = [embed(x_p), embed(MASK), ..., embed(MASK)]     block, at positions p, p + 1, ...
+    h   = h + attention(q(norm(h)), k([c, norm(h)]), v([c, norm(h)]));
+          h = h + mlp(norm(h))                            in each layer
     logits of slot k = lm_head(norm(h_k))
 
-Slots attend to the whole context and to the whole block; in a layer with a sliding window w to the w newest tokens of
-the context, and, unless `sliding_causal` is off, to the slots before them. Slot k drafts x_{p+k}, slot 0 nothing; with
-`sample_from_anchor` slot k drafts x_{p+k+1}. Training draws anchors a, the roots, among the answers' positions; the
-block behind an anchor attends to the context before it and is judged by the target's distributions along the text.
-Tensor names are those that vLLM and SGLang read.
+Slots attend to the whole context and to the whole block; in a layer with a sliding window w to the
+w newest tokens of the context, and, unless `sliding_causal` is off, to the slots before them. Slot
+k drafts x_{p+k}, slot 0 nothing; with `sample_from_anchor` slot k drafts x_{p+k+1}. Training draws
+anchors a, the roots, among the answers' positions; the block behind an anchor attends to the
+context before it and is judged by the target's distributions along the text. Tensor names are those
+that vLLM and SGLang read.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class DFlashConfig(BlocksConfig):
 
     name: ClassVar[str] = "dflash"
     mask_token_id: int | None = None
-    """Token that stands for what is to be drafted, which texts should not hold; null for the last of the vocabulary."""
+    """Token that stands for what is to be drafted, which texts should not hold; null for the last
+    of the vocabulary."""
     block_size: int = 8
     """Slots of a block, the root's included."""
     sample_from_anchor: bool = False
@@ -67,13 +70,16 @@ class DFlashConfig(BlocksConfig):
     num_layers: int = 2
     """Decoder layers."""
     feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers, spread out."""
+    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers,
+    spread out."""
     draft_vocab_size: int | None = None
-    """Tokens that can be drafted, the most frequent in the training data; null for all, by the target's LM head."""
+    """Tokens that can be drafted, the most frequent in the training data; null for all, by the
+    target's LM head."""
     max_anchors: int = 128
     """Anchors of a sequence at most, in a packed row too, drawn anew in every step."""
     sliding_window: int | None = None
-    """Tokens of the context, the root left out, that sliding layers see; null for layers that see all of it."""
+    """Tokens of the context, the root left out, that sliding layers see; null for layers that see
+    all of it."""
     sliding_layers: list[int] | None = None
     """Layers, counted from 0, with the sliding window; null for all of them if there is one."""
     sliding_causal: bool = True
@@ -81,25 +87,31 @@ class DFlashConfig(BlocksConfig):
     qk_norm: bool = True
     """RMSNorm on queries and keys, as in Qwen3, which servers expect."""
     start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last blocks), or a block's number."""
+    """Starting values of the decoder layers: random, last (the target's last blocks), or a block's
+    number."""
 
     def __post_init__(self) -> None:
         if self.block_size < 2 or self.num_layers < 1 or self.max_anchors < 1:
             raise ValueError(
-                f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of at least 1, not "
-                f"{self.block_size}, {self.num_layers} and {self.max_anchors}"
+                f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of"
+                f" at least 1, not {self.block_size}, {self.num_layers} and {self.max_anchors}"
             )
         if self.block_size > LONGEST_DRAFT:
-            raise ValueError(f"{self.name} block_size {self.block_size} is too large: at most {LONGEST_DRAFT}")
+            raise ValueError(
+                f"{self.name} block_size {self.block_size} is too large: at most {LONGEST_DRAFT}"
+            )
         sliding = self.sliding_layers or []
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
-                f"{self.name} sliding_window must be at least 1, or null for none, not {self.sliding_window}"
+                f"{self.name} sliding_window must be at least 1, or null for none, not"
+                f" {self.sliding_window}"
             )
-        if (self.sliding_window is None and sliding) or not set(sliding) <= set(range(self.num_layers)):
+        if (self.sliding_window is None and sliding) or not set(sliding) <= set(
+            range(self.num_layers)
+        ):
             raise ValueError(
-                f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from 0 to "
-                f"{self.num_layers - 1}"
+                f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from"
+                f" 0 to {self.num_layers - 1}"
             )
         self.check(self.name)
 
@@ -116,7 +128,10 @@ class DFlashState(DraftState):
 
 
 class DFlashHead(OffsetVocabularyHead):
-    """Drafts a block of tokens in one pass of a few layers, which attend to the target's features."""
+    """A head that drafts a block of tokens in one pass of a few layers.
+
+    The layers attend to the target's features.
+    """
 
     config_class = DFlashConfig
     config: DFlashConfig
@@ -125,21 +140,27 @@ class DFlashHead(OffsetVocabularyHead):
     def __init__(self, config: DFlashConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.block_size - (not config.sample_from_anchor)
-        self.mask_token = target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
+        self.mask_token = (
+            target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
+        )
         if not 0 <= self.mask_token < target.vocab_size:
             raise ValueError(
-                f"{config.name} mask_token_id {self.mask_token} is out of range: choose one of the target's "
-                f"{target.vocab_size} tokens"
+                f"{config.name} mask_token_id {self.mask_token} is out of range: choose one of the"
+                f" target's {target.vocab_size} tokens"
             )
         if config.block_size > target.max_positions:
             raise ValueError(
-                f"{config.name} block_size {config.block_size} is larger than the target's {target.max_positions} "
-                "positions"
+                f"{config.name} block_size {config.block_size} is larger than the target's"
+                f" {target.max_positions} positions"
             )
         self.feature_layers = _feature_layers(config, target)
         self.shape, self.cached_layers = LayerShape.of(target, config), config.num_layers
-        windows = range(config.num_layers) if config.sliding_layers is None else config.sliding_layers
-        self.sliding = [config.sliding_window is not None and i in windows for i in range(config.num_layers)]
+        windows = (
+            range(config.num_layers) if config.sliding_layers is None else config.sliding_layers
+        )
+        self.sliding = [
+            config.sliding_window is not None and i in windows for i in range(config.num_layers)
+        ]
         width, eps = target.hidden_size, self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
@@ -150,22 +171,31 @@ class DFlashHead(OffsetVocabularyHead):
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
         self.unread_by = {"sglang": "heads of this kind have not been tried there"}
         if not config.qk_norm:
-            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "it norms queries and keys, and this head does not")
+            self.unread_by |= dict.fromkeys(
+                ("vllm", "llama.cpp"), "it norms queries and keys, and this head does not"
+            )
         elif config.sample_from_anchor:
-            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), "its DFlash does not draft from the root's slot")
+            self.unread_by |= dict.fromkeys(
+                ("vllm", "llama.cpp"), "its DFlash does not draft from the root's slot"
+            )
         elif config.draft_vocab_size is not None:
-            self.unread_by["llama.cpp"] = "its DFlash drafts from the whole vocabulary, and this head has its own"
+            self.unread_by["llama.cpp"] = (
+                "its DFlash drafts from the whole vocabulary, and this head has its own"
+            )
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         taken, unused = int(token_counts_V[self.mask_token]), (token_counts_V == 0).nonzero()[:, 0]
         if self.config.mask_token_id is not None and taken and len(unused):
             raise ValueError(
-                f"{self.config.name} mask_token_id {self.mask_token} stands {taken} times in the answers; choose a "
-                f"token that they do not hold, such as {int(unused[0])}, or better one that no text holds"
+                f"{self.config.name} mask_token_id {self.mask_token} stands {taken} times in the"
+                f" answers; choose a token that they do not hold, such as {int(unused[0])}, or"
+                " better one that no text holds"
             )
         if self.config.draft_vocab_size is not None:
-            self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
+            self.choose_vocabulary(
+                most_frequent(token_counts_V, self.draft_vocab_size, self.config.name)
+            )
             self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))
         gain_D = norm_gain(modules.norm, self.target.hidden_size)
         if gain_D is not None:
@@ -173,21 +203,37 @@ class DFlashHead(OffsetVocabularyHead):
         if self.config.start == "random":
             return
         count = len(self.layers)
-        first = self.target.num_layers - count if self.config.start == "last" else int(self.config.start)
+        first = (
+            self.target.num_layers - count
+            if self.config.start == "last"
+            else int(self.config.start)
+        )
         for number, layer in enumerate(self.layers):
-            block = target_layer_weights(modules.blocks, first + number, self.target, self.config.name)
+            block = target_layer_weights(
+                modules.blocks, first + number, self.target, self.config.name
+            )
             start_layer(layer, block, f"layer {number}", self.config.name)
         self.fc.weight.zero_()  # the identity on the last feature
         self.fc.weight[:, -self.target.hidden_size :].copy_(torch.eye(self.target.hidden_size))
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions, slots_NKD = self.training_blocks(features)
-        return draft_loss(*self._lm_heads(slots_NKD, features), features, positions, objective, ranks)
+        return draft_loss(
+            *self._lm_heads(slots_NKD, features), features, positions, objective, ranks
+        )
 
     def training_blocks(self, features: TargetFeatures) -> tuple[DraftPositions, Tensor]:
-        """Draft positions, the anchors among them, and final-norm outputs [N, K, D] of the slots that draft there."""
-        positions = DraftPositions.of(features, self.max_depth, self.config.max_anchors if self.training else None)
+        """Return the draft positions, and the outputs of the slots that draft there.
+
+        In training the positions are limited to the anchors that are drawn. The outputs are
+        final-norm states [N, K, D].
+        """
+        positions = DraftPositions.of(
+            features, self.max_depth, self.config.max_anchors if self.training else None
+        )
         time = features.tokens_BT.shape[1]
         rows_N, times_N = positions.index_N // time, positions.index_N % time
         context = self._context(features.features_BTF, features.position_ids_BT)
@@ -200,20 +246,29 @@ class DFlashHead(OffsetVocabularyHead):
         views: dict[bool, KVView] = {False: AnchorView(context, seen_NT, positions.per_row)}
         if any(self.sliding):
             assert self.config.sliding_window is not None
-            near_NT = seen_NT & (counting(time, rows_N.device) > times_N[:, None] - self.config.sliding_window)
-            views[True] = AnchorView(context, near_NT, positions.per_row, self.config.sliding_causal)
+            near_NT = seen_NT & (
+                counting(time, rows_N.device) > times_N[:, None] - self.config.sliding_window
+            )
+            views[True] = AnchorView(
+                context, near_NT, positions.per_row, self.config.sliding_causal
+            )
         return positions, self._block(roots_N, first_N, views, features.modules)
 
     def _lm_heads(
         self, slots_NKD: Tensor, features: TargetFeatures
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Inputs of the LM head by depth, its weights by depth, and the draft vocabulary: arguments of `draft_loss`."""
+        """Return the LM head's inputs and weights by depth, and the draft vocabulary.
+
+        They are arguments of `draft_loss`.
+        """
         whole = self.config.draft_vocab_size is None
         weight_VD = features.modules.lm_head.weight if whole else self.lm_head.weight
         hiddens = [slots_NKD[:, k].to(weight_VD.dtype) for k in range(self.max_depth)]
         return hiddens, [weight_VD] * self.max_depth, self.vocabulary_V
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DFlashState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DFlashState:
         like = next(self.parameters())
         return DFlashState(
             modules,
@@ -233,14 +288,17 @@ class DFlashHead(OffsetVocabularyHead):
             kv.store(number, key, value)
         return replace(state, depth=0, lengths_B=state.lengths_B + lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DFlashState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DFlashState]:
         assert isinstance(state, DFlashState)
         if state.depth == 0:
             cache, device = state.cache, tokens_BW.device
             slots = cache.keys[0].shape[2]
             attended = slots if cache.attended is None else min(slots, cache.attended)
             slot_S, ends_B1 = counting(attended, device), cache.nodes + state.lengths_B[:, None]
-            seen_BKS = (slot_S < ends_B1)[:, None].expand(-1, cache.nodes, -1)  # the block, and the context
+            # the block, and the context
+            seen_BKS = (slot_S < ends_B1)[:, None].expand(-1, cache.nodes, -1)
             views: dict[bool, KVView] = {False: KVEntries(cache, seen_BKS, None)}
             if any(self.sliding):
                 assert self.config.sliding_window is not None
@@ -248,7 +306,9 @@ class DFlashHead(OffsetVocabularyHead):
                 near_BS = own_S | (slot_S >= ends_B1 - self.config.sliding_window)
                 before_KS = (slot_S <= k_K1) | ~own_S if self.config.sliding_causal else slot_S >= 0
                 views[True] = KVEntries(cache, seen_BKS & near_BS[:, None] & before_KS, None)
-            state = replace(state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, views, state.modules))
+            state = replace(
+                state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, views, state.modules)
+            )
         hidden_B1D = state.slots_BKD[:, state.depth : state.depth + 1]
         whole = self.config.draft_vocab_size is None
         logits_B1V = state.modules.logits(hidden_B1D) if whole else self.lm_head(hidden_B1D)
@@ -257,7 +317,9 @@ class DFlashHead(OffsetVocabularyHead):
     def _context(self, features_BTF: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B, G, T, E] of the context in each layer."""
         context_BTD = self.hidden_norm(self.fc(features_BTF))
-        cos_B1TE, sin_B1TE = (part[:, None] for part in self.rotary(positions_BT, context_BTD.dtype))
+        cos_B1TE, sin_B1TE = (
+            part[:, None] for part in self.rotary(positions_BT, context_BTD.dtype)
+        )
         found = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
@@ -270,10 +332,19 @@ class DFlashHead(OffsetVocabularyHead):
             found.append((key * cos_B1TE + rotate_half(key) * sin_B1TE, value))
         return found
 
-    def _block(self, roots_N: Tensor, positions_N: Tensor, views: dict[bool, KVView], modules: TargetModules) -> Tensor:
-        """Final-norm outputs [N, K, D] of the slots that draft, for blocks behind roots at some positions.
+    def _block(
+        self,
+        roots_N: Tensor,
+        positions_N: Tensor,
+        views: dict[bool, KVView],
+        modules: TargetModules,
+    ) -> Tensor:
+        """Return the final-norm outputs [N, K, D] of the slots that draft.
 
-        `views` are those of layers that see the whole context, and of those with a sliding window, if there are any.
+        Block n starts with the root `roots_N[n]` at position `positions_N[n]`.
+
+        `views` are those of layers that see the whole context, and of those with a sliding window,
+        if there are any.
         """
         size = self.config.block_size
         tokens_NK = torch.full((len(roots_N), size), self.mask_token, device=roots_N.device)
@@ -285,7 +356,9 @@ class DFlashHead(OffsetVocabularyHead):
         return self.norm(state_NKD[:, size - self.max_depth :])
 
     def server_config(self) -> dict[str, Any]:
-        shape = llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters)
+        shape = llama_config(
+            self.shape, self.config.num_layers, self.target, self.config.rope_parameters
+        )
         return {
             "architectures": ["DFlashDraftModel"],
             **shape,
@@ -294,7 +367,10 @@ class DFlashHead(OffsetVocabularyHead):
             "block_size": self.config.block_size,
             "sample_from_anchor": self.config.sample_from_anchor,
             "num_target_layers": self.target.num_layers,
-            "dflash_config": {"mask_token_id": self.mask_token, "target_layer_ids": list(self.feature_layers)},
+            "dflash_config": {
+                "mask_token_id": self.mask_token,
+                "target_layer_ids": list(self.feature_layers),
+            },
             **(self._window_keys() if any(self.sliding) else {}),
         }
 
@@ -307,21 +383,36 @@ class DFlashHead(OffsetVocabularyHead):
 
 
 def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]:
-    """The chosen blocks; by default spread from the second to the fourth from the end, the middle one for one layer."""
+    """Return the chosen feature layers, or by default blocks spread over the target.
+
+    The default spreads them from the second block to the third from the end, and takes the middle
+    block for one layer.
+    """
     blocks, count = target.num_layers, config.num_layers
-    spread = [round(1 + i * (blocks - 4) / (count - 1)) for i in range(count)] if count > 1 else [blocks // 2]
-    default = sorted({min(max(layer, 0), blocks - 2) for layer in spread})  # fewer where the target has few blocks
+    spread = (
+        [round(1 + i * (blocks - 4) / (count - 1)) for i in range(count)]
+        if count > 1
+        else [blocks // 2]
+    )
+    # fewer where the target has few blocks
+    default = sorted({min(max(layer, 0), blocks - 2) for layer in spread})
     layers = tuple(default if config.feature_layers is None else config.feature_layers)
-    if not layers or min(layers) < 0 or max(layers) > blocks - 2 or list(layers) != sorted(set(layers)):
+    if (
+        not layers
+        or min(layers) < 0
+        or max(layers) > blocks - 2
+        or list(layers) != sorted(set(layers))
+    ):
         raise ValueError(
-            f"{config.name} feature_layers {list(layers)} are out of range, out of order or coincide for "
-            f"{target.name!r} with {blocks} blocks; choose different numbers from 0 to {blocks - 2}, in order"
+            f"{config.name} feature_layers {list(layers)} are out of range, out of order or"
+            f" coincide for {target.name!r} with {blocks} blocks; choose different numbers from 0"
+            f" to {blocks - 2}, in order"
         )
     return layers
 
 
 class AnchorView:
-    """KV view of training: N blocks, each of which attends to the context before its anchor and to itself.
+    """KV view of training: N blocks, each seeing itself and the context before its anchor.
 
     Letters in tensor names: K slots, H query heads of a group, G groups, E head size, T time.
     """
@@ -329,19 +420,29 @@ class AnchorView:
     drafts_N: Tensor | None = None
 
     def __init__(
-        self, context: list[tuple[Tensor, Tensor]], seen_NT: Tensor, per_row: Sequence[int], causal: bool = False
+        self,
+        context: list[tuple[Tensor, Tensor]],
+        seen_NT: Tensor,
+        per_row: Sequence[int],
+        causal: bool = False,
     ) -> None:
-        """Take each layer's keys and values [B, G, T, E], the context that each block sees, and the blocks of a row.
+        """Take each layer's keys and values [B, G, T, E], which are the context.
+
+        `seen_NT` is the context that each block sees, `per_row` the number of blocks of each row.
 
         In a `causal` block a slot sees itself and the slots before it.
         """
         self.context, self.seen_NT, self.per_row, self.causal = context, seen_NT, per_row, causal
 
-    def attend(self, layer: int, query_NHKE: Tensor, key_NGKE: Tensor, value_NGKE: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_NHKE: Tensor, key_NGKE: Tensor, value_NGKE: Tensor
+    ) -> Tensor:
         """Attention output [N, H, K, E]; all queries of a row read its context in one product."""
         keys_BGTE, values_BGTE = self.context[layer]
         heads, time = query_NHKE.shape[1] // key_NGKE.shape[1], keys_BGTE.shape[2]
-        query_NGXE = (query_NHKE * query_NHKE.shape[-1] ** -0.5).unflatten(1, (-1, heads)).flatten(2, 3)
+        query_NGXE = (
+            (query_NHKE * query_NHKE.shape[-1] ** -0.5).unflatten(1, (-1, heads)).flatten(2, 3)
+        )
         own_NGXK = query_NGXE @ key_NGKE.transpose(-1, -2)
         if self.causal:
             slots, device = key_NGKE.shape[2], own_NGXK.device
@@ -349,12 +450,16 @@ class AnchorView:
             own_NGXK = own_NGXK.masked_fill(later_KK.repeat(heads, 1), -torch.inf)
         blocks = (query_NGXE, own_NGXK, value_NGKE, self.seen_NT)
         found = []
-        for row, parts in enumerate(zip(*(each.split(self.per_row) for each in blocks), strict=True)):
+        for row, parts in enumerate(
+            zip(*(each.split(self.per_row) for each in blocks), strict=True)
+        ):
             query_GNXE, own_GNXK, value_GNKE = (part.transpose(0, 1) for part in parts[:3])
             scores_GNXT = query_GNXE @ keys_BGTE[row, :, None].transpose(-1, -2)
             scores_GNXT = scores_GNXT.masked_fill(~parts[3][:, None], -torch.inf)
             scores = torch.cat([scores_GNXT, own_GNXK], dim=-1)
             weights = scores.softmax(-1, dtype=at_least_fp32(scores[:0]).dtype).to(scores.dtype)
-            out_GNXE = weights[..., :time] @ values_BGTE[row, :, None] + weights[..., time:] @ value_GNKE
+            out_GNXE = (
+                weights[..., :time] @ values_BGTE[row, :, None] + weights[..., time:] @ value_GNKE
+            )
             found.append(out_GNXE.transpose(0, 1))
         return torch.cat(found).unflatten(2, (heads, -1)).flatten(1, 2)

@@ -14,21 +14,21 @@ from .layers.constants import upload
 
 @dataclass(frozen=True)
 class DraftPositions:
-    """Positions of a batch at which drafts are judged, as indices into its flattened [B * T] tokens.
+    """Positions of a batch where drafts are judged, as indices into its flattened [B * T] tokens.
 
     A draft position is the position t of the newest feature. The root of its tree is the token at
     t + 1. The draft at depth k, counted from 0, is judged by the target's state at t + 1 + k and by
     the token at t + 2 + k.
 
     Draft positions are sorted. If no position is left out, draft k of position n, where valid, is
-    judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are then
-    enough for all depths.
+    judged where draft 0 of position n + k is. The target's distributions at `rows_NK[:, 0]` are
+    then enough for all depths.
     """
 
     index_N: Tensor
     rows_NK: Tensor
-    """Index in `TargetFeatures.judging_states_SD` of the state that judges the draft: the position in the flattened
-    tokens."""
+    """Index in `TargetFeatures.judging_states_SD` of the state that judges the draft: the position
+    in the flattened tokens."""
     valid_NK: Tensor
     """True where the root and all drafts up to depth k lie in one answer."""
     per_row: tuple[int, ...] = ()
@@ -44,7 +44,9 @@ class DraftPositions:
         return self.on_host_NK is None
 
     @classmethod
-    def of(cls, features: TargetFeatures, depths: int, at_most: int | None = None) -> DraftPositions:
+    def of(
+        cls, features: TargetFeatures, depths: int, at_most: int | None = None
+    ) -> DraftPositions:
         """The positions of a batch with at least one draft to judge.
 
         With `at_most`, that many positions of each sequence, chosen at random.
@@ -84,7 +86,10 @@ class DraftPositions:
 
     @classmethod
     def of_answers(cls, features: TargetFeatures) -> DraftPositions:
-        """The positions before answer tokens, at one depth: a model judged on its own next token."""
+        """Return the positions before answer tokens, at one depth.
+
+        They judge a model on its own next token.
+        """
         before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]
         valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)

@@ -1,17 +1,21 @@
-"""DSpark: DFlash whose drafts depend on the token before them, and that estimates its acceptance rate.
+"""DSpark: DFlash whose drafts depend on the token before them, with an acceptance estimate.
 
-With h_k the backbone's output at slot k of a block, and x the token before the draft (the root, or the parent node):
+With h_k the backbone's output at slot k of a block, and x the token before the draft (the root, or
+the parent node):
 
-    e      = w1[x]                                                     w1 [V, r], over the target's vocabulary
-    z      = e                                                         markov: vanilla
-    z      = sigmoid(gate [h_k, e]) * e                                markov: gated
-    g, c, o = joint [s, e, h_k];  s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);  z = tanh(o)         markov: rnn, s_0 = 0
-    logits = lm_head(h_k) + w2 z                                       w2 [V, r], over the draft vocabulary
-    rate   = sigmoid(proj [h_k, e])                                    estimate of sum min(p, q)
+    e      = w1[x]                                          w1 [V, r], over the target's vocabulary
+    z      = e                                              markov: vanilla
+    z      = sigmoid(gate [h_k, e]) * e                     markov: gated
+    g, c, o = joint [s, e, h_k];                            markov: rnn, s_0 = 0
+              s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c);
+              z = tanh(o)
+    logits = lm_head(h_k) + w2 z                            w2 [V, r], over the draft vocabulary
+    rate   = sigmoid(proj [h_k, e])                         estimate of sum min(p, q)
 
-Children of different nodes differ, so the draft is a tree and not a product of independent slots. A chain may end where
-the estimated rate is low, `stop:...`: the estimate is made before its token is drawn, so the rules stay exact.
-Definitions are those of DeepSeek's DeepSpec; tensor names those that vLLM reads.
+Children of different nodes differ, so the draft is a tree and not a product of independent slots. A
+chain may end where the estimated rate is low, `stop:...`: the estimate is made before its token is
+drawn, so the rules stay exact. Definitions are those of DeepSeek's DeepSpec; tensor names those
+that vLLM reads.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class DSparkConfig(DFlashConfig):
     sample_from_anchor: bool = True
     """Whether the root's slot drafts too: block_size drafts instead of one fewer."""
     markov: str = "vanilla"
-    """How a draft depends on the token before it: vanilla, gated (by the slot's state) or rnn (on all before it)."""
+    """How a draft depends on the token before it: vanilla, gated (by the slot's state) or rnn (on
+    all before it)."""
     markov_rank: int = 256
     """Width r of that dependence."""
     confidence: bool = True
@@ -53,12 +58,13 @@ class DSparkConfig(DFlashConfig):
         super().__post_init__()
         if self.markov not in MARKOV or self.markov_rank < 1:
             raise ValueError(
-                f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not {self.markov!r} "
-                f"and {self.markov_rank}"
+                f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not"
+                f" {self.markov!r} and {self.markov_rank}"
             )
         if self.markov == "rnn" and not self.sample_from_anchor:
             raise ValueError(
-                "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the root's slot"
+                "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the"
+                " root's slot"
             )
 
 
@@ -67,7 +73,8 @@ class DSparkState(DFlashState):
     """A block's state, and what the nodes of the frontier carry."""
 
     memory_BWR: Tensor
-    """The state s of the RNN after each node of the frontier; its last dimension is 0 without one."""
+    """The state s of the RNN after each node of the frontier; its last dimension is 0 without
+    one."""
 
 
 class MarkovHead(nn.Module):
@@ -85,19 +92,32 @@ class MarkovHead(nn.Module):
         elif config.markov == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
-    def forward(self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor) -> tuple[Tensor, Tensor]:
-        """Input of `markov_w2` [..., W, R] after each of the embedded tokens, and the memory after them."""
+    def forward(
+        self, embed_WR: Tensor, hidden_WD: Tensor, memory_WR: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input of `markov_w2` and the memory, both after each embedded token.
+
+        The input is [..., W, R].
+        """
         if self.memory:
-            gate_WR, new_WR, out_WR = self.joint_proj(torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)).chunk(3, -1)
+            gate_WR, new_WR, out_WR = self.joint_proj(
+                torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)
+            ).chunk(3, -1)
             kept_WR = gate_WR.sigmoid()
             return out_WR.tanh(), kept_WR * memory_WR + (1 - kept_WR) * new_WR.tanh()
         if hasattr(self, "gate_proj"):
-            return self.gate_proj(torch.cat([hidden_WD, embed_WR], dim=-1)).sigmoid() * embed_WR, memory_WR
+            return (
+                self.gate_proj(torch.cat([hidden_WD, embed_WR], dim=-1)).sigmoid() * embed_WR,
+                memory_WR,
+            )
         return embed_WR, memory_WR
 
 
 class DSparkHead(DFlashHead):
-    """DFlash's layers, corrected by the token before each draft, and optionally an estimate of acceptance."""
+    """DFlash's layers, with each draft corrected by the token before it.
+
+    The head may also estimate its acceptance rate.
+    """
 
     config_class = DSparkConfig
     config: DSparkConfig
@@ -114,7 +134,9 @@ class DSparkHead(DFlashHead):
             self.unread_by.pop("llama.cpp", None)
             self.unread_by.pop("vllm", None)
         if config.confidence and not config.confidence_with_markov:
-            self.unread_by["llama.cpp"] = "its estimate of the acceptance rate sees the token before the draft"
+            self.unread_by["llama.cpp"] = (
+                "its estimate of the acceptance rate sees the token before the draft"
+            )
         if config.markov != "vanilla":
             told = f"its DSpark is vanilla, and this head's markov is {config.markov}"
             self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), told)
@@ -130,10 +152,13 @@ class DSparkHead(DFlashHead):
     def extra_losses(cls, config: DSparkConfig) -> tuple[str, ...]:
         return ("confidence",) if config.confidence else ()
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions, slots_NKD = self.training_blocks(features)
-        true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]  # before the first draft it is the root
+        # before the first draft it is the root
+        true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]
         embed_NKR = self.markov_head.markov_w1(true_before_NK)
         memory_NR = embed_NKR.new_zeros(len(embed_NKR), self.markov_head.memory)
         latents = []
@@ -146,9 +171,14 @@ class DSparkHead(DFlashHead):
         heads = self._lm_heads(slots_NKD, features)
         return draft_loss(*heads, features, positions, objective, ranks, block)
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DSparkState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DSparkState:
         begun = super().begin(modules, batch_size, capacity, max_depth, nodes)
-        return DSparkState(**vars(begun), memory_BWR=begun.slots_BKD.new_zeros(batch_size, 1, self.markov_head.memory))
+        return DSparkState(
+            **vars(begun),
+            memory_BWR=begun.slots_BKD.new_zeros(batch_size, 1, self.markov_head.memory),
+        )
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
@@ -156,15 +186,23 @@ class DSparkHead(DFlashHead):
         assert isinstance(state, DSparkState)
         seen = super().observe(state, features_BAF, next_tokens_BA, lengths_B)
         assert isinstance(seen, DSparkState)
-        return replace(seen, memory_BWR=torch.zeros_like(state.memory_BWR[:, :1]), confidence_BW=None)
+        return replace(
+            seen, memory_BWR=torch.zeros_like(state.memory_BWR[:, :1]), confidence_BW=None
+        )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DSparkState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DSparkState]:
         logits_B1V, state = super().expand(state, tokens_BW, parents_BW)
         assert isinstance(state, DSparkState)
-        hidden_BWD = state.slots_BKD[:, state.depth - 1 : state.depth].expand(-1, tokens_BW.shape[1], -1)
+        hidden_BWD = state.slots_BKD[:, state.depth - 1 : state.depth].expand(
+            -1, tokens_BW.shape[1], -1
+        )
         embed_BWR = self.markov_head.markov_w1(tokens_BW)
         width = state.memory_BWR.shape[-1]
-        memory_BWR = state.memory_BWR.gather(1, parents_BW.clamp(min=0)[..., None].expand(-1, -1, width))
+        memory_BWR = state.memory_BWR.gather(
+            1, parents_BW.clamp(min=0)[..., None].expand(-1, -1, width)
+        )
         latent_BWR, memory_BWR = self.markov_head(embed_BWR, hidden_BWD, memory_BWR)
         rates_BW = self._confidence(hidden_BWD, embed_BWR) if self.config.confidence else None
         state = replace(state, memory_BWR=memory_BWR, confidence_BW=rates_BW)

@@ -1,13 +1,17 @@
-"""EAGLE (Li et al. 2024, arXiv:2401.15077): one decoder layer that predicts the target's next feature.
+"""EAGLE (Li et al.
+
+2024, arXiv:2401.15077): one decoder layer that predicts the target's next feature.
 
 With f_t the target's state after its final norm, x the tokens and E the target's embedding:
 
-    f'_{t+1} = layers(fc([E(x_{t+1}), f_t]))              fc: 2 D -> D, no bias; the first layer has no input norm
-    logits of x_{t+2} = lm_head(f'_{t+1})                 embedding and LM head are the target's, frozen
+    f'_{t+1} = layers(fc([E(x_{t+1}), f_t]))        fc: 2 D -> D, no bias;
+                                                    the first layer has no input norm
+    logits of x_{t+2} = lm_head(f'_{t+1})           embedding and LM head are the target's, frozen
 
-Deeper drafts put the predicted feature f' in the place of f. Training minimises smooth_l1(f'_{t+1}, f_{t+1}) +
-0.1 soft_ce on true features, with noise that stands for the head's own errors. EAGLE-2 (arXiv:2406.16858) is the same
-head with a dynamic tree, `tree: dynamic:...`. Tensor names are those that vLLM reads.
+Deeper drafts put the predicted feature f' in the place of f. Training minimises smooth_l1(f'_{t+1},
+f_{t+1}) + 0.1 soft_ce on true features, with noise that stands for the head's own errors. EAGLE-2
+(arXiv:2406.16858) is the same head with a dynamic tree, `tree: dynamic:...`. Tensor names are those
+that vLLM reads.
 """
 
 from __future__ import annotations
@@ -29,7 +33,14 @@ from .base import (
     TargetModules,
 )
 from .draft_positions import DraftPositions
-from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, Rotary, at_least_fp32, llama_config
+from .layers.decoder_layer import (
+    DecoderLayer,
+    KVView,
+    LayerShape,
+    Rotary,
+    at_least_fp32,
+    llama_config,
+)
 from .layers.starting_values import required_gain, start_layer, target_layer_weights
 from .layers.training_time_test import TrainingTimeTest
 from .losses import draft_loss, with_feature_loss
@@ -38,7 +49,8 @@ from .objective import Objective
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""
 STEP = 0.25
-"""Norm of a block's output relative to its residual stream's; a fifth to a half in trained models."""
+"""Norm of a block's output relative to its residual stream's; a fifth to a half in trained
+models."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,15 @@ class BlocksConfig:
     rope_parameters: dict[str, Any] | None = None
     """Rotary positions, as in a transformers config; null for the target's."""
     start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last block), or a block's number."""
+    """Starting values of the decoder layers: random, last (the target's last block), or a block's
+    number."""
 
     def check(self, head: str) -> None:
         """Refuse values that no head of this name can have."""
         if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(f"{head} start must be random, last or the number of a block, not {self.start!r}")
+            raise ValueError(
+                f"{head} start must be random, last or the number of a block, not {self.start!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -84,11 +99,17 @@ class LayersConfig(BlocksConfig):
     def check(self, head: str) -> None:
         depth, layers = self.depth, self.num_layers
         if depth < 1 or layers < 1:
-            raise ValueError(f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}")
+            raise ValueError(
+                f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}"
+            )
         if depth > LONGEST_DRAFT:
-            raise ValueError(f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
+            raise ValueError(
+                f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
+            )
         if self.train_steps is not None and not 1 <= self.train_steps <= depth:
-            raise ValueError(f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}")
+            raise ValueError(
+                f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}"
+            )
         super().check(head)
 
 
@@ -97,11 +118,13 @@ class EagleConfig(LayersConfig):
     """Options of an EAGLE head."""
 
     train_steps: int = 1
-    """Steps of training-time test: 1 for true features only, as published; later ones read predicted features."""
+    """Steps of training-time test: 1 for true features only, as published; later ones read
+    predicted features."""
     fc_bias: bool = False
     """Bias in `fc`: some published heads have one, vLLM reads none."""
     noise: float = 0.1
-    """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens per row."""
+    """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens
+    per row."""
 
     def __post_init__(self) -> None:
         self.check("eagle")
@@ -120,10 +143,13 @@ class EagleHead(DraftHead):
         super().__init__(config, target)
         self.max_depth = config.depth
         self.feature_layers = (-1,)
-        shape = LayerShape.of(target, config)  # without norms of queries and keys: servers read a plain Llama layer
+        # without norms of queries and keys: servers read a plain Llama layer
+        shape = LayerShape.of(target, config)
         self.shape, self.cached_layers = shape, config.num_layers
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers)
+        )
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
         if config.fc_bias:
             self.unread_by = {"vllm": "its fc has no bias, and this one has"}
@@ -131,14 +157,17 @@ class EagleHead(DraftHead):
             self.unread_by = {"sglang": "its fc has a bias, drawn at random where a file has none"}
         self.unread_by["llama.cpp"] = "it has no EAGLE-1"
         if config.attention_bias:
-            self.unread_by |= dict.fromkeys(("vllm", "sglang"), "it has no biases of queries, keys and values alone")
+            self.unread_by |= dict.fromkeys(
+                ("vllm", "sglang"), "it has no biases of queries, keys and values alone"
+            )
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.config.start == "random":
             return
-        # Every layer starts as the target's block, turned from the residual stream x to features: with g the final
-        # norm's gain and s the size of the stream, f = g x / s. `fc` starts as the identity on f.
+        # Every layer starts as the target's block, turned from the residual stream x to features:
+        # with g the final norm's gain and s the size of the stream, f = g x / s. `fc` starts as the
+        # identity on f.
         number = -1 if self.config.start == "last" else int(self.config.start)
         weights = target_layer_weights(modules.blocks, number, self.target, "eagle")
         where = f"eagle cannot start from {self.target.name!r}: its norm"
@@ -149,19 +178,26 @@ class EagleHead(DraftHead):
         for name in OUTPUTS:
             block[name] = gain_D[:, None] * block[name]
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()  # f, not x, is normalised
+            # f, not x, is normalised
+            block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()
         without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
         for i, layer in enumerate(self.layers):
             gains = without_norm if i == 0 else {}
             start_layer(
-                layer, {name: gains.get(name, 1) * tensor for name, tensor in block.items()}, f"layer {i}", "eagle"
+                layer,
+                {name: gains.get(name, 1) * tensor for name, tensor in block.items()},
+                f"layer {i}",
+                "eagle",
             )
             self._resize(layer, gain_D, i)
 
     def _resize(self, layer: nn.Module, gain_D: Tensor, i: int) -> None:
-        """Divide a layer's output maps by s, which the weights do not show: scale them to move features by STEP."""
+        """Scale a layer's output maps so that the layer moves features by STEP.
+
+        This divides them by s, the size of the residual stream, which the weights do not show.
+        """
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
         features_BTD = features_BTD.to(self.fc.weight)
@@ -183,20 +219,25 @@ class EagleHead(DraftHead):
     def test_steps(self) -> int:
         return self.config.train_steps
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         steps = self.test_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT, positions.index_N)
         hiddens = [state_1ND[0] for state_1ND in self.drafts(features, test, steps)]
         weight = features.modules.lm_head.weight
-        # The LM head may have a narrower dtype than the features; the target's logits are computed in it too.
+        # The LM head may have a narrower dtype than the features; the target's logits are computed
+        # in it too.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
         output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
         return with_feature_loss(output, hiddens, features, positions, objective)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """Teacher-forced features of every step, [B, T, D] or [1, N, D] at the draft positions of `test`.
+        """Return the teacher-forced features of every step.
+
+        They are [B, T, D], or [1, N, D] at the draft positions of `test`.
 
         Step k at t predicts t + 1 + k.
         """
@@ -214,16 +255,27 @@ class EagleHead(DraftHead):
         out_BAD = self._run(next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
         return state.committed(out_BAD, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:  # `observe` has run the root's own step
-            fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
+            fed_BWD = state.hidden_BWD.gather(
+                1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1])
+            )
             positions_BW, kv, state = state.below(parents_BW)
-            state = replace(state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules))
+            state = replace(
+                state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules)
+            )
         return state.modules.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
     def _run(
-        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules
+        self,
+        next_tokens_BT: Tensor,
+        state_BTD: Tensor,
+        positions_BT: Tensor,
+        kv: KVView,
+        modules: TargetModules,
     ) -> Tensor:
         """The next features, from true ones or from the head's own."""
         embeds_BTD = modules.embed(next_tokens_BT).to(self.fc.weight.dtype)
@@ -236,7 +288,9 @@ class EagleHead(DraftHead):
     def server_config(self) -> dict[str, Any]:
         return {
             "architectures": ["LlamaForCausalLM"],
-            **llama_config(self.shape, self.config.num_layers, self.target, self.config.rope_parameters),
+            **llama_config(
+                self.shape, self.config.num_layers, self.target, self.config.rope_parameters
+            ),
             "bias": self.config.fc_bias,  # for SafeAILab's code, as qkv_bias
             **({"qkv_bias": True} if self.config.attention_bias else {}),
         }

@@ -1,14 +1,18 @@
-"""EAGLE-3 (Li et al. 2025, arXiv:2503.01840): one decoder layer on fused features that feeds on its own output.
+"""EAGLE-3 (Li et al.
+
+2025, arXiv:2503.01840): one decoder layer on fused features that feeds on its own output.
 
 With f_t the target's features after three of its blocks, and x the tokens:
 
-    g_t = fc(f_t)                                              3 D_target -> D
-    h_t = layer([input_norm(embed(x_{t+1})), hidden_norm(g_t)], g_t)       queries, keys, values read both halves,
-    logits of x_{t+2} = lm_head(norm(h_t))                                 the residual stream is g_t alone
+    g_t = fc(f_t)                                   3 D_target -> D
+    h_t = layer([input_norm(embed(x_{t+1})),        queries, keys, values read both halves,
+                 hidden_norm(g_t)], g_t)            the residual stream is g_t alone
+    logits of x_{t+2} = lm_head(norm(h_t))
 
-Deeper drafts put h, the layer's own output, in the place of g, and so does training (training-time test, section 3.2):
-step s reads the true token at t + 1 + s and the output of step s - 1. EAGLE-3.1 (arXiv:2605.09992) adds `fc_norm` and
-`norm_output`. Tensor names are those that vLLM and SGLang read.
+Deeper drafts put h, the layer's own output, in the place of g, and so does training (training-time
+test, section 3.2): step s reads the true token at t + 1 + s and the output of step s - 1. EAGLE-3.1
+(arXiv:2605.09992) adds `fc_norm` and `norm_output`. Tensor names are those that vLLM and SGLang
+read.
 """
 
 from __future__ import annotations
@@ -75,22 +79,27 @@ class Eagle3Config(LayersConfig):
     start_lm_head: bool = True
     """Start the LM head and the final norm from the target's."""
     sliding_window: int | None = None
-    """Newest positions that drafts see, their own included, so that drafting takes no longer after a long text; null
-    for all of the text."""
+    """Newest positions that drafts see, their own included, so that drafting takes no longer after
+    a long text; null for all of the text."""
 
     def __post_init__(self) -> None:
         self.check("eagle3")
         if self.sliding_window is not None and self.sliding_window < self.depth:
             raise ValueError(
-                f"eagle3 sliding_window {self.sliding_window} is shorter than a draft; choose at least the depth, "
-                f"{self.depth}, or null for no window"
+                f"eagle3 sliding_window {self.sliding_window} is shorter than a draft; choose at"
+                f" least the depth, {self.depth}, or null for no window"
             )
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one")
+            raise ValueError(
+                "eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one"
+            )
 
 
 class FusionLayer(nn.Module):
-    """The first decoder layer: attention reads [embedding, state], the residual stream is the state alone."""
+    """The first decoder layer, whose attention reads [embedding, state].
+
+    The residual stream is the state alone.
+    """
 
     def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
@@ -102,7 +111,9 @@ class FusionLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView) -> Tensor:
+    def forward(
+        self, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView
+    ) -> Tensor:
         """The residual stream after the layer, at the positions that `kv` returns."""
         normed_BTD = self.hidden_norm(state_BTD)
         both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
@@ -126,42 +137,59 @@ class Eagle3Head(OffsetVocabularyHead):
         super().__init__(config, target)
         self.max_depth = config.depth
         blocks, last = target.num_layers, target.num_layers - 2
-        layers = (1, blocks // 2 - 1, blocks - 4) if config.feature_layers is None else tuple(config.feature_layers)
+        layers = (
+            (1, blocks // 2 - 1, blocks - 4)
+            if config.feature_layers is None
+            else tuple(config.feature_layers)
+        )
         if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
             default = " (1, L/2 - 1 and L - 4)" if config.feature_layers is None else ""
             raise ValueError(
-                f"eagle3 feature_layers {list(layers)}{default} are out of range or coincide for {target.name!r} with "
-                f"{blocks} blocks; choose different numbers from 0 to {last} for a block's output, or -1 for the state "
-                "after the final norm"
+                f"eagle3 feature_layers {list(layers)}{default} are out of range or coincide for"
+                f" {target.name!r} with {blocks} blocks; choose different numbers from 0 to {last}"
+                " for a block's output, or -1 for the state after the final norm"
             )
         if [layer % blocks for layer in layers] != sorted(layer % blocks for layer in layers):
-            raise ValueError(f"eagle3 feature_layers {list(layers)} are not in order: servers join features by depth")
+            raise ValueError(
+                f"eagle3 feature_layers {list(layers)} are not in order: servers join features by"
+                " depth"
+            )
         self.feature_layers = layers
         shape = LayerShape.of(target, config)
         self.shape, self.cached_layers = shape, config.num_layers
         self.window = config.sliding_window
         fused = len(self.feature_layers)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused))
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(target.hidden_size, eps=shape.rms_norm_eps) for _ in range(fused)
+            )
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fused * target.hidden_size, eps=shape.rms_norm_eps)
         self.fc = nn.Linear(fused * target.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = FusionLayer(shape, config.norm_before_residual)
         # Servers count the first layer as layers.0.
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(shape) for i in range(1, config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(shape) for i in range(1, config.num_layers)}
+        )
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
         self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
-        unknown = [name for name in ("norm_before_fc", "norm_before_residual", "qk_norm") if getattr(config, name)]
+        unknown = [
+            name
+            for name in ("norm_before_fc", "norm_before_residual", "qk_norm")
+            if getattr(config, name)
+        ]
         unknown += ["num_layers above 1"] if config.num_layers > 1 else []
         if -1 in layers:
             self.unread_by = dict.fromkeys(SERVERS, "it reads no features after the final norm")
             return
         if config.attention_bias:
-            self.unread_by = dict.fromkeys(SERVERS, "it has no biases of queries, keys and values alone")
+            self.unread_by = dict.fromkeys(
+                SERVERS, "it has no biases of queries, keys and values alone"
+            )
             return
         if unknown:
             self.unread_by["sglang"] = f"it does not know {', '.join(unknown)}"
@@ -170,7 +198,11 @@ class Eagle3Head(OffsetVocabularyHead):
                 "it reads no window from a checkpoint; a version that has the option needs "
                 f"--speculative-draft-window-size {config.sliding_window}"
             )
-        unknown = [name for name in ("fc_norm", "norm_output", "qk_norm", "sliding_window") if getattr(config, name)]
+        unknown = [
+            name
+            for name in ("fc_norm", "norm_output", "qk_norm", "sliding_window")
+            if getattr(config, name)
+        ]
         unknown += ["num_layers above 1"] if config.num_layers > 1 else []
         unknown += [f"{fused} feature_layers, where it has 3"] if fused != 3 else []
         if unknown:
@@ -195,7 +227,8 @@ class Eagle3Head(OffsetVocabularyHead):
         block = target_layer_weights(modules.blocks, number, self.target, "eagle3")
         fusion = {**block, "hidden_norm.weight": block["input_layernorm.weight"]}
         for name in [f"self_attn.{kind}_proj.weight" for kind in "qkv"]:
-            # The half that reads the state is the target's; the half that reads the embedding starts silent.
+            # The half that reads the state is the target's; the half that reads the embedding
+            # starts silent.
             fusion[name] = torch.cat([torch.zeros_like(block[name]), block[name]], dim=1)
         start_layer(self.midlayer, fusion, "the first layer", "eagle3")
         for name, layer in self.layers.items():
@@ -207,52 +240,83 @@ class Eagle3Head(OffsetVocabularyHead):
     def test_steps(self) -> int:
         return self.config.train_steps or self.max_depth
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         steps = self.test_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(
-            self.config.num_layers, features.sequences_BT, positions.index_N, self.config.sliding_window
+            self.config.num_layers,
+            features.sequences_BT,
+            positions.index_N,
+            self.config.sliding_window,
         )
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
         heads = [self.lm_head.weight] * steps
         return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
-        """Teacher-forced outputs of every step: [B, T, D], or [1, N, D] at the draft positions of `test`."""
+        """Return the teacher-forced outputs of every step.
+
+        They are [B, T, D], or [1, N, D] at the draft positions of `test`.
+        """
         fed_back = self.norm if self.config.norm_output else None
-        return test.outputs(self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back)
+        return test.outputs(
+            self._run, features, self._fuse(features.features_BTF), steps, self.recompute, fed_back
+        )
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
         assert isinstance(state, DraftTreeState)
-        positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1], state.first_B)
-        out_BAD = self._run(next_tokens_BA, self._fuse(features_BAF), positions_BA, kv, state.modules)
+        positions_BA, kv = state.cache.commit(
+            state.lengths_B, next_tokens_BA.shape[1], state.first_B
+        )
+        out_BAD = self._run(
+            next_tokens_BA, self._fuse(features_BAF), positions_BA, kv, state.modules
+        )
         return state.committed(out_BAD, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:  # `observe` has run the root's own step
-            fed_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1]))
+            fed_BWD = state.hidden_BWD.gather(
+                1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1])
+            )
             fed_BWD = self.norm(fed_BWD) if self.config.norm_output else fed_BWD
             positions_BW, kv, state = state.below(parents_BW)
-            state = replace(state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules))
+            state = replace(
+                state, hidden_BWD=self._run(tokens_BW, fed_BWD, positions_BW, kv, state.modules)
+            )
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
         if self.config.fc_norm:
             parts = features_BTF.chunk(len(self.feature_layers), dim=-1)
-            features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            features_BTF = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+            )
         elif self.config.norm_before_fc:
             features_BTF = self.input_norm(features_BTF)
         return self.fc(features_BTF)
 
     def _run(
-        self, next_tokens_BT: Tensor, state_BTD: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules
+        self,
+        next_tokens_BT: Tensor,
+        state_BTD: Tensor,
+        positions_BT: Tensor,
+        kv: KVView,
+        modules: TargetModules,
     ) -> Tensor:
         """One step of all decoder layers, on fused features or on the head's own output."""
-        embeds_BTD = self.embed_tokens(next_tokens_BT) if self.own_embedding else modules.embed(next_tokens_BT)
+        embeds_BTD = (
+            self.embed_tokens(next_tokens_BT)
+            if self.own_embedding
+            else modules.embed(next_tokens_BT)
+        )
         rotary = self.rotary(positions_BT, state_BTD.dtype)
         state_BTD = self.midlayer(embeds_BTD, state_BTD, rotary, kv)
         for i, layer in enumerate(self.layers.values(), start=1):

@@ -1,16 +1,18 @@
-"""Hydra and Hydra++ (Ankner et al. 2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
+"""Hydra and Hydra++ (Ankner et al.
 
-Head i reads the target's final-norm state h_t and the embeddings E(x) of all tokens after it, the root x_{t+1} first,
-and drafts the token at t + 2 + i:
+2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
 
-    z_i      = [h_t, E(x_{t+1}), ..., E(x_{t+1+i})]                    (i + 2) D wide
+Head i reads the target's final-norm state h_t and the embeddings E(x) of all tokens after it, the
+root x_{t+1} first, and drafts the token at t + 2 + i:
+
+    z_i      = [h_t, E(x_{t+1}), ..., E(x_{t+1+i})]         (i + 2) D wide
     logits_i = lm_head_i(blocks_i(join_i(z_i)))
-    join(z)  = R z + SiLU(W z + b)                                     (i + 2) D -> D, R a learned residual
+    join(z)  = R z + SiLU(W z + b)                          (i + 2) D -> D, R a learned residual
     block(x) = x + SiLU(W x + b), repeated
 
-Hydra++ has deeper heads, learns from the target's distribution instead of the text, and reads prefix(h)_t in place of
-h_t: the output of a decoder layer that attends to the whole text up to t. No server reads these heads, so the parameter
-names are our own.
+Hydra++ has deeper heads, learns from the target's distribution instead of the text, and reads
+prefix(h)_t in place of h_t: the output of a decoder layer that attends to the whole text up to t.
+No server reads these heads, so the parameter names are our own.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from .objective import Objective
 
 @dataclass(frozen=True)
 class HydraConfig(MedusaConfig):
-    """Options of a Hydra head: Medusa's, and more. The block that joins state and tokens counts in `num_layers`."""
+    """Options of a Hydra head: Medusa's, and more.
+
+    The block that joins state and tokens counts in `num_layers`.
+    """
 
     name: ClassVar[str] = "hydra"
 
@@ -73,7 +78,8 @@ class HydraState(DraftState):
 class HydraBlocks(nn.Module):
     """One head up to its LM head: R z + SiLU(W z + b), then x + SiLU(W x + b), repeated.
 
-    R starts as the identity on the state, the first part of z, and every W at zero: a new head is its LM head.
+    R starts as the identity on the state, the first part of z, and every W at zero: a new head is
+    its LM head.
     """
 
     def __init__(self, width: int, parts: int, count: int, bias: bool) -> None:
@@ -111,13 +117,17 @@ class HydraHead(DraftHead):
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
             nn.init.zeros_(self.prefix.mlp.down_proj.weight)
             self.rotary = Rotary(target, self.shape.head_dim)
-            self.prefix_norm = RMSNorm(width, eps=self.shape.rms_norm_eps) if config.prefix_norm else nn.Identity()
+            self.prefix_norm = (
+                RMSNorm(width, eps=self.shape.rms_norm_eps) if config.prefix_norm else nn.Identity()
+            )
         self.blocks = nn.ModuleList(
-            HydraBlocks(width, i + 2, config.num_layers, config.bias) for i in range(config.num_heads)
+            HydraBlocks(width, i + 2, config.num_layers, config.bias)
+            for i in range(config.num_heads)
         )
         if config.lm_head == "own":
             self.lm_heads = nn.ModuleList(
-                nn.Linear(width, self.draft_vocab_size, bias=config.bias) for _ in range(config.num_heads)
+                nn.Linear(width, self.draft_vocab_size, bias=config.bias)
+                for _ in range(config.num_heads)
             )
         if size is not None:
             self.token_map = torch.arange(size)
@@ -125,7 +135,9 @@ class HydraHead(DraftHead):
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.token_map is not None:
-            self.token_map.copy_(most_frequent(token_counts_V, self.draft_vocab_size, self.config.name))
+            self.token_map.copy_(
+                most_frequent(token_counts_V, self.draft_vocab_size, self.config.name)
+            )
         if self.config.lm_head == "own":
             rows = modules.lm_head_rows(self.token_map)
             for lm_head in self.lm_heads:
@@ -136,7 +148,9 @@ class HydraHead(DraftHead):
     def default_objective(cls, config: HydraConfig) -> Objective:
         return Objective({"ce": 1.0})
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         index_N, tokens_BT, states_BTD = positions.index_N, features.tokens_BT, features.last_BTD
@@ -149,18 +163,28 @@ class HydraHead(DraftHead):
         # Past the end of a row any token serves: no such draft is judged.
         rows_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
         path_NK = tokens_BT.flatten()[rows_NK.clamp(max=tokens_BT.numel() - 1)]
-        hiddens = [self._draft(i, states_ND, path_NK[:, : i + 1], features.modules) for i in range(self.max_depth)]
+        hiddens = [
+            self._draft(i, states_ND, path_NK[:, : i + 1], features.modules)
+            for i in range(self.max_depth)
+        ]
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
         if self.config.bias and not shared:  # as the weight of a constant input 1
             hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
-            heads = [torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads]
-        # A shared LM head may have a narrower dtype than the states; the target's logits are computed in it too.
-        hiddens = [hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)]
+            heads = [
+                torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads
+            ]
+        # A shared LM head may have a narrower dtype than the states; the target's logits are
+        # computed in it too.
+        hiddens = [
+            hidden_ND.to(weight.dtype) for hidden_ND, weight in zip(hiddens, heads, strict=True)
+        ]
         return draft_loss(hiddens, heads, self.token_map, features, positions, objective, ranks)
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> HydraState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> HydraState:
         weight = self.blocks[0].get_parameter("join.res.weight")
         return HydraState(
             modules,
@@ -172,7 +196,9 @@ class HydraHead(DraftHead):
             path_BWP=torch.zeros(batch_size, 1, 0, dtype=torch.int64, device=weight.device),
         )
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> HydraState:
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> HydraState:
         assert isinstance(state, HydraState)
         out_BAD = features_BAF
         if state.cache is not None:
@@ -188,19 +214,23 @@ class HydraHead(DraftHead):
             path_BWP=next_tokens_BA.new_zeros(len(lengths_B), 1, 0),
         )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, HydraState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, HydraState]:
         assert isinstance(state, HydraState)
         # The root's parent is -1; its path is empty, so any index serves.
         parents_BWP = parents_BW.clamp(min=0)[..., None].expand(-1, -1, state.depth)
         path_BWP = torch.cat([state.path_BWP.gather(1, parents_BWP), tokens_BW[..., None]], dim=-1)
         state_BWD = state.state_B1D.expand(-1, tokens_BW.shape[1], -1)
         hidden_BWD = self._draft(state.depth, state_BWD, path_BWP, state.modules)
-        lm_head = state.modules.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
+        lm_head = (
+            state.modules.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
+        )
         logits_BWV = lm_head(hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
     def _draft(self, depth: int, state: Tensor, path: Tensor, modules: TargetModules) -> Tensor:
-        """The input of a head's LM head, [..., D], from states [..., D] and paths [..., depth + 1]."""
+        """Return an LM head's input [..., D] from states [..., D] and paths [..., depth + 1]."""
         tokens = modules.embed(path).flatten(-2).to(state.dtype)
         return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 

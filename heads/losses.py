@@ -3,25 +3,29 @@
 With the target's distribution p and the draft's q over the draft vocabulary, per position:
 
     ce           -log q(x), x the token of the data
-    soft_ce      -sum p log q             p renormalised on the draft vocabulary (EAGLE-3, arXiv:2503.01840)
+    soft_ce      -sum p log q             p renormalised on the draft vocabulary
+                                          (EAGLE-3, arXiv:2503.01840)
     kl           sum p log(p / q)         the same gradient as soft_ce, and 0 where they agree
     reverse_kl   sum q log(q / p)
     tv           1 - sum min(p, q)        one minus the acceptance rate of exact verification
     lk_alpha     -log sum min(p, q)       (LK losses, arXiv:2602.23881)
-    lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then acceptance itself
-    smooth_l1    between predicted and true features, for heads that predict features (EAGLE-1, arXiv:2401.15077)
-    confidence   cross-entropy of a head's estimate of its acceptance rate with sum min(p, q), held constant (DSpark)
+    lk_lambda    s kl + (1 - s) tv,  s = exp(-3 sum min(p, q)) held constant: kl first, then
+                 acceptance itself
+    smooth_l1    between predicted and true features, for heads that predict features
+                 (EAGLE-1, arXiv:2401.15077)
+    confidence   cross-entropy of a head's estimate of its acceptance rate with sum min(p, q),
+                 held constant (DSpark)
 
-tv, lk and confidence use p as it is: a token outside the draft vocabulary can never be accepted. The
-other losses need no target logits outside it, which are most of the cost. Positions whose true token
-lies outside carry no loss.
+tv, lk and confidence use p as it is: a token outside the draft vocabulary can never be accepted.
+The other losses need no target logits outside it, which are most of the cost. Positions whose true
+token lies outside carry no loss.
 
 `depth_loss` is a pure function of a chunk of positions at one depth. `draft_loss` differentiates it
 chunk by chunk, so that no [positions, vocabulary] tensor outlives its chunk.
 
-Letters in tensor names: N draft positions, K depths, S states of the target that may judge drafts, U
-states that judge a chunk, D hidden size, V vocabulary, I ranks, and in the target's
-distribution T its tokens: the draft vocabulary, or the most likely ones.
+Letters in tensor names: N draft positions, K depths, S states of the target that may judge drafts,
+U states that judge a chunk, D hidden size, V vocabulary, I ranks, and in the target's distribution
+T its tokens: the draft vocabulary, or the most likely ones.
 """
 
 from __future__ import annotations
@@ -105,7 +109,10 @@ class Draft:
 
 
 class TargetProbs(NamedTuple):
-    """The target's probabilities at some positions, of the draft vocabulary or its most likely tokens."""
+    """The target's probabilities at some positions.
+
+    They are those of the whole draft vocabulary, or of its most likely tokens.
+    """
 
     renormalised_NT: Tensor
     """Probabilities that sum to one."""
@@ -237,7 +244,9 @@ def draft_loss(
         for k in range(depths):
             tensors = drafts[k].tensors()
             learned = [name for name, tensor in tensors.items() if tensor in learning]
-            value, metrics, found = _value_and_gradients(chunk[k], learned, truths[k], objective, modules, ranks)
+            value, metrics, found = _value_and_gradients(
+                chunk[k], learned, truths[k], objective, modules, ranks
+            )
             _add(gradients, tensors, found, rows)
             del found  # as large as an LM head
             loss += value
@@ -261,8 +270,9 @@ def with_feature_loss(
 ) -> HeadOutput:
     """Add `smooth_l1` to the output of `draft_loss`, if the objective has it.
 
-    It is the smooth L1 distance between the feature [N, D] that a head predicts at step k and the target's at
-    t + 1 + k, or at the rejected draft in its place, the mean over D (EAGLE-1, arXiv:2401.15077, section 4.2).
+    It is the smooth L1 distance between the feature [N, D] that a head predicts at step k and the
+    target's at t + 1 + k, or at the rejected draft in its place, the mean over D (EAGLE-1,
+    arXiv:2401.15077, section 4.2).
     """
     share = objective.loss.get("smooth_l1", 0.0)
     if share == 0:
@@ -332,7 +342,10 @@ def _add(
 
 
 def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
-    """The drafts without their graphs, in autocast's dtype: cast once, and not once for each chunk."""
+    """Return the drafts without their graphs, in autocast's dtype.
+
+    They are cast once, not once for each chunk.
+    """
     cast: dict[Tensor, Tensor] = {}
     found = []
     for draft in drafts:
@@ -340,7 +353,9 @@ def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
         for name, tensor in draft.tensors().items():
             if tensor not in cast:
                 # The confidence is not multiplied with anything.
-                cast[tensor] = tensor.detach() if name == "confidence_N" else _autocast(tensor.detach())
+                cast[tensor] = (
+                    tensor.detach() if name == "confidence_N" else _autocast(tensor.detach())
+                )
             changed[name] = cast[tensor]
         found.append(replace(draft, **changed))
     return found
@@ -364,8 +379,8 @@ def _value_and_gradients(
 ) -> tuple[Tensor, DepthMetrics, dict[str, Tensor]]:
     """`depth_loss`, and its gradients by the fields of the draft that are `learned`.
 
-    As `torch.func.grad_and_value`, which refuses to run under hooks for saved tensors. Those are set
-    where activations are counted, offloaded or recomputed.
+    As `torch.func.grad_and_value`, which refuses to run under hooks for saved tensors. Those are
+    set where activations are counted, offloaded or recomputed.
     """
     leaves = {name: getattr(draft, name).detach().requires_grad_() for name in learned}
     with torch.set_grad_enabled(bool(learned)):
@@ -379,7 +394,8 @@ def _value_and_gradients(
 class _WithGradient(torch.autograd.Function):
     """A loss whose gradient by a tensor is known already: the backward pass scales it.
 
-    One tensor each, so that a scaled gradient takes the place of a known one before the next is made.
+    One tensor each, so that a scaled gradient takes the place of a known one before the next is
+    made.
     """
 
     @staticmethod
@@ -430,7 +446,10 @@ def _truths(
 
 
 def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice | Tensor]]:
-    """The states that judge a chunk, as `rows_NK` has them, and the index among them of each depth's."""
+    """Return the states that judge a chunk, and each depth's indices among them.
+
+    The states are numbered as in `rows_NK`.
+    """
     rows_NK = positions.rows_NK
     count, depths = rows_NK.shape
     device = rows_NK.device
@@ -481,7 +500,9 @@ class TargetDistribution:
     objective: Objective
 
     @classmethod
-    def of(cls, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective) -> TargetDistribution:
+    def of(
+        cls, features: TargetFeatures, vocabulary_V: Tensor | None, objective: Objective
+    ) -> TargetDistribution:
         """The distribution for the losses of an objective."""
         modules = features.modules
         weight_VD: Tensor = modules.lm_head.weight.detach()
@@ -555,5 +576,5 @@ def _overlap(log_q_NV: Tensor, target: TargetProbs | None) -> Tensor:
 
 
 def _of_target_tokens(log_q_NV: Tensor, target: TargetProbs) -> Tensor:
-    """The draft's log-probabilities of the tokens to which the target's distribution is truncated."""
+    """Return the draft's log-probabilities of the tokens that `target` is truncated to."""
     return log_q_NV if target.tokens_NT is None else log_q_NV.gather(1, target.tokens_NT)

@@ -1,11 +1,14 @@
-"""Medusa-1 (Cai et al. 2024, arXiv:2401.10774): K heads on the target's last state, each blind to the others.
+"""Medusa-1 (Cai et al.
+
+2024, arXiv:2401.10774): K heads on the target's last state, each blind to the others.
 
 Head i reads the final-norm state h_t and drafts the token at t + 2 + i:
 
     logits_i = lm_head_i(block_i(h_t)),    block(x) = x + SiLU(W x + b), repeated
 
-The target itself gives the token at t + 1, the root of the draft tree. Trained with cross-entropy weighted by
-decay^i (section 2.2.1). The loss covers the positions whose root and whole draft path lie in one answer.
+The target itself gives the token at t + 1, the root of the draft tree. Trained with cross-entropy
+weighted by decay^i (section 2.2.1). The loss covers the positions whose root and whole draft path
+lie in one answer.
 """
 
 from __future__ import annotations
@@ -37,20 +40,27 @@ class MedusaConfig:
     bias: bool = True
     """Bias in the blocks' linears."""
     lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains an LM head, started from the target's; shared: all use the target's, frozen, which is not
-    saved but added to a published Medusa checkpoint for vLLM."""
+    """own: each head trains an LM head, started from the target's; shared: all use the target's,
+    frozen, which is not saved but added to a published Medusa checkpoint for vLLM."""
     draft_vocab_size: int | None = None
-    """Tokens that own LM heads cover, the most frequent in the training data; null for all of them."""
+    """Tokens that own LM heads cover, the most frequent in the training data; null for all of
+    them."""
 
     def __post_init__(self) -> None:
         if self.lm_head not in ("own", "shared"):
-            raise ValueError(f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared")
+            raise ValueError(
+                f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared"
+            )
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(
-                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads} and {self.num_layers}"
+                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads}"
+                f" and {self.num_layers}"
             )
         if self.draft_vocab_size is not None and self.lm_head == "shared":
-            raise ValueError(f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all tokens")
+            raise ValueError(
+                f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all"
+                " tokens"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,10 @@ class MedusaState(DraftState):
 
 
 class ResidualBlocks(nn.Module):
-    """x + SiLU(W x + b), repeated; W starts at zero, so that a new head begins as its LM head (section 2.1.1)."""
+    """Residual blocks x + SiLU(W x + b), whose W starts at zero (section 2.1.1).
+
+    A new head therefore begins as its LM head.
+    """
 
     def __init__(self, width: int, count: int, bias: bool) -> None:
         super().__init__()
@@ -101,7 +114,9 @@ class MedusaHead(DraftHead):
             self.token_map = torch.arange(size)
         self.unread_by = dict.fromkeys(("sglang", "llama.cpp"), "it has no Medusa")
         if config.lm_head == "own" and self.draft_vocab_size < target.vocab_size:
-            self.unread_by["vllm"] = "0.32 makes room for whole LM heads alone, and these have a draft vocabulary"
+            self.unread_by["vllm"] = (
+                "0.32 makes room for whole LM heads alone, and these have a draft vocabulary"
+            )
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.token_map is not None:
@@ -115,7 +130,9 @@ class MedusaHead(DraftHead):
     def default_objective(cls, config: MedusaConfig) -> Objective:
         return Objective({"ce": 1.0})
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         states_ND = features.last_BTD.flatten(0, 1)[positions.index_N]
@@ -126,7 +143,9 @@ class MedusaHead(DraftHead):
         matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
         return draft_loss(matching, heads, self.token_map, features, positions, objective, ranks)
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> MedusaState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> MedusaState:
         return MedusaState(modules, depth=0, max_depth=max_depth)
 
     def observe(
@@ -137,11 +156,17 @@ class MedusaHead(DraftHead):
         shared = self.config.lm_head == "shared"
         lm_heads = [state.modules.logits] * self.max_depth if shared else self.lm_heads
         logits = [lm_heads[i](self.blocks[i](last_BF)) for i in range(state.max_depth)]
-        return MedusaState(state.modules, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None)
+        return MedusaState(
+            state.modules, 0, state.max_depth, torch.stack(logits, dim=1) if logits else None
+        )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, MedusaState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, MedusaState]:
         assert isinstance(state, MedusaState) and state.logits_BKV is not None
-        return state.logits_BKV[:, state.depth : state.depth + 1], replace(state, depth=state.depth + 1)
+        return state.logits_BKV[:, state.depth : state.depth + 1], replace(
+            state, depth=state.depth + 1
+        )
 
     def server_config(self) -> dict[str, Any]:
         return {

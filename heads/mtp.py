@@ -1,18 +1,20 @@
-"""MTP, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a decoder layer of the target's own kind.
+"""MTP, multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+The head is a decoder layer of the target's own kind.
 
 With h_t the target's state after its final norm, x the tokens and E the target's embedding:
 
-    z_t = proj([norm_e(E(x_{t+1})), norm_h(h_t)])         proj: 2 D -> D, no bias
+    z_t = proj([norm_e(E(x_{t+1})), norm_h(h_t)])     proj: 2 D -> D, no bias
     y_t = norm_out(block(z_t))
-    logits of x_{t+2} = lm_head(y_t)                      embedding and LM head are the target's, frozen
+    logits of x_{t+2} = lm_head(y_t)                  embedding and LM head are the target's, frozen
 
-One layer is used again and again: deeper drafts put y, its own output, in the place of h, and so does training
-(FastMTP, arXiv:2509.18362). Several layers draft one depth each, as DeepSeek-V3 was trained: layer k reads
-y^{k-1}_t and x_{t+1+k}. Its keys and values of the text therefore come from layer k - 1 at *one token before*, and
-`observe` runs all layers over what was accepted.
+One layer is used again and again: deeper drafts put y, its own output, in the place of h, and so
+does training (FastMTP, arXiv:2509.18362). Several layers draft one depth each, as DeepSeek-V3 was
+trained: layer k reads y^{k-1}_t and x_{t+1+k}. Its keys and values of the text therefore come from
+layer k - 1 at *one token before*, and `observe` runs all layers over what was accepted.
 
-Many models bring such a head in their own checkpoint: `checkpoints.native_mtp` reads and writes it. Tensor names are
-those of the package speculators.
+Many models bring such a head in their own checkpoint: `checkpoints.native_mtp` reads and writes it.
+Tensor names are those of the package speculators.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ STEPS = 3
 BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 """Modules of an MTP layer that a decoder layer does not have."""
 OUTPUTS = {"o_proj", "down_proj"}
-"""Modules and parameters of a layer whose outputs are added to the residual stream, those of experts too."""
+"""Modules and parameters of a layer whose outputs are added to the residual stream, those of
+experts too."""
 OF_LLAMA = (
     "intermediate_size",
     "num_attention_heads",
@@ -77,43 +80,63 @@ class MtpConfig(BlocksConfig):
     train_steps: int | None = None
     """Steps of training-time test; null for 3, or `depth` if that is less."""
     layer: dict[str, Any] | None = None
-    """The target's text config with its model_type, which says of what kind the layers are; null for the target's own
-    kind in training, and else for Llama's, with the target's dimensions or those of the options above."""
+    """The target's text config with its model_type, which says of what kind the layers are; null
+    for the target's own kind in training, and else for Llama's, with the target's dimensions or
+    those of the options above."""
     qk_norm: bool = False
     """With `layer` null: norms of queries and keys, which makes it Qwen3's layer."""
     hidden_first: bool = False
     """Join norm_h(h) and norm_e(E) in this order, as MiMo and Inkling do."""
     zero_first: bool = False
-    """Read zeros in the place of the embedding that goes with the text's first state, as MiMo does."""
+    """Read zeros in the place of the embedding that goes with the text's first state, as MiMo
+    does."""
     norm_output: bool = True
     """Feed back y, the output after `final_layernorm`; false for the output before it."""
 
     def __post_init__(self) -> None:
         self.check("mtp")
         if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(f"mtp needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}")
+            raise ValueError(
+                f"mtp needs a depth and num_layers of at least 1, not {self.depth} and"
+                f" {self.num_layers}"
+            )
         if self.depth > LONGEST_DRAFT:
-            raise ValueError(f"mtp depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
+            raise ValueError(
+                f"mtp depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
+            )
         if self.num_layers > 1 and self.depth != self.num_layers:
             raise ValueError(
-                f"with several layers each drafts one depth, so mtp depth must be num_layers, not {self.depth} and "
-                f"{self.num_layers}; one layer drafts to any depth"
+                "with several layers each drafts one depth, so mtp depth must be num_layers, not"
+                f" {self.depth} and {self.num_layers}; one layer drafts to any depth"
             )
         if self.num_layers > 1 and self.train_steps not in (None, self.depth):
-            raise ValueError(f"mtp train_steps must be the depth {self.depth}, or some layers would not be trained")
+            raise ValueError(
+                f"mtp train_steps must be the depth {self.depth}, or some layers would not be"
+                " trained"
+            )
         if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
-            raise ValueError(f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}")
-        of_llama = [name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)]
+            raise ValueError(
+                f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}"
+            )
+        of_llama = [
+            name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)
+        ]
         if self.layer is not None and of_llama:
-            raise ValueError(f"mtp layer says of what kind and size the layers are; leave {of_llama[0]} out, or layer")
+            raise ValueError(
+                f"mtp layer says of what kind and size the layers are; leave {of_llama[0]} out, or"
+                " layer"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpDepthsState(DraftTreeState):
-    """State of a head with a layer for each depth, whose layers run on all nodes above the frontier too.
+    """State of a head with one layer per depth.
 
-    Keys and values of committed tokens and nodes lie in the cache as usual. After those of all layers the cache has
-    the outputs of all layers but the last, which the next layer reads one token later.
+    The layers also run on all nodes above the frontier.
+
+    Keys and values of committed tokens and nodes lie in the cache as usual. After those of all
+    layers the cache has the outputs of all layers but the last, which the next layer reads one
+    token later.
     """
 
     tokens_BN: Tensor
@@ -156,8 +179,8 @@ class MtpHead(DraftHead):
         built = draft_layers.config
         if built.hidden_size != target.hidden_size:
             raise ValueError(
-                f"an MTP head is as wide as its target {target.name!r}, {target.hidden_size}, and mtp layer has "
-                f"hidden_size {built.hidden_size}"
+                f"an MTP head is as wide as its target {target.name!r}, {target.hidden_size}, and"
+                f" mtp layer has hidden_size {built.hidden_size}"
             )
         self.shape = LayerShape(
             hidden_size=built.hidden_size,
@@ -178,12 +201,19 @@ class MtpHead(DraftHead):
             for name in BESIDE_THE_LAYER[1:]:
                 layer.add_module(name, draft_layers.norm())
         self.kind: str = kind["model_type"]
-        own = "it reads MTP heads in their model's own checkpoint alone: `headstart export --to checkpoint`"
+        own = (
+            "it reads MTP heads in their model's own checkpoint alone: `headstart export --to"
+            " checkpoint`"
+        )
         self.unread_by = dict.fromkeys(SERVERS, own)
 
     @classmethod
     def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
-        named = [name for name in (*OF_LLAMA, "qk_norm", "layer") if options.get(name) not in (None, False)]
+        named = [
+            name
+            for name in (*OF_LLAMA, "qk_norm", "layer")
+            if options.get(name) not in (None, False)
+        ]
         if named:
             return options
         return {**options, "layer": target_config}
@@ -199,7 +229,9 @@ class MtpHead(DraftHead):
             return
         number = -1 if start == "last" else int(start)
         if not -len(modules.blocks) <= number < len(modules.blocks):
-            raise ValueError(f"mtp cannot start from block {number}: the target has {len(modules.blocks)}")
+            raise ValueError(
+                f"mtp cannot start from block {number}: the target has {len(modules.blocks)}"
+            )
         where = f"mtp cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
@@ -210,10 +242,11 @@ class MtpHead(DraftHead):
     def _read_state_alone(self, k: int, gain_D: Tensor) -> None:
         """Make layer k read the target's state as its blocks do, and of the embedding nothing.
 
-        With h = g x / rms(x), g being the gain of the target's final norm, the block is to read x: its direction is
-        h / g. The block's own norms take the size out of what it reads, so it moves the residual stream by STEP, as
-        blocks do, if either its outputs are made small or x is made large. The outputs, unless norms follow them:
-        beside a large x, what the embedding adds is learned slowly.
+        With h = g x / rms(x), g being the gain of the target's final norm, the block is to read x:
+        its direction is h / g. The block's own norms take the size out of what it reads, so it
+        moves the residual stream by STEP, as blocks do, if either its outputs are made small or x
+        is made large. The outputs, unless norms follow them: beside a large x, what the embedding
+        adds is learned slowly.
         """
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
@@ -221,7 +254,11 @@ class MtpHead(DraftHead):
         part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
         weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
         moved = self._moved(k, part, gain_D)
-        outputs = [tensor for name, tensor in layer.named_parameters() if not OUTPUTS.isdisjoint(name.split("."))]
+        outputs = [
+            tensor
+            for name, tensor in layer.named_parameters()
+            if not OUTPUTS.isdisjoint(name.split("."))
+        ]
         before = [tensor.clone() for tensor in outputs]
         for tensor in outputs:
             tensor.mul_(STEP / moved)
@@ -231,7 +268,10 @@ class MtpHead(DraftHead):
             weight.mul_(moved / STEP)
 
     def _moved(self, k: int, part: slice, gain_D: Tensor) -> float:
-        """How far layer k moves the residual stream of random states, relative to the stream's norm."""
+        """Return how far layer k moves the residual stream of random states.
+
+        The distance is relative to the stream's norm.
+        """
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
@@ -246,19 +286,23 @@ class MtpHead(DraftHead):
         """Copy the weights of one of the target's blocks, which must be of the layer's kind."""
         tensors = block_tensors(block)
         own = {
-            name: tensor for name, tensor in layer.state_dict().items() if name.split(".")[0] not in BESIDE_THE_LAYER
+            name: tensor
+            for name, tensor in layer.state_dict().items()
+            if name.split(".")[0] not in BESIDE_THE_LAYER
         }
         in_one = sorted(own.keys() ^ tensors.keys())
         if in_one:
             raise ValueError(
-                f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}: {in_one[0]!r} is in "
-                f"only one of it and {type(layer).__name__}; choose start: random"
+                f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}:"
+                f" {in_one[0]!r} is in only one of it and {type(layer).__name__}; choose start:"
+                " random"
             )
         for name, tensor in tensors.items():
             if tensor.shape != own[name].shape:
                 raise ValueError(
-                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is {tuple(tensor.shape)} "
-                    f"there and {tuple(own[name].shape)} here; choose start: random"
+                    f"mtp cannot start from a block of {self.target.name!r}: {name!r} is"
+                    f" {tuple(tensor.shape)} there and {tuple(own[name].shape)} here; choose start:"
+                    " random"
                 )
         layer.load_state_dict(layer.state_dict() | tensors)
 
@@ -277,14 +321,18 @@ class MtpHead(DraftHead):
             return 1
         return self.config.train_steps or min(STEPS, self.max_depth)
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         steps = self.max_depth
         if self.training and self.config.num_layers == 1:
             steps = self.test_steps
         positions = DraftPositions.of(features, steps)
         weight = features.modules.lm_head.weight
-        hiddens = [state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)]
+        hiddens = [
+            state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)
+        ]
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
         output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
         return with_feature_loss(output, hiddens, features, positions, objective)
@@ -295,7 +343,9 @@ class MtpHead(DraftHead):
         state_BTD = features.features_BTF
         if self.config.num_layers == 1:
             fed_back = partial(self._fed_back, 0)
-            outputs = test.outputs(partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back)
+            outputs = test.outputs(
+                partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back
+            )
             return [self._normed(0, out_BTD) for out_BTD in outputs]
         outputs = []
         for k in range(steps):
@@ -303,7 +353,9 @@ class MtpHead(DraftHead):
             if self.recompute and torch.is_grad_enabled():
                 run = partial(checkpoint, run, use_reentrant=False)
             positions_BT = features.position_ids_BT + k
-            out_BTD = run(features.next_tokens_BT(k), state_BTD, positions_BT, test.at(0), features.modules)
+            out_BTD = run(
+                features.next_tokens_BT(k), state_BTD, positions_BT, test.at(0), features.modules
+            )
             outputs.append(self._normed(k, out_BTD))
             state_BTD = self._fed_back(k, out_BTD)
         return outputs
@@ -317,7 +369,10 @@ class MtpHead(DraftHead):
         kv: KVView,
         modules: TargetModules,
     ) -> Tensor:
-        """Output of layer k, before its last norm, from the target's states or from a layer's outputs."""
+        """Return the output of layer k before its last norm.
+
+        `hidden_BTD` holds the target's states or a layer's outputs.
+        """
         layer: Any = self.mtp_layers[k]
         dtype = layer.input_proj.weight.dtype
         embeds_BTD = modules.embed(next_tokens_BT).to(dtype)
@@ -341,7 +396,9 @@ class MtpHead(DraftHead):
 
     # Drafting.
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftState:
         state = super().begin(modules, batch_size, capacity, max_depth, nodes)
         if self.config.num_layers == 1:
             return state
@@ -351,13 +408,18 @@ class MtpHead(DraftHead):
         cache = super().empty_cache(batch_size, nodes, capacity)
         like = next(self.parameters())
         for _ in range(self.config.num_layers - 1):
-            cache.keys.append(like.new_zeros(batch_size, 1, nodes + capacity, self.shape.hidden_size))
+            cache.keys.append(
+                like.new_zeros(batch_size, 1, nodes + capacity, self.shape.hidden_size)
+            )
             cache.values.append(like.new_zeros(batch_size, 1, nodes + capacity, 0))
         return cache
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         width = (self.config.num_layers - 1) * self.shape.hidden_size
-        return super().cache_bytes(rows, tokens) + rows * tokens * width * next(self.parameters()).element_size()
+        return (
+            super().cache_bytes(rows, tokens)
+            + rows * tokens * width * next(self.parameters()).element_size()
+        )
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
@@ -368,7 +430,8 @@ class MtpHead(DraftHead):
             out_BAD = self._run(0, next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
             return state.committed(out_BAD, lengths_B)
         assert kv.slots_BT is not None and kv.mask_BTS is not None
-        # Slot of the newest token so far. Without one, what layers read there is seen by no draft: see `_seen_by`.
+        # Slot of the newest token so far. Without one, what layers read there is seen by no draft:
+        # see `_seen_by`.
         before_B1 = (state.cache.nodes + state.lengths_B - 1)[:, None]
         hidden_BAD = features_BAF
         first_BAD = None
@@ -385,7 +448,9 @@ class MtpHead(DraftHead):
         rooted = replace(state, **no_nodes(len(next_tokens_BA), next_tokens_BA.device))
         return rooted.committed(first_BAD, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         k = 0
         if state.depth > 0:  # `observe` has run the root's own step
@@ -396,13 +461,20 @@ class MtpHead(DraftHead):
                 width = state.hidden_BWD.shape[-1]
                 above_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, width))
                 positions_BW, kv, state = state.below(parents_BW)
-                out_BWD = self._run(0, tokens_BW, self._fed_back(0, above_BWD), positions_BW, kv, state.modules)
+                out_BWD = self._run(
+                    0, tokens_BW, self._fed_back(0, above_BWD), positions_BW, kv, state.modules
+                )
                 state = replace(state, hidden_BWD=out_BWD)
         logits_BWV = state.modules.logits(self._normed(k, state.hidden_BWD))
         return logits_BWV, replace(state, depth=state.depth + 1)
 
-    def _expand_by(self, k: int, state: MtpDepthsState, tokens_BW: Tensor, parents_BW: Tensor) -> MtpDepthsState:
-        """Run layer k on all nodes down to the frontier at depth k: it has no keys and values of those above yet."""
+    def _expand_by(
+        self, k: int, state: MtpDepthsState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> MtpDepthsState:
+        """Run layer k on all nodes down to the frontier at depth k.
+
+        It has no keys and values for the nodes above the frontier yet.
+        """
         before = state
         positions_BW, kv, below = state.below(parents_BW)
         assert isinstance(below, MtpDepthsState) and kv.mask_BTS is not None
@@ -436,8 +508,8 @@ class MtpHead(DraftHead):
     def _seen_by(self, k: int, mask_BTS: Tensor, slots_BT: Tensor, state: MtpDepthsState) -> Tensor:
         """The part of a mask that layer k sees: it has no true entries at the first k tokens.
 
-        At a position t its entry is made of x_{t+1} and the state at t - k. Every query sees itself, so that none sees
-        nothing.
+        At a position t its entry is made of x_{t+1} and the state at t - k. Every query sees
+        itself, so that none sees nothing.
         """
         device, nodes = mask_BTS.device, state.cache.nodes
         slot_S = counting(mask_BTS.shape[-1], device)
@@ -456,9 +528,14 @@ class MtpHead(DraftHead):
             "speculators_version": "0.9.0",
             "speculators_config": {
                 "algorithm": "mtp",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": self.max_depth}],
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": self.max_depth}
+                ],
                 "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": self.target.name, "architectures": layer.get("architectures") or []},
+                "verifier": {
+                    "name_or_path": self.target.name,
+                    "architectures": layer.get("architectures") or [],
+                },
             },
             "transformer_layer_config": layer,
             "num_nextn_predict_layers": self.config.num_layers,
@@ -467,7 +544,10 @@ class MtpHead(DraftHead):
 
 
 def llama_layer(config: MtpConfig, target: TargetInfo) -> dict[str, Any]:
-    """Config of Llama's layer, or Qwen3's with norms of queries and keys, with the target's dimensions or own ones."""
+    """Return the config of Llama's layer, or of Qwen3's if queries and keys have norms.
+
+    Dimensions are the target's, except those that the head sets.
+    """
     shape = asdict(LayerShape.of(target, config))
     qk_norm = shape.pop("qk_norm")
     return {

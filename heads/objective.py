@@ -15,7 +15,8 @@ NEED_HEAD = {
 }
 """Losses that only some heads have, and what is said of the others."""
 NEED_MASS = {"tv", "lk_alpha", "lk_lambda", "confidence"}
-"""Losses that use the target's probabilities as they are, and so its logits of the whole vocabulary."""
+"""Losses that use the target's probabilities as they are, and so its logits of the whole
+vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Objective:
     decay: float = 0.8
     """Loss weight of a depth relative to the one before, for depth_weights: decay."""
     target_top_k: int | None = None
-    """Number of the target's most likely tokens to which its distribution is truncated, renormalised
-    where the loss renormalises; None for the whole draft vocabulary."""
+    """Number of the target's most likely tokens to which its distribution is truncated,
+    renormalised where the loss renormalises; None for the whole draft vocabulary."""
     d_pace_smoothing: float = 0.0
-    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep tokens
-    count early."""
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q_i takes the place of q_i, so that deep
+    tokens count early."""
 
     @property
     def over_vocabulary(self) -> list[str]:
@@ -69,21 +70,35 @@ class Objective:
         valid = ", ".join(known)
         for name, weight in self.loss.items():
             if name in NEED_HEAD and name not in extra:
-                raise ValueError(f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from {valid}")
+                raise ValueError(
+                    f"{head} cannot have the loss {name!r}: it {NEED_HEAD[name]}; choose from"
+                    f" {valid}"
+                )
             if name not in known:
                 raise ValueError(f"unknown {head} loss {name!r}; choose from {valid}")
             is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             if not is_number or weight < 0:
-                raise ValueError(f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}")
+                raise ValueError(
+                    f"{head} loss {name!r} needs a weight of at least 0, not {weight!r}"
+                )
         if not any(self.loss.values()):
             raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
         if self.depth_weights not in ("decay", "d_pace"):
-            raise ValueError(f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace")
+            raise ValueError(
+                f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace"
+            )
         if not 0 <= self.d_pace_smoothing <= 1:
-            raise ValueError(f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}")
+            raise ValueError(
+                f"{head} d_pace_smoothing must be from 0 to 1, not {self.d_pace_smoothing}"
+            )
         if self.decay <= 0:
             raise ValueError(f"{head} decay must be above 0, not {self.decay}")
         if self.target_top_k is not None and self.target_top_k < 1:
-            raise ValueError(f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}")
+            raise ValueError(
+                f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}"
+            )
         if self.target_top_k is not None and self.loss.get("reverse_kl"):
-            raise ValueError(f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p is 0")
+            raise ValueError(
+                f"{head} cannot have both target_top_k and reverse_kl, which is infinite where p"
+                " is 0"
+            )

@@ -1,11 +1,13 @@
-"""Truncated model as a draft: the target's first blocks, distilled, between its own embedding and LM head.
+"""Truncated model as a draft: the target's first blocks, distilled.
+
+They run between the target's own embedding and LM head.
 
     h = blocks(E(x_1 .. x_t))            embedding and LM head are the target's, frozen
     logits of x_{t+1} = lm_head(norm(h_t))
 
-The draft model of the first speculative decoders (arXiv:2211.17192, 2302.01318), for a target that has no smaller
-sibling. It reads tokens and no features: `headstart export --to model` saves it as a model of its own. Its name in
-configs and checkpoints is `cut`.
+The draft model of the first speculative decoders (arXiv:2211.17192, 2302.01318), for a target that
+has no smaller sibling. It reads tokens and no features: `headstart export --to model` saves it as a
+model of its own. Its name in configs and checkpoints is `cut`.
 """
 
 from __future__ import annotations
@@ -47,9 +49,14 @@ class TruncatedConfig:
 
     def __post_init__(self) -> None:
         if self.depth < 1 or (self.num_layers is not None and self.num_layers < 1):
-            raise ValueError(f"cut needs a depth and num_layers of at least 1, not {self.depth} and {self.num_layers}")
+            raise ValueError(
+                f"cut needs a depth and num_layers of at least 1, not {self.depth} and"
+                f" {self.num_layers}"
+            )
         if self.depth > LONGEST_DRAFT:
-            raise ValueError(f"cut depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens")
+            raise ValueError(
+                f"cut depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
+            )
         if self.start not in ("first", "random"):
             raise ValueError(f"cut start must be first or random, not {self.start!r}")
 
@@ -73,29 +80,42 @@ class TruncatedHead(DraftHead):
         self.rotary = Rotary(target, target.head_dim)
         self.unread_by = dict.fromkeys(
             ("vllm", "sglang", "llama.cpp"),
-            "it shares the target's embedding and LM head; `headstart export --to model` writes it as a draft model",
+            "it shares the target's embedding and LM head; `headstart export --to model` writes it"
+            " as a draft model",
         )
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.config.start == "first":
             for i, layer in enumerate(self.layers):
-                start_layer(layer, target_layer_weights(modules.blocks, i, self.target, "cut"), f"layer {i}", "cut")
+                start_layer(
+                    layer,
+                    target_layer_weights(modules.blocks, i, self.target, "cut"),
+                    f"layer {i}",
+                    "cut",
+                )
             where = f"cut cannot start from {self.target.name!r}: its norm"
-            self.norm.load_state_dict({"weight": required_gain(modules.norm, self.target.hidden_size, where)})
+            self.norm.load_state_dict(
+                {"weight": required_gain(modules.norm, self.target.hidden_size, where)}
+            )
 
     @classmethod
     def default_objective(cls, config: TruncatedConfig) -> Objective:
         return Objective(decay=1.0)
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
-        steps = 1 if self.training else self.max_depth  # all depths have the same loss on true tokens
+        # all depths have the same loss on true tokens
+        steps = 1 if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         kv = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
         out_BTD = self._run(features.tokens_BT, features.position_ids_BT, kv, features.modules)
         weight = features.modules.lm_head.weight
-        hiddens = [out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in positions.rows_NK.unbind(1)]
+        hiddens = [
+            out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in positions.rows_NK.unbind(1)
+        ]
         return draft_loss(hiddens, [weight] * steps, None, features, positions, objective, ranks)
 
     def observe(
@@ -103,16 +123,22 @@ class TruncatedHead(DraftHead):
     ) -> DraftTreeState:
         assert isinstance(state, DraftTreeState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
-        return state.committed(self._run(next_tokens_BA, positions_BA, kv, state.modules), lengths_B)
+        return state.committed(
+            self._run(next_tokens_BA, positions_BA, kv, state.modules), lengths_B
+        )
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftTreeState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:  # `observe` has read the root
             positions_BW, kv, state = state.below(parents_BW)
             state = replace(state, hidden_BWD=self._run(tokens_BW, positions_BW, kv, state.modules))
         return state.modules.logits(state.hidden_BWD), replace(state, depth=state.depth + 1)
 
-    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules) -> Tensor:
+    def _run(
+        self, tokens_BT: Tensor, positions_BT: Tensor, kv: KVView, modules: TargetModules
+    ) -> Tensor:
         """The input of the LM head."""
         x_BTD = modules.embed(tokens_BT).to(self.norm.weight.dtype)
         rotary = self.rotary(positions_BT, x_BTD.dtype)
@@ -121,4 +147,7 @@ class TruncatedHead(DraftHead):
         return self.norm(x_BTD)
 
     def server_config(self) -> dict[str, Any]:
-        return {"architectures": ["LlamaForCausalLM"], **llama_config(self.shape, self.num_layers, self.target, None)}
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            **llama_config(self.shape, self.num_layers, self.target, None),
+        }

@@ -1,4 +1,4 @@
-"""Speculative decoding: the frozen target, its KV cache, draft trees, acceptance rules and the loop."""
+"""Speculative decoding: frozen target, KV cache, draft trees, acceptance rules and the loop."""
 
 from .custom_generate import custom_generate, generate_from, refresh
 from .drafters.base import DraftContext, Drafter, PrefillChunk

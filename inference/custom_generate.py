@@ -1,4 +1,4 @@
-"""Plain `model.generate` with a head: a function for its `custom_generate`, and what a checkpoint's generate.py calls.
+"""Plain `model.generate` with a head, by `custom_generate` or from a checkpoint's generate.py.
 
 model.generate(**inputs, custom_generate=custom_generate(head="examples/smollm2-135m-eagle3"))
 model.generate(**inputs, custom_generate="user/head", trust_remote_code=True)
@@ -41,20 +41,26 @@ def custom_generate(
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
 ) -> DecodingMethod:
-    """A decoding method for plain `model.generate(..., custom_generate=custom_generate(head))` on an unmodified model.
+    """Return a decoding method for the `custom_generate` argument of plain `model.generate`.
+
+    `model.generate(..., custom_generate=custom_generate(head))` works on an unmodified model.
 
     Takes arguments of `SpeculativeLM.from_pretrained`, with these differences.
 
     Args:
         generator: source of randomness; None for torch's global one.
-        streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
+        streamer: gets the tokens of every round; transformers does not pass its own to a custom
+            decoding method.
         dtype: required dtype of the loaded model; "auto" accepts any.
         allow_adapter: merge the adapter of a head that brings one into the model itself, once.
 
     Returns:
-        A function that keeps what it loads for a model as long as both live. It returns the sequences, or with
-        `return_dict_in_generate` a `GenerateDictOutput`. transformers keeps the tokenizer from such functions: give
-        stop strings, also those of the model's generation config, as a `StopStringCriteria`, and `stop_strings=None`.
+        A function that keeps what it loads for a model as long as both live. It returns the
+        sequences, or with
+        `return_dict_in_generate` a `GenerateDictOutput`. transformers keeps the tokenizer from such
+        functions: give
+        stop strings, also those of the model's generation config, as a `StopStringCriteria`, and
+        `stop_strings=None`.
     """
     options = {
         "head": head,
@@ -72,17 +78,25 @@ def custom_generate(
 
 
 class DecodingMethod:
-    """A decoding method that `custom_generate` returns: `model.generate` calls it with what it has prepared."""
+    """The decoding method that `custom_generate` returns.
+
+    `model.generate` calls it with what it has prepared.
+    """
 
     def __init__(
-        self, options: dict[str, Any], generator: torch.Generator | None, streamer: BaseStreamer | None
+        self,
+        options: dict[str, Any],
+        generator: torch.Generator | None,
+        streamer: BaseStreamer | None,
     ) -> None:
         """Hold the `options` of `SpeculativeLM.from_pretrained`."""
         self.options = options
         self.generator = generator
         self.streamer = streamer
 
-    def __call__(self, model: PreTrainedModel, *args: Any, **inputs: Any) -> Tensor | GenerateDictOutput:
+    def __call__(
+        self, model: PreTrainedModel, *args: Any, **inputs: Any
+    ) -> Tensor | GenerateDictOutput:
         call = Call(RandomSampler(self.generator), self.streamer, as_transformers=True)
         method = engine_of(model, self, self.options).decoding_method(call)
         return cast(Tensor | GenerateDictOutput, method(model, *args, **inputs))
@@ -99,19 +113,22 @@ def generate_from(
     allow_adapter: bool = False,
     **settings: Any,
 ) -> Tensor | GenerateOutput | GenerateDictOutput:
-    """`model.generate(..., custom_generate=HEAD, trust_remote_code=True)`: a checkpoint's generate.py calls this.
+    """Serve `model.generate(..., custom_generate=HEAD, trust_remote_code=True)`.
 
-    Takes the user's arguments as they were given to `model.generate`, and `compile`, `dtype` and `allow_adapter` of
-    `custom_generate`. `head` is the place that the file names.
+    A checkpoint's generate.py calls this function.
+
+    Takes the user's arguments as they were given to `model.generate`, and `compile`, `dtype` and
+    `allow_adapter` of `custom_generate`. `head` is the place that the file names.
 
     Raises:
         ValueError: the head is not where it was saved.
     """
     if Path(head).is_absolute() and not Path(head).is_dir():
         raise ValueError(
-            f"the head's custom_generate/generate.py names the folder {head!r}, in which it was saved and is no more. "
-            "Give custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place into that file; "
-            "`headstart push` writes the repository's name"
+            f"the head's custom_generate/generate.py names the folder {head!r}, in which it was"
+            " saved and is no more. Give"
+            " custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place"
+            " into that file; `headstart push` writes the repository's name"
         )
     options = {"head": head, "compile": compile, "dtype": dtype, "allow_adapter": allow_adapter}
     engine = engine_of(model, generate_from, options)
@@ -119,14 +136,18 @@ def generate_from(
     input_ids = settings.pop("input_ids", None)
     mask = settings.pop("attention_mask", None)
     prompts = Prompts(input_ids if inputs is None else inputs, mask)
-    prompts, settings = with_tokenizer(engine.target, prompts, settings, generation_config, tokenizer)
+    prompts, settings = with_tokenizer(
+        engine.target, prompts, settings, generation_config, tokenizer
+    )
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
         prompts.input_ids,
         attention_mask=prompts.attention_mask,
         generation_config=generation_config,
         streamer=streamer,
-        custom_generate=engine.decoding_method(Call(RandomSampler(), streamer, as_transformers=True)),
+        custom_generate=engine.decoding_method(
+            Call(RandomSampler(), streamer, as_transformers=True)
+        ),
         **settings,
     )
 
@@ -137,7 +158,9 @@ _ENGINES: WeakKeyDictionary[PreTrainedModel, Engines] = WeakKeyDictionary()
 """The engines of each model. They hold the model weakly, so that they are freed with it."""
 
 
-def engine_of(model: PreTrainedModel, caller: Callable[..., Any], options: dict[str, Any]) -> SpeculativeLM:
+def engine_of(
+    model: PreTrainedModel, caller: Callable[..., Any], options: dict[str, Any]
+) -> SpeculativeLM:
     """The engine that was loaded for this model, caller and options; a new one if there is none."""
     engines = _ENGINES.setdefault(model, WeakKeyDictionary())
     if caller in engines:

@@ -48,7 +48,10 @@ class Drafting:
         drafter = self.drafter
         if tree is not None:
             if self.with_tree is None:
-                raise ValueError(f"tree {tree!r} was given for a drafter that is made already; make it with that tree")
+                raise ValueError(
+                    f"tree {tree!r} was given for a drafter that is made already; make it with that"
+                    " tree"
+                )
             drafter = self.with_tree(tree)
         same_kind = drafter.kind == self.drafter.kind
         name = acceptance or (self.acceptance if same_kind else "auto")
@@ -57,7 +60,7 @@ class Drafting:
 
     @property
     def head_in_engine(self) -> DraftHead | None:
-        """The head as it drafts, which may be a copy in the target's engine; None if there is none."""
+        """The head as it drafts, which may be a copy in the target's engine; None without one."""
         for rows in draft_models(self.drafter):
             if isinstance(rows.model, DraftHead):
                 return rows.model
@@ -66,7 +69,10 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a decoder makes its drafters: those arguments of `SpeculativeLM.from_pretrained` that say so."""
+    """How a decoder makes its drafters.
+
+    The fields hold the arguments of `SpeculativeLM.from_pretrained` that decide this.
+    """
 
     target: Target
     source: DrafterSource | None
@@ -87,11 +93,18 @@ class Recipe:
         if head is not None and head.metadata is not None:
             provenance = head.metadata.provenance
         runs = head if head is None or not self.compiled else self.target.engine.draft_head(head)
-        with_tree = partial(make_drafter, self.target, self.source, head=runs, adaptive=self.fallback)
+        with_tree = partial(
+            make_drafter, self.target, self.source, head=runs, adaptive=self.fallback
+        )
         drafter = with_tree(self.tree)
         self.target.check_layers(drafter.feature_layers)
         for rows in draft_models(drafter):
             rows.use(self.target.engine)
         return Drafting.by_rule(
-            drafter, self.acceptance, self.lossy, head=head, provenance=provenance, with_tree=with_tree
+            drafter,
+            self.acceptance,
+            self.lossy,
+            head=head,
+            provenance=provenance,
+            with_tree=with_tree,
         )

@@ -1,9 +1,10 @@
-"""The feature cache: the target's states on disk, written once, read at random through a memory map.
+"""The feature cache: the target's states on disk, written once, read at random by memory map.
 
-manifest.json     identity of the states: target, tokenizer, format, and the layers, of which a run needs some or all
-*.safetensors     shards, each written completely or not at all, named by a hash of its sequences
+    manifest.json   identity of the states: target, tokenizer, format, and the layers
+    *.safetensors   shards, each written completely or not at all, named by a hash of its texts
 
-A shard holds sequences one after the other, N tokens in all; the LM head makes logits from the last layer's states:
+A shard holds sequences one after the other, N tokens in all; the LM head makes logits from the last
+layer's states:
 
     keys       [n, 2] int64     hash of each sequence's tokens
     ends       [n] int64        where each ends
@@ -11,8 +12,8 @@ A shard holds sequences one after the other, N tokens in all; the LM head makes 
     states     [N, L, D]        the layers' states: bfloat16, float32, or int8
     scales     [N, L] float32   with int8: what the D numbers are multiplied by
 
-A shard recorded-*.safetensors holds one text with its tokens, so that the folder is data and states in one. Such names
-sort by age. Besides the above it has
+A shard recorded-*.safetensors holds one text with its tokens, so that the folder is data and states
+in one. Such names sort by age. Besides the above it has
 
     tokens     [N] int32        the text
     loss_mask  [N] bool         True for the tokens to learn
@@ -58,11 +59,15 @@ class _Location(NamedTuple):
 class FeatureCache:
     """One folder of states, by the hash of a sequence's tokens."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> None:
-        """Open the folder, or create it; another manifest, or a shard that cannot be read, raises a ValueError.
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Open the folder, or create it.
 
-        A folder that was made with more layers serves as well: `layers` are those that it has, -1 for the state after
-        the final norm.
+        A different manifest, or a shard that cannot be read, raises a ValueError.
+
+        A folder that was made with more layers serves as well: `layers` are those that it has, -1
+        for the state after the final norm.
         """
         self.folder, self.shard_bytes, self.format = folder, shard_bytes, str(manifest["format"])
         self._locations: dict[Key, _Location] = {}
@@ -75,7 +80,8 @@ class FeatureCache:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(manifest, indent=1))
-        before = json.loads(path.read_text(encoding="utf-8"))  # another job may have written its own at the same time
+        # another job may have written its own at the same time
+        before = json.loads(path.read_text(encoding="utf-8"))
         check_manifest(folder, before, manifest, "choose another folder, or remove this one")
         self.layers = tuple(before["layers"])
         self.refresh()
@@ -91,7 +97,9 @@ class FeatureCache:
                 raise
             ends = file.get_tensor("ends").tolist()
             keys, checksums = file.get_tensor("keys").numpy(), file.get_tensor("checksums").tolist()
-            for key, start, stop, checksum in zip(keys, [0, *ends[:-1]], ends, checksums, strict=True):
+            for key, start, stop, checksum in zip(
+                keys, [0, *ends[:-1]], ends, checksums, strict=True
+            ):
                 self._locations.setdefault(key.tobytes(), _Location(path, start, stop, checksum))
             self._known.add(path)
 
@@ -108,7 +116,10 @@ class FeatureCache:
         return key in self._locations or key in self._new
 
     def add(self, key: Key, states_TLD: Tensor) -> None:
-        """Add a sequence's states; they are on disk after the next `flush`, or once they fill a shard."""
+        """Add a sequence's states.
+
+        They are on disk after the next `flush`, or once they fill a shard.
+        """
         if key in self:
             return
         states, scales = encoded(states_TLD.cpu(), self.format)
@@ -118,7 +129,11 @@ class FeatureCache:
             self.flush()
 
     def stored(self, key: Key) -> tuple[Tensor, Tensor | None]:
-        """Return a sequence's states_TLD in the cache's format, and the scales_TL of int8; check the bytes once."""
+        """Return states_TLD of a sequence in the cache's format, and scales_TL for int8.
+
+        The scales are None in other formats. The bytes are checked once; a ValueError reports a
+        corrupt shard.
+        """
         if key in self._new:
             return self._new[key]
         location = self._locations[key]
@@ -127,15 +142,20 @@ class FeatureCache:
         scales = file.get_slice("scales")[rows] if self.format == "int8" else None
         if key not in self._checked:
             if _checksum(states, scales) != location.checksum:
-                raise ValueError(f"{location.shard} is corrupt; `--features.repair` computes it again")
+                raise ValueError(
+                    f"{location.shard} is corrupt; `--features.repair` computes it again"
+                )
             self._checked.add(key)
         return states, scales
 
     def flush(self) -> None:
-        """Write the states that are not yet on disk as a shard; a failure leaves nothing half-written."""
+        """Write the states that are not yet on disk as a shard, whole or not at all."""
         if not self._new:
             return
-        path = self.folder / f"{hashlib.blake2b(b''.join(self._new), digest_size=12).hexdigest()}.safetensors"
+        path = (
+            self.folder
+            / f"{hashlib.blake2b(b''.join(self._new), digest_size=12).hexdigest()}.safetensors"
+        )
         write_shard(path, self._new)
         self._new.clear()
         self._new_bytes = 0
@@ -148,7 +168,7 @@ def write_shard(
     more: Mapping[str, Tensor] | None = None,
     about: dict[str, str] | None = None,
 ) -> None:
-    """Write a shard, whole or not at all: the encoded states and scales of some sequences, by their keys.
+    """Write the encoded states and scales of sequences, by key, as a shard, whole or not at all.
 
     Args:
         path: the file; one of this name is replaced.
@@ -180,14 +200,16 @@ def write_shard(
 def cache_manifest(
     provenance: Mapping[str, Any], layers: Sequence[int], hidden_size: int, storage: str
 ) -> dict[str, Any]:
-    """The manifest of a folder of states: identity of target and tokenizer, the layers, and the format."""
+    """Return a folder's manifest: identity of target and tokenizer, the layers, and the format."""
     names = ("target", "revision", "dtype", "quantization", "weights", "tokenizer")
     model = {name: provenance.get(name) for name in names}  # weights may be unknown
     return {**model, "layers": list(layers), "hidden_size": hidden_size, "format": storage}
 
 
-def check_manifest(folder: Path, before: Mapping[str, Any], manifest: Mapping[str, Any], advice: str) -> None:
-    """Refuse a folder whose manifest, `before`, is not the one that is needed; it may have more layers.
+def check_manifest(
+    folder: Path, before: Mapping[str, Any], manifest: Mapping[str, Any], advice: str
+) -> None:
+    """Refuse a folder whose manifest, `before`, is not the one needed; more layers are allowed.
 
     Raises:
         ValueError: what differs, with `advice`.
@@ -198,19 +220,25 @@ def check_manifest(folder: Path, before: Mapping[str, Any], manifest: Mapping[st
     if None in (needed.get("weights"), before.get("weights")):  # unknown: see `OuterTarget`
         needed["weights"] = before.get("weights")
     elif needed["weights"] == before["weights"]:
-        # One model by another name, such as a policy that was trained in memory and has been saved since.
+        # One model by another name, such as a policy that was trained in memory and has been saved
+        # since.
         needed["target"] = before["target"]
         needed["revision"] = before["revision"]
     check_options(f"{folder} holds states with", before, needed, advice)
 
 
 def kept_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """Layers whose states a cache holds for a head that reads `layers`: these, and the state after the final norm."""
+    """Return the layers whose states a cache holds for a head that reads `layers`.
+
+    These are `layers` and -1, the state after the final norm.
+    """
     return tuple(dict.fromkeys((*layers, -1)))
 
 
 def text_row(path: Path) -> dict[str, Any]:
-    """A shard of one text as a row to train on: `input_ids`, `loss_mask`, and what else is known of it.
+    """Return a one-text shard as a training row.
+
+    The row has `input_ids`, `loss_mask`, and what else is known of the text.
 
     Raises:
         ValueError: a file that is cut or not such a shard.
@@ -226,7 +254,10 @@ def text_row(path: Path) -> dict[str, Any]:
 
 
 def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of shards of one text, each text once; files that have given way to newer ones are left out."""
+    """Return the rows of one-text shards, each text once.
+
+    Files that newer ones have replaced meanwhile are left out.
+    """
     rows: dict[tuple[int, ...], dict[str, Any]] = {}
     for path in files:
         if path.exists():
@@ -244,7 +275,9 @@ def corrupt_shards(folder: Path) -> list[Path]:
         except ValueError:
             corrupt.append(path)
             continue
-        states, scales = file.get_tensor("states"), file.get_tensor("scales") if "scales" in file.keys() else None  # noqa: SIM118
+        states = file.get_tensor("states")
+        scaled = "scales" in file.keys()  # noqa: SIM118
+        scales = file.get_tensor("scales") if scaled else None
         ends = file.get_tensor("ends").tolist()
         found = [
             _checksum(states[start:stop], None if scales is None else scales[start:stop])
@@ -262,7 +295,9 @@ def opened(path: Path) -> Any:
         assert {"keys", "ends", "checksums", "states"} <= set(file.keys())
         return file
     except (SafetensorError, OSError, AssertionError) as error:
-        raise ValueError(f"{path} is corrupt ({error}); `--features.repair` computes it again") from error
+        raise ValueError(
+            f"{path} is corrupt ({error}); `--features.repair` computes it again"
+        ) from error
 
 
 def key_of(tokens_T: Tensor | NDArray[Any]) -> Key:
@@ -272,7 +307,10 @@ def key_of(tokens_T: Tensor | NDArray[Any]) -> Key:
 
 
 def encoded(states_TLD: Tensor, storage: str) -> tuple[Tensor, Tensor | None]:
-    """Encode states for storage, with the scales of int8: the largest number of each token and layer becomes 127."""
+    """Encode states for storage and return them with the scales of int8, else None.
+
+    In int8 the largest absolute value of each token and layer becomes 127.
+    """
     if storage != "int8":
         return states_TLD.to(FORMATS[storage]), None
     scales_TL = (states_TLD.float().abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)

@@ -18,13 +18,16 @@ from .targets.loading import locate
 
 
 def load_fitting_head(
-    head: str | Path | DraftHead, target: Target, revision: str | None = None, dtype_was_named: bool = True
+    head: str | Path | DraftHead,
+    target: Target,
+    revision: str | None = None,
+    dtype_was_named: bool = True,
 ) -> DraftHead:
     """A head that fits the target, in its dtype; nothing is changed and nothing measured.
 
     The head "mtp" is the one in the target's own checkpoint.
-    A warning names what differs between the target that the head was trained against and this one; the dtype only if it
-    `was_named`.
+    A warning names what differs between the target that the head was trained against and this one;
+    the dtype only if it `was_named`.
 
     Raises:
         ValueError: a head for another target, or a head object in another dtype.
@@ -34,12 +37,16 @@ def load_fitting_head(
         for parameter in head.parameters():
             if parameter.dtype != target.dtype:
                 raise ValueError(
-                    f"the head's parameters are {parameter.dtype}, the target's {target.dtype}; convert the head"
+                    f"the head's parameters are {parameter.dtype}, the target's {target.dtype};"
+                    " convert the head"
                 )
         loaded = head
     elif head == NATIVE:
         if revision is not None:
-            raise ValueError(f"the target's own MTP head has no revision of its own, {revision!r}; give the target's")
+            raise ValueError(
+                f"the target's own MTP head has no revision of its own, {revision!r}; give the"
+                " target's"
+            )
         return native_head(target)
     else:
         loaded, _ = load_head(head, target.info, target.dtype, revision)
@@ -60,40 +67,50 @@ def native_head(target: Target) -> DraftHead:
     """
     if Path(NATIVE, CONFIG_FILE).is_file():
         raise ValueError(
-            f"the head {NATIVE!r} is the target's own MTP head, and there is a folder of this name: write "
-            f"'./{NATIVE}' for that"
+            f"the head {NATIVE!r} is the target's own MTP head, and there is a folder of this name:"
+            f" write './{NATIVE}' for that"
         )
     _, gguf = locate(target.name)
     if gguf is not None:
-        raise ValueError(f"an MTP head is read from safetensors, and {target.name!r} is a GGUF file")
+        raise ValueError(
+            f"an MTP head is read from safetensors, and {target.name!r} is a GGUF file"
+        )
     head = read_native_mtp(target.name, target.info, described(target.config), target.commit)
     head.metadata = CheckpointMetadata(provenance=dict(target.provenance))
     return head.to(target.dtype)
 
 
 def merge_adapter_of(head: DraftHead, target: Target, allowed: bool) -> None:
-    """Merge the adapter that lies in a head's folder into the target, if it has one and the target has not.
+    """Merge the adapter in a head's folder into the target.
+
+    A head without an adapter, or a target that has this one already, stays unchanged.
 
     Raises:
-        ValueError: an adapter without `allowed`, of an unknown folder, or for a target that has another one.
+        ValueError: an adapter without `allowed`, of an unknown folder, or for a target that has
+            another one.
     """
     if head.metadata is None or not head.metadata.adapted:
         return
     adapter = None if head.folder is None else head.folder / ADAPTER_FOLDER
     if adapter is not None and target.adapter == str(adapter.resolve()):
         return
-    which = f"the adapter {str(adapter)!r}" if adapter else "an adapter, whose folder the head does not know"
+    which = (
+        f"the adapter {str(adapter)!r}"
+        if adapter
+        else "an adapter, whose folder the head does not know"
+    )
     name = _name_of(head.folder or head)
     if target.adapter is not None:
         raise ValueError(
-            f"the head {name} drafts for {target.name!r} with {which}; into this target {target.adapter!r} is merged "
-            "already: load it anew"
+            f"the head {name} drafts for {target.name!r} with {which}; into this target"
+            f" {target.adapter!r} is merged already: load it anew"
         )
     if adapter is None or not allowed:
         option = ", --allow-adapter for a command" if adapter is not None else ""
         raise ValueError(
-            f"the head {name} drafts for {target.name!r} with {which}: merged into the model, it changes what the "
-            f"model itself writes. allow_adapter=True{option} merges it; or call target.merge_adapter with its folder"
+            f"the head {name} drafts for {target.name!r} with {which}: merged into the model, it"
+            f" changes what the model itself writes. allow_adapter=True{option} merges it; or call"
+            " target.merge_adapter with its folder"
         )
     target.merge_adapter(adapter)
 

@@ -1,4 +1,4 @@
-"""Prompts and settings of a call of `generate`: checked, and in the form in which the loop takes them."""
+"""Prompts and settings of a `generate` call: checked, and in the form that the loop takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -36,7 +41,10 @@ ARGUMENTS = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_
 """Arguments of `model.generate` that `SpeculativeLM.generate` has, too, and passes on."""
 INSTEAD = {
     "assistant_model": "; a smaller model drafts as from_pretrained(target, drafter=...)",
-    "cache": "; give the whole text, and past_key_values=Conversation() so that later calls read only what is new",
+    "cache": (
+        "; give the whole text, and past_key_values=Conversation() so that later calls read only"
+        " what is new"
+    ),
     "custom_generate": "; this is one",
     "synced_gpus": "; each process decodes its own rows",
 }
@@ -58,7 +66,9 @@ def prompts_of(inputs: Any, input_ids: Any, attention_mask: Any) -> Prompts:
         ValueError: both names, or anything but a batch of token ids and a mask for it.
     """
     if inputs is not None and input_ids is not None:
-        raise ValueError("the prompts were given twice, as inputs and as input_ids; give one of them")
+        raise ValueError(
+            "the prompts were given twice, as inputs and as input_ids; give one of them"
+        )
     given = input_ids if inputs is None else inputs
     check_inputs(given, attention_mask)
     return Prompts(given, attention_mask)
@@ -70,12 +80,19 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
     Raises:
         ValueError: says what was given and what is valid.
     """
-    wanted = "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one token"
+    wanted = (
+        "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one"
+        " token"
+    )
     if not isinstance(input_ids, Tensor):
         hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
         raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        hint = "; for one prompt give input_ids[None]" if input_ids.ndim == 1 and len(input_ids) else ""
+        hint = (
+            "; for one prompt give input_ids[None]"
+            if input_ids.ndim == 1 and len(input_ids)
+            else ""
+        )
         raise ValueError(f"{wanted}, not one of shape {list(input_ids.shape)}{hint}")
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{wanted}, not of {input_ids.dtype}")
@@ -83,12 +100,16 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
         raise ValueError(f"{wanted}, not on the device meta, which holds no values")
     if attention_mask is None:
         return
-    wanted = "attention_mask must be a tensor [batch, time] like input_ids, 1 for tokens and 0 for padding"
+    wanted = (
+        "attention_mask must be a tensor [batch, time] like input_ids, 1 for tokens and 0 for"
+        " padding"
+    )
     if not isinstance(attention_mask, Tensor):
         raise ValueError(f"{wanted}, not a {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; {wanted}"
+            f"attention_mask has shape {list(attention_mask.shape)}, input_ids"
+            f" {list(input_ids.shape)}; {wanted}"
         )
     other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]  # sync: once a call
     if len(other):
@@ -104,8 +125,9 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target) -> None:
     if wrong_BT.any():  # sync: once a call
         row, position = wrong_BT.nonzero()[0].tolist()
         raise ValueError(
-            f"input_ids[{row}, {position}] is {int(input_ids[row, position])}; {target.name!r} has the tokens 0 to "
-            f"{known - 1}. Where it marks padding (as -100 does in labels), give attention_mask 0 there"
+            f"input_ids[{row}, {position}] is {int(input_ids[row, position])}; {target.name!r} has"
+            f" the tokens 0 to {known - 1}. Where it marks padding (as -100 does in labels), give"
+            " attention_mask 0 there"
         )
 
 
@@ -128,13 +150,22 @@ def without_padding(input_ids: Tensor, mask: Tensor | None, target: Target) -> l
 
 
 def check_settings(settings: dict[str, Any], config: Any) -> None:
-    """Refuse options of `SpeculativeLM.generate` that are not transformers', or a config that is not one."""
+    """Refuse unknown options of `SpeculativeLM.generate`, or a config of another class.
+
+    The options are those of transformers, and the config must be a `GenerationConfig`.
+    """
     if config is not None and not isinstance(config, GenerationConfig):
-        hint = "; give the mask by its name: attention_mask=..." if isinstance(config, Tensor) else ""
-        raise ValueError(f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}")
+        hint = (
+            "; give the mask by its name: attention_mask=..." if isinstance(config, Tensor) else ""
+        )
+        raise ValueError(
+            f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}"
+        )
     unknown = sorted(settings.keys() - CONFIG_SETTINGS - ARGUMENTS)
     if unknown:
-        hint = INSTEAD.get(unknown[0], f"; choose from {', '.join(sorted(CONFIG_SETTINGS | ARGUMENTS))}")
+        hint = INSTEAD.get(
+            unknown[0], f"; choose from {', '.join(sorted(CONFIG_SETTINGS | ARGUMENTS))}"
+        )
         raise ValueError(f"generate option {unknown[0]!r} is not supported{hint}")
 
 
@@ -145,9 +176,10 @@ def check_conversation(past: Any, rows: int, target: Target) -> None:
     if not isinstance(past, Conversation):
         whose = " of transformers" if isinstance(past, Cache) else ""
         raise ValueError(
-            f"past_key_values is a {type(past).__name__}{whose}, which drafts cannot continue. Give a "
-            "headstart.inference.Conversation() instead, the same one in each call, with the whole text so far as "
-            "inputs: it keeps the KV cache and what the drafter has read, and only new tokens are read again"
+            f"past_key_values is a {type(past).__name__}{whose}, which drafts cannot continue. Give"
+            " a headstart.inference.Conversation() instead, the same one in each call, with the"
+            " whole text so far as inputs: it keeps the KV cache and what the drafter has read,"
+            " and only new tokens are read again"
         )
     if rows > 1:
         raise ValueError(f"past_key_values takes one row, not a batch of {rows}")
@@ -155,29 +187,45 @@ def check_conversation(past: Any, rows: int, target: Target) -> None:
         raise ValueError("past_key_values of an encoder-decoder cannot be continued; leave it out")
 
 
-def check_prepared(config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int) -> None:
+def check_prepared(
+    config: GenerationConfig, inputs: dict[str, Any], streamer: BaseStreamer | None, rows: int
+) -> None:
     """Refuse inputs and settings that `model.generate` accepts and this loop does not support."""
     cached = filled_cache(inputs)
     if cached is not None:
         raise ValueError(
-            f"a KV cache with {cached.get_seq_length()} tokens cannot be continued here; give the whole text, or "
-            "call SpeculativeLM.generate with past_key_values=Conversation()"
+            f"a KV cache with {cached.get_seq_length()} tokens cannot be continued here; give the"
+            " whole text, or call SpeculativeLM.generate with past_key_values=Conversation()"
         )
     if inputs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds are not supported: drafts are made from tokens; give input_ids")
+        raise ValueError(
+            "inputs_embeds are not supported: drafts are made from tokens; give input_ids"
+        )
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"{mode.value.replace('_', ' ')} is not supported; choose from greedy search, sampling")
+        raise ValueError(
+            f"{mode.value.replace('_', ' ')} is not supported; choose from greedy search, sampling"
+        )
     if config.return_dict_in_generate:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name, None):
-                raise ValueError(f"{name} is not supported; the output holds sequences, scores, logits and stats")
+                raise ValueError(
+                    f"{name} is not supported; the output holds sequences, scores, logits and stats"
+                )
     if streamer is not None and rows > 1:
         raise ValueError(f"a streamer takes one row, not a batch of {rows}")
 
 
 PREPARED = frozenset(
-    ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict", *CACHE_NAMES)
+    (
+        "attention_mask",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+        *CACHE_NAMES,
+    )
 )
 """Inputs of a forward that `model.generate` prepares for text."""
 
@@ -190,22 +238,30 @@ def inputs_of_prompt(
     Raises:
         ValueError: an input that is not read here, or does not fit the prompt.
     """
-    given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name not in PREPARED}
+    given = {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and name not in PREPARED
+    }
     if inputs.get(ENCODED):  # newer versions of transformers have run the encoders of images by now
         given[ENCODED] = inputs[ENCODED]
     for name in given:
         if not is_prompt_input(target, name):
             raise ValueError(
-                f"{name} is not read here: {target.name!r} would need it for every token, or does not take it; give "
-                "token ids, their mask, and images as the model's processor returns them"
+                f"{name} is not read here: {target.name!r} would need it for every token, or does"
+                " not take it; give token ids, their mask, and images as the model's processor"
+                " returns them"
             )
-    seen = {name: value for name, value in given.items() if name not in TOKEN_TYPES or bool(value.any())}
+    seen = {
+        name: value for name, value in given.items() if name not in TOKEN_TYPES or bool(value.any())
+    }
     check_prompt_inputs(target, input_ids, mask, seen)
     if not seen:
         return None
     if past is not None:
         raise ValueError(
-            "past_key_values was given with images or the like: a Conversation goes on with text alone; leave it out"
+            "past_key_values was given with images or the like: a Conversation goes on with text"
+            " alone; leave it out"
         )
     return inputs
 
@@ -215,9 +271,9 @@ def warn_of_equal_answers(acceptance: str, prompts: list[Tensor]) -> None:
     different = len({tuple(prompt.tolist()) for prompt in prompts})
     if different < len(prompts):
         warnings.warn(
-            f"the acceptance rule {acceptance!r} draws no random numbers: equal prompts get equal answers "
-            f"({different} different prompts in {len(prompts)} rows); for samples that differ, choose the acceptance "
-            "rule 'auto'",
+            f"the acceptance rule {acceptance!r} draws no random numbers: equal prompts get equal"
+            f" answers ({different} different prompts in {len(prompts)} rows); for samples that"
+            " differ, choose the acceptance rule 'auto'",
             stacklevel=2,
         )
 
@@ -231,8 +287,8 @@ def with_tokenizer(
 ) -> tuple[Prompts, dict[str, Any]]:
     """Do what needs the tokenizer, which `model.generate` hides from decoding methods of our own.
 
-    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the config that was given, or
-    in the model's own.
+    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the
+    config that was given, or in the model's own.
 
     Returns:
         the prompts and settings for `model.generate`.
@@ -254,16 +310,22 @@ def with_tokenizer(
         mask = prompts.attention_mask
         if mask is not None and healed.shape != prompts.input_ids.shape:
             raise ValueError(
-                f"token_healing made prompts of {healed.shape[1]} tokens out of {prompts.input_ids.shape[1]}, which "
-                "attention_mask does not fit: it strips spaces at the ends of a prompt; leave them out"
+                f"token_healing made prompts of {healed.shape[1]} tokens out of"
+                f" {prompts.input_ids.shape[1]}, which attention_mask does not fit: it strips"
+                " spaces at the ends of a prompt; leave them out"
             )
         prompts = Prompts(healed, mask)
         settings["token_healing"] = False
     return prompts, settings
 
 
-def _resolved(name: str, settings: dict[str, Any], config: GenerationConfig | None, target: Target) -> Any:
-    """A setting as `model.generate` resolves it: of the call, else of the given config, else of the model's own."""
+def _resolved(
+    name: str, settings: dict[str, Any], config: GenerationConfig | None, target: Target
+) -> Any:
+    """Resolve a setting as `model.generate` does.
+
+    It is the call's, else the passed config's, else that of the model's own config.
+    """
     if name in settings:
         return settings[name]
     given = getattr(config, name, None)
@@ -272,14 +334,18 @@ def _resolved(name: str, settings: dict[str, Any], config: GenerationConfig | No
     return getattr(target.model.generation_config, name, None)
 
 
-def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None, target: Target) -> PreTrainedTokenizerBase:
+def _tokenizer_for(
+    what: str, tokenizer: PreTrainedTokenizerBase | None, target: Target
+) -> PreTrainedTokenizerBase:
     """The tokenizer that was given, or the target's own."""
     if tokenizer is not None:
         return tokenizer
     try:
         return _tokenizer_named(target.name)
     except ValueError as error:
-        raise ValueError(f"{what} needs the tokenizer; give generate(..., tokenizer=...)") from error
+        raise ValueError(
+            f"{what} needs the tokenizer; give generate(..., tokenizer=...)"
+        ) from error
 
 
 @lru_cache(maxsize=4)
@@ -289,7 +355,10 @@ def _tokenizer_named(name: str) -> PreTrainedTokenizerBase:
 
 
 def padding_token(config: GenerationConfig) -> int:
-    """The token after a row's end, as `generate` chooses it: the padding token, else the first end token."""
+    """Return the token after a row's end, as `generate` chooses it.
+
+    It is the padding token, else the first end token, else 0.
+    """
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     ends = config.eos_token_id
@@ -326,14 +395,21 @@ class Stopping:
 
 
 def check_size(
-    target: Target, drafter: BatchDrafter, prompts: list[Tensor], new_tokens: int, max_batch_size: int | None
+    target: Target,
+    drafter: BatchDrafter,
+    prompts: list[Tensor],
+    new_tokens: int,
+    max_batch_size: int | None,
 ) -> None:
-    """Refuse a batch that does not fit in the model's positions, or in memory, for which the pool is emptied."""
+    """Refuse a batch that does not fit in the model's positions or in memory.
+
+    If free memory is too small, the pool is emptied first.
+    """
     longest = max(len(prompt) for prompt in prompts)
     if longest + new_tokens > target.max_positions:
         raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the {target.max_positions} "
-            f"positions of {target.name!r}"
+            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit the"
+            f" {target.max_positions} positions of {target.name!r}"
         )
     rows = min(len(prompts), max_batch_size or len(prompts))
     tokens = longest + new_tokens + drafter.max_nodes
@@ -353,15 +429,20 @@ def check_size(
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
         raise ValueError(
-            f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and "
-            f"{target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode fewer rows at "
-            "once (max_batch_size)"
+            f"to decode {rows} rows of {tokens} tokens takes {total / 2**30:.1f} GiB ({parts}), and"
+            f" {target.device} has {free / 2**30:.1f} GiB free; ask for fewer new tokens, or decode"
+            " fewer rows at once (max_batch_size)"
         )
 
 
 @contextmanager
-def shown_to_encoders(target: Target, drafter: BatchDrafter, prompts: Prompts) -> Iterator[dict[str, Any]]:
-    """Let the encoders of an encoder-decoder and of its draft model read a prompt; `generate`'s argument for it."""
+def shown_to_encoders(
+    target: Target, drafter: BatchDrafter, prompts: Prompts
+) -> Iterator[dict[str, Any]]:
+    """Let the encoders of an encoder-decoder and its draft model read a prompt.
+
+    The yielded dict holds `generate`'s argument for it, and is empty for other targets.
+    """
     if not isinstance(target, Seq2SeqTarget):
         yield {}
         return

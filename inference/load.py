@@ -15,10 +15,14 @@ from .text.chat_template import load_chat_tokenizer
 def load_speculative_lm(
     target: str, head: str | None, dtype: str, **options: Any
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-    """Load a tokenizer with a chat template, which encoder-decoders do not need, then a target and a drafter for it.
+    """Load a tokenizer, then a target and a drafter for it.
+
+    The tokenizer must have a chat template, unless the target is an encoder-decoder.
 
     The tokenizer comes first: its errors do not wait for the target's weights. The arguments are
     those of `SpeculativeLM.from_pretrained`.
     """
-    tokenizer = load_tokenizer(target) if is_encoder_decoder(target) else load_chat_tokenizer(target)
+    tokenizer = (
+        load_tokenizer(target) if is_encoder_decoder(target) else load_chat_tokenizer(target)
+    )
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer

@@ -1,8 +1,10 @@
-"""A target without its blocks: embedding, final norm and LM head alone, read by name from the checkpoint's files.
+"""A target without its blocks: embedding, final norm and LM head, read by name from files.
 
-A head trains on states that something else computed, and needs of the target only these modules. The other weights
-stay on torch's meta device, which takes no memory. A block can still be read for itself, for a head that starts from
-one.
+The files are those of the target's checkpoint.
+
+A head trains on states that something else computed, and needs of the target only these modules.
+The other weights stay on torch's meta device, which takes no memory. A block can still be read for
+itself, for a head that starts from one.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class CheckpointTensors:
     """The tensors of a checkpoint in safetensors files, each read when it is asked for."""
 
     def __init__(self, source: str | Path, revision: str | None = None) -> None:
-        """Find the files of a folder or a Hub id; of the Hub's, those with tensors that are read are downloaded.
+        """Find the files of a folder or a Hub id.
+
+        From the Hub, only the files with tensors that are read are downloaded.
 
         Raises:
             ValueError: a GGUF file, or a checkpoint without safetensors files.
@@ -53,8 +57,9 @@ class CheckpointTensors:
         self._renamed: dict[str, str] = {}
         if gguf is not None:
             raise ValueError(
-                f"{self.source!r} is a GGUF file, whose tensors are not read by name; save the model once with "
-                f"transformers' save_pretrained and give that folder as target, {LOAD_ALL}"
+                f"{self.source!r} is a GGUF file, whose tensors are not read by name; save the"
+                " model once with transformers' save_pretrained and give that folder as target,"
+                f" {LOAD_ALL}"
             )
         index = self._path(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
@@ -64,14 +69,17 @@ class CheckpointTensors:
         whole = self._path(SAFE_WEIGHTS_NAME)
         if whole is None:
             raise ValueError(
-                f"{self.source!r} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, from which single "
-                f"tensors are read; save the model in safetensors files, {LOAD_ALL}"
+                f"{self.source!r} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME},"
+                " from which single tensors are read; save the model in safetensors files,"
+                f" {LOAD_ALL}"
             )
         self.files = files_of_tensors(whole)
 
     def rename_for(self, model: PreTrainedModel) -> None:
         """Take in how transformers renames this model's tensors as it loads them."""
-        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        renamings = [
+            each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+        ]
         for name in self.files:
             renamed = name
             for renaming in renamings:
@@ -90,7 +98,11 @@ class CheckpointTensors:
                 return self._renamed[name]
         ending = parameter
         while "." in ending:  # "weight" alone would fit any
-            fitting = [name for name in self.files if name.endswith(f".{ending}") and self._shape(name) == shape]
+            fitting = [
+                name
+                for name in self.files
+                if name.endswith(f".{ending}") and self._shape(name) == shape
+            ]
             if len(fitting) == 1:
                 return fitting[0]
             ending = ending.partition(".")[2]
@@ -100,14 +112,16 @@ class CheckpointTensors:
         """A tensor, in the checkpoint's dtype.
 
         Raises:
-            ValueError: a file that is missing or cut, or a tensor that is not made of 16-bit or longer floats.
+            ValueError: a file that is missing or cut, or a tensor that is not made of 16-bit or
+                longer floats.
         """
         with open_safetensors(self._file(name)) as file:
             tensor = cast(Tensor, file.get_tensor(name))
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(
-                f"{self.source!r} keeps {name} as {dtype_name(tensor.dtype)}, packed or scaled, which is not read "
-                f"without its quantizer; take a checkpoint that keeps it in 16 bits, {LOAD_ALL}"
+                f"{self.source!r} keeps {name} as {dtype_name(tensor.dtype)}, packed or scaled,"
+                " which is not read without its quantizer; take a checkpoint that keeps it in 16"
+                f" bits, {LOAD_ALL}"
             )
         return tensor
 
@@ -133,11 +147,17 @@ class CheckpointTensors:
     def _file(self, name: str) -> Path:
         path = self._path(self.files[name])
         if path is None:
-            raise ValueError(f"{self.source!r} lacks the file {self.files[name]}, which holds {name}: copy it again")
+            raise ValueError(
+                f"{self.source!r} lacks the file {self.files[name]}, which holds {name}: copy it"
+                " again"
+            )
         return path
 
     def _path(self, file: str, here: bool = False) -> Path | None:
-        """A file of the checkpoint, downloaded unless it must be `here` already; None if there is none."""
+        """Return the path of a checkpoint file; None if there is no such file.
+
+        The file is downloaded unless it must be `here` already.
+        """
         if Path(self._folder).is_dir():
             path = Path(self._folder) / file
             return path if path.is_file() else None
@@ -158,7 +178,7 @@ class CheckpointTensors:
 
 
 class BlocksInFiles(Sequence[nn.Module]):
-    """A model's blocks on the meta device, each of which is read from the checkpoint whenever it is asked for."""
+    """A model's blocks on the meta device, each read from the checkpoint at every access."""
 
     def __init__(self, target: OuterTarget) -> None:
         self._target = target
@@ -178,15 +198,21 @@ class BlocksInFiles(Sequence[nn.Module]):
 
 
 class OuterTarget(Target):
-    """A target of which the embedding, the final norm and the LM head are in memory, and which runs no forward."""
+    """A target with only embedding, final norm and LM head in memory, which runs no forward."""
 
     def __init__(
-        self, model: PreTrainedModel, name: str, commit: str | None, checkpoint: CheckpointTensors, device: torch.device
+        self,
+        model: PreTrainedModel,
+        name: str,
+        commit: str | None,
+        checkpoint: CheckpointTensors,
+        device: torch.device,
     ) -> None:
         """Read the outer modules of a model on the meta device; `load` makes one.
 
         Raises:
-            ValueError: a tensor that the checkpoint lacks or keeps packed, or an architecture that is no target.
+            ValueError: a tensor that the checkpoint lacks or keeps packed, or an architecture that
+                is no target.
         """
         super().__init__(model, name, commit)
         self.checkpoint = checkpoint
@@ -216,15 +242,18 @@ class OuterTarget(Target):
         revision: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> OuterTarget:
-        """Read the outer modules of a target; the arguments are those of `Target.load`, a dtype by its value."""
+        """Read the outer modules of a target.
+
+        The arguments are those of `Target.load`, but `dtype` must be a `torch.dtype`.
+        """
         require_extra("accelerate", "a target without its blocks")
         from accelerate import init_empty_weights
 
         options = dict(options or {})
         if options.pop("quantization_config", None) is not None:
             raise ValueError(
-                "target_quantization packs weights as a whole model is loaded, and here only the embedding, the final "
-                f"norm and the LM head are read; leave it out, {LOAD_ALL}"
+                "target_quantization packs weights as a whole model is loaded, and here only the"
+                f" embedding, the final norm and the LM head are read; leave it out, {LOAD_ALL}"
             )
         assert isinstance(dtype, torch.dtype) and isinstance(device, (str, torch.device))
         checkpoint = CheckpointTensors(source, revision)
@@ -233,11 +262,15 @@ class OuterTarget(Target):
         except OSError as error:
             raise ValueError(f"no target model at {str(source)!r}: {error}") from error
         with init_empty_weights(include_buffers=False):
-            model = cast(PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options))
+            model = cast(
+                PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options)
+            )
         model.tie_weights()  # parameters that are shared were made twice
         model.eval().requires_grad_(False)
         with suppress(OSError):  # most models without a generation config have none
-            model.generation_config = GenerationConfig.from_pretrained(locate(source)[0], revision=revision or "main")
+            model.generation_config = GenerationConfig.from_pretrained(
+                locate(source)[0], revision=revision or "main"
+            )
         checkpoint.rename_for(model)
         commit = downloaded_commit(source, revision)
         return cls(model, str(source), commit, checkpoint, torch.device(device))
@@ -245,7 +278,9 @@ class OuterTarget(Target):
     def read_block(self, empty: nn.Module) -> nn.Module:
         """A copy of a block with its weights."""
         block = copy.deepcopy(empty)
-        for (_, weight), (_, own) in zip(empty.named_parameters(), block.named_parameters(), strict=True):
+        for (_, weight), (_, own) in zip(
+            empty.named_parameters(), block.named_parameters(), strict=True
+        ):
             self._names[id(own)] = self._names[id(weight)]
         names = {id(own) for own in block.parameters()}
         self._fill(block)
@@ -268,13 +303,19 @@ class OuterTarget(Target):
 
     @cached_property
     def computes_logits(self) -> bool:
-        """Whether the modules make the logits of the model, tried on a small random model of its class."""
+        """Whether the modules make the model's logits.
+
+        This is tried on a small random model of its class.
+        """
         small = self._small_model()
         tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
         fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)
-        if fitting is None or self.before_lm_head is not None:  # whose layers would have to be read as well
+        # whose layers would have to be read as well
+        if fitting is None or self.before_lm_head is not None:
             return False
-        self.modules = replace(self.modules, logit_scale=fitting.logit_scale, logit_cap=fitting.logit_cap)
+        self.modules = replace(
+            self.modules, logit_scale=fitting.logit_scale, logit_cap=fitting.logit_cap
+        )
         return True
 
     def _small_model(self) -> PreTrainedModel:
@@ -286,7 +327,8 @@ class OuterTarget(Target):
                 setattr(text_config, name, value[:1])
         text_config.num_hidden_layers = 1
         text_config.vocab_size = SMALL_VOCABULARY
-        for name in ("intermediate_size", "moe_intermediate_size"):  # the one block of a large model takes gigabytes
+        # the one block of a large model takes gigabytes
+        for name in ("intermediate_size", "moe_intermediate_size"):
             if isinstance(getattr(text_config, name, None), int):
                 setattr(text_config, name, SMALL_WIDTH)
         for part in (config, text_config):
@@ -295,7 +337,10 @@ class OuterTarget(Target):
         return cast(PreTrainedModel, model.eval().requires_grad_(False))
 
     def current_provenance(self) -> dict[str, Any]:
-        """The provenance of the whole target; without `weights` where the files do not tell what a model's would be."""
+        """Return the provenance of the whole target.
+
+        It lacks `weights` if the files do not tell what a loaded model's would be.
+        """
         packing = getattr(self.model.config, "quantization_config", None)
         method = (packing or {}).get("quant_method") if isinstance(packing, dict) else None
         found = {
@@ -307,12 +352,17 @@ class OuterTarget(Target):
         return found if self._weights_known is None else {**found, "weights": self._weights_known}
 
     def _own_head_weight(self) -> nn.Parameter | None:
-        """The LM head of a checkpoint whose config ties it to the embedding, if its values are others.
+        """Return the LM head that a checkpoint stores with values other than the tied embedding's.
+
+        None if no LM head is stored, or one with equal values. Otherwise the config's tying does
+        not hold.
 
         transformers does not tie such a model either.
         """
         modules = self.modules
-        name = next(name for name, module in self.model.named_modules() if module is modules.lm_head)
+        name = next(
+            name for name, module in self.model.named_modules() if module is modules.lm_head
+        )
         if f"{name}.weight" not in self.checkpoint.files:
             return None
         embedding = cast(Any, modules.embed).weight
@@ -328,11 +378,15 @@ class OuterTarget(Target):
                 tensor = self.checkpoint.read(self._required_name(weight))
                 if tensor.shape != weight.shape:
                     raise ValueError(
-                        f"{self.name!r} keeps {self._names[id(weight)][0]} as {list(tensor.shape)}, and its config "
-                        f"asks for {list(weight.shape)}: config.json and weights are of different models"
+                        f"{self.name!r} keeps {self._names[id(weight)][0]} as {list(tensor.shape)},"
+                        f" and its config asks for {list(weight.shape)}: config.json and weights"
+                        " are of different models"
                     )
                 part.register_parameter(
-                    name, nn.Parameter(tensor.to(self.device, weight.dtype).contiguous(), requires_grad=False)
+                    name,
+                    nn.Parameter(
+                        tensor.to(self.device, weight.dtype).contiguous(), requires_grad=False
+                    ),
                 )
             for name, buffer in list(part.named_buffers(recurse=False)):
                 if buffer is not None:
@@ -348,8 +402,9 @@ class OuterTarget(Target):
         packed = sorted(each for each in self.checkpoint.files if stem in each)
         kept = f"; it keeps {', '.join(packed[:4])}, packed" if packed else ""
         raise ValueError(
-            f"{self.name!r} holds no tensor {wanted}{kept}. A head needs the embedding, the final norm and the LM "
-            f"head, which only a tied LM head may lack; take a checkpoint that has it, {LOAD_ALL}"
+            f"{self.name!r} holds no tensor {wanted}{kept}. A head needs the embedding, the final"
+            " norm and the LM head, which only a tied LM head may lack; take a checkpoint that has"
+            f" it, {LOAD_ALL}"
         )
 
     def _fingerprint(self) -> str | None:
@@ -363,5 +418,7 @@ class OuterTarget(Target):
             values = None if kept is None else self.checkpoint.first_values(kept, FINGERPRINTED)
             if values is None or not values.dtype.is_floating_point or values.dtype.itemsize < 2:
                 return None
-            digest.update(name.encode() + values.to(weight.dtype).to(torch.bfloat16).float().numpy().tobytes())
+            digest.update(
+                name.encode() + values.to(weight.dtype).to(torch.bfloat16).float().numpy().tobytes()
+            )
         return digest.hexdigest()[:16]

@@ -17,8 +17,9 @@ from .trees.stats import Stats
 class GenerateOutput(tuple[Tensor, ...]):
     """Output of `SpeculativeLM.generate`: one sequence [time] for each row, with statistics.
 
-    It has the length, the rows and the indices of `sequences`, the tensor [batch, time] that transformers' `generate`
-    returns: `out[0]` is the first row, `out[:, 5:]` leaves out five tokens of each, and a tokenizer decodes it:
+    It has the length, the rows and the indices of `sequences`, the tensor [batch, time] that
+    transformers' `generate` returns: `out[0]` is the first row, `out[:, 5:]` leaves out five tokens
+    of each, and a tokenizer decodes it:
 
     texts = tokenizer.batch_decode(lm.generate(input_ids))
     """
@@ -38,9 +39,11 @@ class GenerateOutput(tuple[Tensor, ...]):
         self.stats = stats
         """Acceptance and timings."""
         self.scores = scores
-        """With `output_scores`: the processed scores of each new token, [batch, V]; 0 after the row has finished."""
+        """With `output_scores`: the processed scores of each new token, [batch, V]; 0 after the row
+        has finished."""
         self.logits = logits
-        """With `output_logits`: the raw logits of each new token, [batch, V]; 0 after the row has finished."""
+        """With `output_logits`: the raw logits of each new token, [batch, V]; 0 after the row has
+        finished."""
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]  # as the tensor's
         return self.sequences[index]
@@ -54,7 +57,10 @@ class GenerateOutput(tuple[Tensor, ...]):
 
 @dataclass
 class GenerateDictOutput(GenerateDecoderOnlyOutput):
-    """Output of plain `model.generate` with `return_dict_in_generate`: transformers' own, with statistics."""
+    """Output of `model.generate` with `return_dict_in_generate`, with statistics added.
+
+    The other fields are those of transformers' own output of plain `model.generate`.
+    """
 
     stats: Stats | None = None
     """Acceptance and timings."""
@@ -62,14 +68,22 @@ class GenerateDictOutput(GenerateDecoderOnlyOutput):
     @classmethod
     def of(cls, output: GenerateOutput) -> GenerateDictOutput:
         """The same as `SpeculativeLM.generate` returns it."""
-        fields: dict[str, Any] = {"sequences": output.sequences, "scores": output.scores, "logits": output.logits}
+        fields: dict[str, Any] = {
+            "sequences": output.sequences,
+            "scores": output.scores,
+            "logits": output.logits,
+        }
         return cls(**fields, stats=output.stats)
 
 
-def collected(input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats) -> GenerateOutput:
-    """The prompts [batch, time] and their new tokens, padded on the right, with the scores that were kept."""
+def collected(
+    input_ids: Tensor, sequences: Sequences, padding: int, stats: Stats
+) -> GenerateOutput:
+    """Return prompts [batch, time] with new tokens, right-padded, and the scores that were kept."""
     rows = [torch.tensor(row, dtype=torch.int64) for row in sequences.rows]
-    new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(input_ids.device, input_ids.dtype)
+    new_BT = pad_sequence(rows, batch_first=True, padding_value=padding).to(
+        input_ids.device, input_ids.dtype
+    )
     return GenerateOutput(
         sequences=torch.cat([input_ids, new_BT], dim=1),
         stats=stats,

@@ -34,11 +34,16 @@ def probe_text(vocab_size: int, length: int) -> Tensor:
 
 @torch.inference_mode()
 def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
-    """The head's best token at every depth along a fixed text, teacher-forced, and its log-probability."""
+    """Return the head's best token, and its log-probability, at every depth along a fixed text.
+
+    The head is teacher-forced.
+    """
     served = copy.deepcopy(head).to(target.device, target.dtype).eval()
     length = PROBE_ENDS[-1] + head.max_depth
     text_1T = probe_text(target.info.vocab_size, length)[None].to(target.device)
-    output = target.engine.read_chunk(text_1T, length, target.engine.new_cache(1), head.feature_layers, [0])
+    output = target.engine.read_chunk(
+        text_1T, length, target.engine.new_cache(1), head.feature_layers, [0]
+    )
     tokens: list[float] = []
     scores: list[float] = []
     for end in PROBE_ENDS:
@@ -47,7 +52,9 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
         state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
         for depth in range(head.max_depth):
             parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
-            logits_11V, state = served.expand(state, text_1T[:, end - 1 + depth : end + depth], parent_11)
+            logits_11V, state = served.expand(
+                state, text_1T[:, end - 1 + depth : end + depth], parent_11
+            )
             best = at_least_fp32(logits_11V).log_softmax(-1).max(-1)
             tokens.append(int(served.target_tokens(best.indices)))  # sync: once for each checkpoint
             scores.append(float(best.values))
@@ -57,5 +64,7 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
 def probe_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
     """The share of drafts that differ, and the mean difference of their log-probabilities."""
     others = [ours != theirs for ours, theirs in zip(found["tokens"], saved["tokens"], strict=True)]
-    gaps = [abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)]
+    gaps = [
+        abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)
+    ]
     return sum(others) / len(others), sum(gaps) / len(gaps)

@@ -1,14 +1,16 @@
-"""A target that repeats answers it gave before: acceptance of a head at the cost of its drafts alone.
+"""A target that repeats its earlier answers: a head's acceptance at the cost of drafts alone.
 
-Greedy decoding accepts a draft where it is the target's next token, and for a known answer these tokens are known. So
-the target answers each prompt once, plainly, and reads prompt and answer once for the features. From then on the
-decoding loop, the acceptance rule and the statistics run as ever, and every forward is a look-up. For each head and
-tree the result is that of real decoding, but for near ties in the features' last bits.
+Greedy decoding accepts a draft where it is the target's next token, and for a known answer these
+tokens are known. So the target answers each prompt once, plainly, and reads prompt and answer once
+for the features. From then on the decoding loop, the acceptance rule and the statistics run as
+ever, and every forward is a look-up. For each head and tree the result is that of real decoding,
+but for near ties in the features' last bits.
 
-The entries of the KV cache are the tokens themselves, by which a forward finds the answer that each row is part of.
+The entries of the KV cache are the tokens themselves, by which a forward finds the answer that each
+row is part of.
 
-Letters in tensor names: B batch, N nodes, T time, R known texts, F width of the chosen layers side by side,
-V vocabulary, K chosen positions.
+Letters in tensor names: B batch, N nodes, T time, R known texts, F width of the chosen layers side
+by side, V vocabulary, K chosen positions.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class ReplayTarget(Target):
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """That of the original, which may have been found before its weights were divided among processes."""
+        """The original's provenance.
+
+        It may have been found before the weights were divided among processes.
+        """
         return self.original.provenance
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
@@ -80,7 +85,7 @@ class ReplayTarget(Target):
         new_tokens: int,
         observers: Sequence[RoundObserver] = (),
     ) -> None:
-        """Let the target answer those prompts [T] for which no answer of `new_tokens` is known yet."""
+        """Let the target answer the prompts [T] with no known answer of `new_tokens` yet."""
         lacking = self.unknown(prompts, new_tokens)
         if not lacking:
             return
@@ -88,15 +93,29 @@ class ReplayTarget(Target):
         input_ids, mask = left_padded(lacking, self.device)
         lm = SpeculativeLM(self.original)
         lm.observers += observers
-        settings: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "stop_strings": None}
-        output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=min(new_tokens + BEYOND, room), **settings)
+        settings: dict[str, Any] = {
+            "do_sample": False,
+            "eos_token_id": [],
+            "pad_token_id": 0,
+            "stop_strings": None,
+        }
+        output = lm.generate(
+            input_ids,
+            attention_mask=mask,
+            max_new_tokens=min(new_tokens + BEYOND, room),
+            **settings,
+        )
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(lacking, answers_RT, strict=True):
             self.keep(prompt, torch.cat([prompt.to(self.device), answer_T]))
 
     def table(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """All texts [R, T], padded by `UNKNOWN`, and their features [R, T, F]; read when they are first asked for."""
-        for known, (texts_RT, features_RTF) in self._tables.items():  # prefill asks for one layer more than rounds
+        """Return all texts [R, T], padded with `UNKNOWN`, and their features [R, T, F].
+
+        The target reads them when they are first requested.
+        """
+        # prefill asks for one layer more than rounds
+        for known, (texts_RT, features_RTF) in self._tables.items():
             if known[: len(layers)] == layers:
                 return texts_RT, features_RTF[..., : len(layers) * self.info.hidden_size]
         texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
@@ -106,7 +125,9 @@ class ReplayTarget(Target):
 
     def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
         """Features [R, T, F] of texts that are padded by `UNKNOWN`; the target reads them."""
-        return torch.cat([self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)])
+        return torch.cat(
+            [self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)]
+        )
 
     def keep(self, prompt_T: Tensor, text_T: Tensor) -> None:
         """Know a text that begins with a prompt."""
@@ -139,25 +160,36 @@ class ReplayEngine(Engine):
         raise AssertionError("only whole trees are looked up")
 
     def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
     ) -> TargetOutput:
         """Prefill: the tokens are committed, and their features come from the table."""
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
         chain_BTT = (
-            torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril().expand(len(tokens_BT), -1, -1)
+            torch.ones(size, size, dtype=torch.bool, device=self.target.device)
+            .tril()
+            .expand(len(tokens_BT), -1, -1)
         )
         depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
         cache.advance_prompt(size)
         return output
 
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    def forward_tree(
+        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> TargetOutput:
         """Next tokens and features of all nodes; the cache gets the nodes' tokens."""
         known, nodes = tree.structure, tree.tokens_BN.shape[1]
         cache.reserve(nodes, longest)
         every = list(range(nodes))
-        return self._looked_up(tree.tokens_BN, known.ancestors_BNN, known.depths_BN, cache, layers, every, 1)
+        return self._looked_up(
+            tree.tokens_BN, known.ancestors_BNN, known.depths_BN, cache, layers, every, 1
+        )
 
     def _looked_up(
         self,
@@ -169,23 +201,32 @@ class ReplayEngine(Engine):
         kept: list[int],
         certain: int,
     ) -> TargetOutput:
-        """Logits [B, K, V] that are 1 for the next token, and features [B, N, F]; 0 behind what no answer holds."""
+        """Look up logits [B, K, V], 1 for the next token, and features [B, N, F].
+
+        Both are 0 at nodes whose path is not part of the known answer.
+        """
         texts_RT, features_RTF = self.target.table(layers)
         batch, longest = len(tokens_BN), texts_RT.shape[1]
         rows_B1 = torch.arange(batch, device=self.target.device)[:, None]
         committed_BT = cache.keys[0][:, 0, :, 0]
         committed_BT[rows_B1, cache.slots_BN] = tokens_BN
         places_BN = (cache.lengths_B[:, None] + depths_BN).clamp(max=longest - 1)
-        # A row's text is the stored one whose prefix matches the committed tokens and the certain ones after them; the
-        # one with the shortest prompt, where a prompt is the beginning of another.
+        # A row's text is the stored one whose prefix matches the committed tokens and the certain
+        # ones after them; the one with the shortest prompt, where a prompt is the beginning of
+        # another.
         width = min(committed_BT.shape[1], longest)
-        so_far_B1T = torch.arange(width, device=self.target.device) < cache.lengths_B[:, None, None] + certain
+        so_far_B1T = (
+            torch.arange(width, device=self.target.device)
+            < cache.lengths_B[:, None, None] + certain
+        )
         same_BRT = (committed_BT[:, None, :width] == texts_RT[:, :width]) & so_far_B1T
         text_B1 = same_BRT.int().cumprod(-1).sum(-1).argmax(-1, keepdim=True)
         right_BN = texts_RT[text_B1, places_BN] == tokens_BN
         found_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
         next_BN = texts_RT[text_B1, (places_BN + 1).clamp(max=longest - 1)].clamp(min=0)
         features_BNF = features_RTF[text_B1, places_BN].masked_fill(~found_BN[..., None], 0)
-        logits_BKV = torch.zeros(batch, len(kept), self.target.info.vocab_size, device=self.target.device)
+        logits_BKV = torch.zeros(
+            batch, len(kept), self.target.info.vocab_size, device=self.target.device
+        )
         logits_BKV.scatter_(2, next_BN[:, kept, None], found_BN[:, kept, None].float())
         return TargetOutput(logits_BKV, features_BNF)

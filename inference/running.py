@@ -15,7 +15,7 @@ from .targets.as_loaded import as_loaded, as_loaded_together
 
 
 class _Running(threading.local):
-    """The generations of this thread, the innermost last: the target of each, and its conversation."""
+    """This thread's generations, the innermost last, each with its target and conversation."""
 
     def __init__(self) -> None:
         self.generations: list[tuple[Target, Conversation | None]] = []
@@ -30,21 +30,27 @@ def runs(target: Target) -> bool:
 
 
 @contextmanager
-def alone(target: Target, past: Conversation | None, drafter_now: Callable[[], BatchDrafter]) -> Iterator[BatchDrafter]:
-    """Hold the target for one generation, and give the drafter for it: that of the time when the target is free.
+def alone(
+    target: Target, past: Conversation | None, drafter_now: Callable[[], BatchDrafter]
+) -> Iterator[BatchDrafter]:
+    """Hold the target for one generation and yield the drafter for it.
 
-    An observer, a streamer, a processor or a criterion may call `generate` in its turn: the inner generation drafts
-    with a drafter of its own, and the outer one finds everything as it was.
+    The drafter is the current one at the time when the target is free.
+
+    An observer, a streamer, a processor or a criterion may call `generate` in its turn: the inner
+    generation drafts with a drafter of its own, and the outer one finds everything as it was.
     """
     if past is not None and any(other is past for _, other in _RUNNING.generations):
         raise ValueError(
-            "past_key_values is the Conversation of the generation that calls generate here (by a callback, a "
-            "streamer, a processor or a criterion); give this one another"
+            "past_key_values is the Conversation of the generation that calls generate here (by a"
+            " callback, a streamer, a processor or a criterion); give this one another"
         )
     with target.lock, as_loaded(target.model):
         nested = runs(target)
         drafter = drafter_now().fresh() if nested else drafter_now()
-        encoded = (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
+        encoded = (
+            (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
+        )
         _RUNNING.generations.append((target, past))
         try:
             as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()

@@ -1,8 +1,8 @@
-"""Speculative decoding for users: `SpeculativeLM.generate`, or plain `model.generate(custom_generate=...)`.
+"""Speculative decoding by `SpeculativeLM.generate` or plain `model.generate(custom_generate=...)`.
 
-`model.generate` itself resolves settings, logits processors and stopping criteria and calls our loop through its
-`custom_generate` hook, so they keep their meaning. Rows are decoded without their padding, so that each gets the tokens
-that `generate` returns for it alone.
+`model.generate` itself resolves settings, logits processors and stopping criteria and calls our
+loop through its `custom_generate` hook, so they keep their meaning. Rows are decoded without their
+padding, so that each gets the tokens that `generate` returns for it alone.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ class Call:
     max_batch_size: int | None = None
     past: Conversation | None = None
     as_transformers: bool = False
-    """Whether to return what transformers' own decoding methods do: the sequences, or a `GenerateDictOutput` if
-    `return_dict_in_generate` asks for it."""
+    """Whether to return what transformers' own decoding methods do: the sequences, or a
+    `GenerateDictOutput` if `return_dict_in_generate` asks for it."""
     drafting: Drafting | None = None
-    """What drafts in this call; None for what the decoder drafts with when the call's turn comes."""
+    """What drafts in this call; None for what the decoder drafts with when the call's turn
+    comes."""
 
 
 class SpeculativeLM:
@@ -97,20 +98,24 @@ class SpeculativeLM:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, acceptance: str = "auto", lossy: bool = False
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        acceptance: str = "auto",
+        lossy: bool = False,
     ) -> None:
         """Put the parts together; `from_pretrained` loads them.
 
         Args:
             target: the frozen model.
             drafter: proposes draft trees; None for autoregressive decoding by the same engine.
-            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts
-                most. Greedy decoding has one rule.
+            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact
+                one that accepts most. Greedy decoding has one rule.
             lossy: allow a rule ("typical") that changes the output distribution.
 
         Raises:
-            ValueError: an unknown acceptance rule, or one that does not fit the drafter's trees; feature layers that
-                the target does not have.
+            ValueError: an unknown acceptance rule, or one that does not fit the drafter's trees;
+                feature layers that the target does not have.
         """
         self.target = target
         self.observers: list[RoundObserver] = []
@@ -123,10 +128,14 @@ class SpeculativeLM:
         self._recipe: Recipe | None = None
         """How drafters are made of a head; None for a drafter that was given."""
         self._of_calls: OrderedDict[str, Drafting] = OrderedDict()
-        """By tree and acceptance rule: what drafts in single calls that name them, the one used last at the end."""
+        """By tree and acceptance rule: what drafts in single calls that name them, the one used
+        last at the end."""
 
     def __repr__(self) -> str:
-        return f"SpeculativeLM({self.target!r}, {self.drafter!r}, acceptance={self.drafting.acceptance!r})"
+        return (
+            f"SpeculativeLM({self.target!r}, {self.drafter!r},"
+            f" acceptance={self.drafting.acceptance!r})"
+        )
 
     @property
     def drafter(self) -> BatchDrafter:
@@ -165,32 +174,34 @@ class SpeculativeLM:
 
         Args:
             target: a source for `Target.from_pretrained`, or a loaded target.
-            head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head, or for autoregressive
-                decoding.
-            dtype: dtype of target and head if they are loaded here; "auto" for the checkpoint's own, "fastest" for the
-                fastest one on this machine that is as exact (see `dtypes`), float32 for a GGUF file.
-            tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on this machine, else a
-                chain of one token and dynamic trees of a few sizes, smaller in batches, where each node costs more. Of
-                several trees, in a list or separated by |, each round takes the one that has been fastest so far.
-            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact one that accepts
-                most. Greedy decoding has one rule.
+            head: a checkpoint folder, a Hub id, or a head; None for a drafter without a head, or
+                for autoregressive decoding.
+            dtype: dtype of target and head if they are loaded here; "auto" for the checkpoint's
+                own, "fastest" for the fastest one on this machine that is as exact (see `dtypes`),
+                float32 for a GGUF file.
+            tree: argument of `tree_policy`, or "auto" for the tree that `headstart tree` found on
+                this machine, else a chain of one token and dynamic trees of a few sizes, smaller in
+                batches, where each node costs more. Of several trees, in a list or separated by |,
+                each round takes the one that has been fastest so far.
+            acceptance: the acceptance rule for sampling, one of `RULES`, or "auto" for the exact
+                one that accepts most. Greedy decoding has one rule.
             device_map: see `Target.from_pretrained`.
             revision: revision of the target's Hub id.
             head_revision: revision of the head's Hub id.
             lossy: allow a rule ("typical") that changes the output distribution.
-            compile: how forwards run, see the method `compile`: True for our kernels on a CPU and CUDA graphs on a
-                GPU, False for transformers' own operations.
-            drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`, `Ngram()`, a
-                smaller model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a drafter of
-                your own, whose errors cannot change the output. With a head, its drafts are joined with the head's
-                tree.
-            fallback: measure plain steps too, and take them where drafts cost more time than they save; see
-                `AdaptiveDrafter`. False to draft in every round: with the given tree, the fastest of several, or the
-                first that "auto" would choose from. A seed gives the same text either way: sampling from sampled trees
-                always uses the first one.
-            allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings one, into the target,
-                which then writes other text than the original; a loaded model is changed in place. Without it such a
-                head is refused.
+            compile: how forwards run, see the method `compile`: True for our kernels on a CPU and
+                CUDA graphs on a GPU, False for transformers' own operations.
+            drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`,
+                `Ngram()`, a smaller model, or one of them as a command line writes it, see
+                `drafters.specs.SPECS`; or a drafter of your own, whose errors cannot change the
+                output. With a head, its drafts are joined with the head's tree.
+            fallback: measure plain steps too, and take them where drafts cost more time than they
+                save; see `AdaptiveDrafter`. False to draft in every round: with the given tree, the
+                fastest of several, or the first that "auto" would choose from. A seed gives the
+                same text either way: sampling from sampled trees always uses the first one.
+            allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings
+                one, into the target, which then writes other text than the original; a loaded model
+                is changed in place. Without it such a head is refused.
             model_kwargs: see `Target.from_pretrained`.
 
         Raises:
@@ -202,8 +213,12 @@ class SpeculativeLM:
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
-            target_class = Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
-            target = target_class.from_pretrained(target, dtype, device_map, revision, **model_kwargs)
+            target_class = (
+                Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
+            )
+            target = target_class.from_pretrained(
+                target, dtype, device_map, revision, **model_kwargs
+            )
         target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
@@ -218,22 +233,25 @@ class SpeculativeLM:
             loaded_head = loaded_head.to(target.device).eval()
         lm = cls(target)
         lm._recipe = Recipe(target, drafter, tree, fallback, compile, acceptance, lossy)
-        with as_loaded(target.model):  # kernels may hold a copy of it, and the cost of rounds may be measured
+        # kernels may hold a copy of it, and the cost of rounds may be measured
+        with as_loaded(target.model):
             if compile:
                 target.compile()
             lm.drafting = lm._recipe.drafting(loaded_head)
         return lm
 
     def compile(self, mode: bool = True) -> SpeculativeLM:
-        """Speed up plain steps and speculation rounds on this device; `from_pretrained` does so by default.
+        """Speed up plain steps and speculation rounds on this device.
 
-        On a CPU, target and head run in our own kernels, built once per machine in seconds. They hold a copy of the
-        weights in the shortest exact format, renewed when the weights change: every call compares a few elements of
-        each tensor. After a change that this may miss call `refresh`. Without a C++ compiler a warning is given and
-        nothing changes.
+        `from_pretrained` does so by default.
 
-        On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second call, in as little time
-        as that takes, and read the weights where they lie.
+        On a CPU, target and head run in our own kernels, built once per machine in seconds. They
+        hold a copy of the weights in the shortest exact format, renewed when the weights change:
+        every call compares a few elements of each tensor. After a change that this may miss call
+        `refresh`. Without a C++ compiler a warning is given and nothing changes.
+
+        On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second
+        call, in as little time as that takes, and read the weights where they lie.
         """
         with as_loaded(self.target.model):
             self.target.compile(mode)
@@ -242,11 +260,14 @@ class SpeculativeLM:
         return self
 
     def refresh(self) -> SpeculativeLM:
-        """Copy the weights of target, head and draft model again; conversations read their text again.
+        """Copy the weights of target, head and draft model again.
 
-        Needed on a CPU only after a change that each call's comparison of sampled weights cannot see: a write through
-        `.data` to a few rows of an embedding or LM head, or to so few elements that none of the sampled ones differs.
-        On a GPU weights are read where they lie; call it before a conversation goes on after any write through `.data`.
+        Conversations read their text again.
+
+        Needed on a CPU only after a change that each call's comparison of sampled weights cannot
+        see: a write through `.data` to a few rows of an embedding or LM head, or to so few elements
+        that none of the sampled ones differs. On a GPU weights are read where they lie; call it
+        before a conversation goes on after any write through `.data`.
         """
         with self.target.lock:
             self.target.refresh()
@@ -258,8 +279,9 @@ class SpeculativeLM:
     def use_head(self, head: str | Path | DraftHead, revision: str | None = None) -> None:
         """Draft with another head from the next generation on, such as an adapted one.
 
-        Waits for a generation that runs in another thread. The tree is again that of `from_pretrained`; "auto" is
-        chosen for the new head. Conversations go on, and their text is read again. Tokens stay the target's.
+        Waits for a generation that runs in another thread. The tree is again that of
+        `from_pretrained`; "auto" is chosen for the new head. Conversations go on, and their text is
+        read again. Tokens stay the target's.
 
         old = lm.head
         lm.use_head("adapted/best")
@@ -270,21 +292,28 @@ class SpeculativeLM:
             revision: revision of the head's Hub id.
 
         Raises:
-            ValueError: a decoder without a head, a head that does not fit the target, the tree or the rule, or one that
-                brings an adapter; nothing has changed then. Also a call inside a generation.
+            ValueError: a decoder without a head, a head that does not fit the target, the tree or
+                the rule, or one that brings an adapter; nothing has changed then. Also a call
+                inside a generation.
         """
         target = self.target
         if self._recipe is None or self.head is None:
-            raise ValueError("use_head needs a decoder with a head: SpeculativeLM.from_pretrained(target, head=...)")
+            raise ValueError(
+                "use_head needs a decoder with a head: SpeculativeLM.from_pretrained(target,"
+                " head=...)"
+            )
         if runs(target):
-            raise ValueError("use_head was called inside a generation with the same target; call it afterwards")
+            raise ValueError(
+                "use_head was called inside a generation with the same target; call it afterwards"
+            )
         with target.lock, as_loaded(target.model):
             # 1. All that may be refused.
             new = load_fitting_head(head, target, revision)
             target.check_layers(new.feature_layers)
             merge_adapter_of(new, target, allowed=False)
             drafting = self._recipe.drafting(new.to(target.device).eval())
-            # 2. What was recorded for the old head, and for trees of single calls, holds them and their caches.
+            # 2. What was recorded for the old head, and for trees of single calls, holds them and
+            # their caches.
             self._of_calls = OrderedDict()
             target.engine.runner.forget()
             # 3. The new one takes the old one's place.
@@ -297,7 +326,10 @@ class SpeculativeLM:
             return measured_costs(self.target, self.drafting.head_in_engine)
 
     def warmup(self) -> SpeculativeLM:
-        """Build kernels, measure the cost of rounds and generate a few tokens, which the first call would wait for."""
+        """Do in advance what the first call would wait for.
+
+        This builds kernels, measures the cost of rounds and generates a few tokens.
+        """
         self.costs  # noqa: B018 - measured now
         unobserved = copy.copy(self)
         unobserved.observers = []
@@ -339,49 +371,57 @@ class SpeculativeLM:
     ) -> GenerateOutput:
         """Generate a continuation of each row of a batch.
 
-        Arguments that transformers' `generate` also has mean the same here, and are in the same order.
+        Arguments that transformers' `generate` also has mean the same here, and are in the same
+        order.
 
         Args:
             inputs: prompts [batch, time], int64 or int32, padded left or right.
             generation_config: settings; those given by name take precedence.
-            logits_processor: your own processors, as for `stopping_criteria` and `prefix_allowed_tokens_fn`: called as
-                `model.generate` calls them for one row alone, after each token, with the row's unpadded tokens.
+            logits_processor: your own processors, as for `stopping_criteria` and
+                `prefix_allowed_tokens_fn`: called as `model.generate` calls them for one row alone,
+                after each token, with the row's unpadded tokens.
             stopping_criteria: your own criteria.
             prefix_allowed_tokens_fn: the tokens that are allowed next.
-            input_ids: another name of `inputs`, so that a tokenizer's output can be unpacked: generate(**inputs).
-            attention_mask: 1 for tokens, 0 for padding, [batch, time]; None to let transformers infer it from the
-                padding token.
-            generator: source of randomness; None for torch's global one. With top-k trees, and without drafts, each
-                token is sampled by a random number of its row and position: a seed gives the same text whatever was
-                drafted, with any `max_batch_size`. The rules for sampled trees draw anew in each round.
+            input_ids: another name of `inputs`, so that a tokenizer's output can be unpacked:
+                generate(**inputs).
+            attention_mask: 1 for tokens, 0 for padding, [batch, time]; None to let transformers
+                infer it from the padding token.
+            generator: source of randomness; None for torch's global one. With top-k trees, and
+                without drafts, each token is sampled by a random number of its row and position: a
+                seed gives the same text whatever was drafted, with any `max_batch_size`. The rules
+                for sampled trees draw anew in each round.
             streamer: gets the tokens of every round as they are accepted; batch size 1 only.
-            tokenizer: needed for `stop_strings` and `token_healing`, also where the model's generation config
-                asks for them; loaded if the target has a name.
-            max_batch_size: rows decoded at the same time; a finished row frees its slot for the next one (continuous
-                batching). None for all at once.
-            tree: tree for this call, of the same head or source; None for the one of `from_pretrained`.
-            acceptance: acceptance rule for this call; None for the one given at first, or "auto" if `tree` is of
-                another kind.
-            past_key_values: KV cache and drafter state of earlier calls, so that their text is not read again; updated
-                in place. One row only, and the same `tree` in every call.
-            settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...), of one row: the
-                target reads the prompt with it. And max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id
-                ... as for `model.generate`.
+            tokenizer: needed for `stop_strings` and `token_healing`, also where the model's
+                generation config asks for them; loaded if the target has a name.
+            max_batch_size: rows decoded at the same time; a finished row frees its slot for the
+                next one (continuous batching). None for all at once.
+            tree: tree for this call, of the same head or source; None for the one of
+                `from_pretrained`.
+            acceptance: acceptance rule for this call; None for the one given at first, or "auto" if
+                `tree` is of another kind.
+            past_key_values: KV cache and drafter state of earlier calls, so that their text is not
+                read again; updated in place. One row only, and the same `tree` in every call.
+            settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...),
+                of one row: the target reads the prompt with it. And max_new_tokens, do_sample,
+                temperature, top_k, top_p, eos_token_id ... as for `model.generate`.
 
         Returns:
-            the prompts followed by the new tokens, which can be indexed as the tensor [batch, time] that
+            the prompts followed by the new tokens, which can be indexed as the tensor [batch, time]
+            that
             `model.generate` returns, with statistics.
 
         Raises:
-            ValueError: names an empty or too long prompt, a tree or acceptance rule that does not fit, or an
-                unsupported setting.
+            ValueError: names an empty or too long prompt, a tree or acceptance rule that does not
+                fit, or an unsupported setting.
         """
         prompts = prompts_of(inputs, input_ids, attention_mask)
         rows = len(prompts.input_ids)
         if max_batch_size is not None and max_batch_size < 1:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         check_conversation(past_key_values, rows, self.target)
-        extra = {name: settings.pop(name) for name in [*settings] if is_prompt_input(self.target, name)}
+        extra = {
+            name: settings.pop(name) for name in [*settings] if is_prompt_input(self.target, name)
+        }
         check_settings(settings, generation_config)
         arguments = {
             "logits_processor": logits_processor,
@@ -398,8 +438,16 @@ class SpeculativeLM:
         warn_of_autocast(target.model)
         with target.lock, as_loaded(target.model):
             drafting = self._for_call(tree, acceptance)
-            call = Call(RandomSampler(generator), streamer, max_batch_size, past_key_values, drafting=drafting)
-            prompts, settings = with_tokenizer(target, prompts, settings, generation_config, tokenizer)
+            call = Call(
+                RandomSampler(generator),
+                streamer,
+                max_batch_size,
+                past_key_values,
+                drafting=drafting,
+            )
+            prompts, settings = with_tokenizer(
+                target, prompts, settings, generation_config, tokenizer
+            )
             with shown_to_encoders(target, drafting.drafter, prompts) as encoded:
                 output = target.model.generate(
                     prompts.input_ids,
@@ -415,7 +463,10 @@ class SpeculativeLM:
         return output
 
     def stream(
-        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **options: Any
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **options: Any,
     ) -> Iterator[list[int]]:
         """Generate a continuation of one prompt; closing the iterator ends the generation.
 
@@ -426,36 +477,46 @@ class SpeculativeLM:
         """
         if runs(self.target):
             raise ValueError(
-                "stream was called inside a generation with the same target (by a callback, a streamer, a processor or "
-                "a criterion), which would wait for its own end; call generate there, or stream afterwards"
+                "stream was called inside a generation with the same target (by a callback, a"
+                " streamer, a processor or a criterion), which would wait for its own end; call"
+                " generate there, or stream afterwards"
             )
         yield from streamed(partial(self.generate, inputs, generation_config, **options))
 
-    def chat(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any) -> Chat:
-        """A conversation by the tokenizer's chat template, each turn of which reads only new tokens; see `Chat`."""
+    def chat(
+        self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **settings: Any
+    ) -> Chat:
+        """Return a `Chat` by the tokenizer's chat template, whose turns read only new tokens."""
         return Chat(self, tokenizer, system, **settings)
 
     def custom_generate(
         self, generator: torch.Generator | None = None, streamer: BaseStreamer | None = None
     ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
-        """A decoding method of this decoder for plain `model.generate(..., custom_generate=...)` of its own model.
+        """Return a decoding method for plain `model.generate(..., custom_generate=...)`.
 
-        Other than the function `custom_generate`, it follows `use_head` and is watched by `observers`. It serves code
-        that calls `model.generate` itself, such as a trainer's rollouts:
+        It belongs to this decoder and works with its model only.
+
+        Other than the function `custom_generate`, it follows `use_head` and is watched by
+        `observers`. It serves code that calls `model.generate` itself, such as a trainer's
+        rollouts:
 
         model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
 
         Args:
             generator: source of randomness; None for torch's global one.
-            streamer: gets the tokens of every round; transformers does not pass its own to a custom decoding method.
+            streamer: gets the tokens of every round; transformers does not pass its own to a custom
+                decoding method.
 
         Returns:
-            a function that returns the sequences, or with `return_dict_in_generate` a `GenerateDictOutput`.
+            a function that returns the sequences, or with `return_dict_in_generate` a
+            `GenerateDictOutput`.
         """
         call = Call(RandomSampler(generator), streamer, as_transformers=True)
         return self.decoding_method(call)
 
-    def decoding_method(self, call: Call) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
+    def decoding_method(
+        self, call: Call
+    ) -> Callable[..., Tensor | GenerateOutput | GenerateDictOutput]:
         """A function that `model.generate` of this target's model takes as `custom_generate`."""
         return partial(self._decode, call)
 
@@ -471,19 +532,22 @@ class SpeculativeLM:
     ) -> Tensor | GenerateOutput | GenerateDictOutput:
         """Decode what `model.generate` has prepared, whose arguments these are.
 
-        It passes parameters that are named here twice, hence the attention mask among the other inputs.
+        It passes parameters that are named here twice, hence the attention mask among the other
+        inputs.
         """
         target = self.target
         if model is not target.model:
             raise ValueError(
-                f"this decoding method is of another {type(target.model).__name__} than the one whose generate was "
-                "called; make one for this model: SpeculativeLM.from_pretrained(model, ...).custom_generate()"
+                f"this decoding method is of another {type(target.model).__name__} than the one"
+                " whose generate was called; make one for this model:"
+                " SpeculativeLM.from_pretrained(model, ...).custom_generate()"
             )
         config = generation_config
         check_prepared(config, inputs, call.streamer, len(input_ids))
         warn_of_autocast(target.model)
         encoder_decoder = isinstance(target, Seq2SeqTarget)
-        mask = None if encoder_decoder else inputs.get("attention_mask")  # an encoder-decoder's is its encoder's
+        # an encoder-decoder's is its encoder's
+        mask = None if encoder_decoder else inputs.get("attention_mask")
         prompt_inputs = None
         if not encoder_decoder:
             prompt_inputs = inputs_of_prompt(inputs, input_ids, mask, call.past, target)
@@ -547,8 +611,13 @@ class SpeculativeLM:
             return output.sequences
         return GenerateDictOutput.of(output)
 
-    def _rule(self, drafting: Drafting, sampling: bool, process_logits: TreeLogitsProcessor) -> Verification:
-        """The acceptance rule of a generation; processors that keep a state need one that goes from the root down."""
+    def _rule(
+        self, drafting: Drafting, sampling: bool, process_logits: TreeLogitsProcessor
+    ) -> Verification:
+        """Return a generation's acceptance rule.
+
+        Processors that keep a state need a top-down rule.
+        """
         if not sampling:
             return self.greedy_rule
         if process_logits.one_by_one:
@@ -556,7 +625,12 @@ class SpeculativeLM:
         return drafting.sampling_rule
 
     def _speculate(
-        self, call: Call, drafting: Drafting, decoding: Decoding, drafter: BatchDrafter, sequences: Sequences
+        self,
+        call: Call,
+        drafting: Drafting,
+        decoding: Decoding,
+        drafter: BatchDrafter,
+        sequences: Sequences,
     ) -> Stats:
         """Run the loop; a conversation that it leaves half updated is forgotten."""
         past = call.past
@@ -573,7 +647,10 @@ class SpeculativeLM:
             raise
 
     def _for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
-        """The drafter of a call that names a tree or a rule; kept, with its measured speeds, for the next such call."""
+        """Return the drafter of a call that names a tree or a rule.
+
+        It is kept, with its measured speeds, for the next such call.
+        """
         if tree is None and acceptance is None:
             return self.drafting
         key = repr((tree, acceptance))

@@ -1,4 +1,4 @@
-"""Draft heads for a frozen language model: `heads` guess, `inference` decodes with them, `train` trains them."""
+"""Draft heads for a frozen language model: `heads` draft, `inference` decodes, `train` trains."""
 
 import importlib.metadata
 
@@ -20,8 +20,8 @@ def _check_versions() -> None:
         installed = importlib.metadata.version(needed.name)
         if not needed.specifier.contains(installed, prereleases=True):
             raise ImportError(
-                f"headstart {__version__} needs {needed.name} {needed.specifier}, and {installed} is installed; "
-                f"pip install '{needed.name}{needed.specifier}'"
+                f"headstart {__version__} needs {needed.name} {needed.specifier}, and {installed}"
+                f" is installed; pip install '{needed.name}{needed.specifier}'"
             )
 
 

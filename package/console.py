@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
@@ -19,11 +26,15 @@ log = logging.getLogger("headstart.console")
 """The package's logger. Commands show its messages on the console; any other program handles them
 as all its logging, and sees only warnings if it configures none."""
 # The first process of a launch reports; warnings come from all processes.
-log.addFilter(lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0")
+log.addFilter(
+    lambda record: record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+)
 CONTROLS = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # ANSI: colours, moves of the cursor
-    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"  # OSC and others with a text: titles, links, the clipboard
-    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"  # the same in one byte
+    # OSC and others with a text: titles, links, the clipboard
+    r"|\x1b[\]PX^_][^\x1b\x07]*(?:\x07|\x1b\\)"
+    # the same in one byte
+    r"|\x9b[0-?]*[ -/]*[@-~]|[\x90\x98\x9d-\x9f][^\x1b\x07\x9c]*(?:\x07|\x9c|\x1b\\)"
     r"|\x1b[ -/]+[0-~]|\x1b.?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
     r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]",  # the direction of writing, and line breaks
     re.DOTALL,
@@ -61,7 +72,9 @@ def show_on_console() -> None:
 
 def shown_on_console() -> bool:
     """Whether `show_on_console` was called."""
-    return any(isinstance(handler, ConsoleHandler) for handler in logging.getLogger("headstart").handlers)
+    return any(
+        isinstance(handler, ConsoleHandler) for handler in logging.getLogger("headstart").handlers
+    )
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -70,7 +83,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 class ProgressBar:
-    """Work of known size: a bar in a terminal, elsewhere a line in the log at most every `LINE_SECONDS`.
+    """Work of known size: a bar in a terminal, elsewhere a log line at most every `LINE_SECONDS`.
 
     A bar is drawn only after `show_on_console`. Nested work adds a bar below its parent's.
     """
@@ -81,19 +94,20 @@ class ProgressBar:
     """Time of the last line in the log."""
 
     def __init__(self, what: str, total: float, done: float = 0) -> None:
-        """Describe the work: the unit that is counted, its total, and the number done by an earlier start."""
+        """Describe the work: its unit, its total, and the number done by an earlier start."""
         self.what = what
         self.total = total
         self.done = done
         self.note = ""
-        self.shown = os.environ.get("RANK", "0") == "0"  # only the first process of a launch shows progress
+        # only the first process of a launch shows progress
+        self.shown = os.environ.get("RANK", "0") == "0"
         self._first = done
         self._began = time.monotonic()
         self._task: TaskID | None = None
         self._is_outermost = False
 
     def update(self, done: float | None = None, note: str | None = None) -> None:
-        """Set the number done so far and the note that follows the remaining time; None keeps either."""
+        """Set the number done and the note after the remaining time; None keeps either."""
         if done is not None:
             self.done = done
         if note is not None:
@@ -135,7 +149,9 @@ class ProgressBar:
             ProgressBar._bars.start()
             self._is_outermost = True
         if self._bars is not None:
-            self._task = self._bars.add_task(self.what, total=self.total, completed=int(self.done), note="")
+            self._task = self._bars.add_task(
+                self.what, total=self.total, completed=int(self.done), note=""
+            )
         else:
             ProgressBar._last_line = time.monotonic()
         return self

@@ -23,7 +23,7 @@ EXTRAS = {
 
 
 def missing_extra(package: str, what: str) -> ImportError:
-    """The error for a package that is not installed: what needs it, and the command that installs it."""
+    """Return the error for a missing package: what needs it, and the command that installs it."""
     return ImportError(
         f"{what} needs the package {package!r}, which is not installed; install it with: "
         f"pip install 'headstart[{EXTRAS[package]}]'",

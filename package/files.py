@@ -15,8 +15,8 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to, which takes its place as the block ends.
 
-    If the block raises, what was written is removed and `path` is as it was. Every call yields another path: processes
-    of several machines, which may have one number, write to one folder.
+    If the block raises, what was written is removed and `path` is as it was. Every call yields
+    another path: processes of several machines, which may have one number, write to one folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -44,7 +44,9 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
                 os.fsync(file.fileno())
     except OSError as error:
         size = f"{len(text) / 1e6:.1f} MB"
-        raise OSError(error.errno, f"cannot write the {size} of {path}: {error.strerror}") from error
+        raise OSError(
+            error.errno, f"cannot write the {size} of {path}: {error.strerror}"
+        ) from error
     return path
 
 
@@ -66,8 +68,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
     if size > free:
         raise OSError(
             errno.ENOSPC,
-            f"{what} takes about {size / 2**30:.2f} GiB, and {folder} has {free / 2**30:.2f} GiB free; make room, or "
-            "choose another folder",
+            f"{what} takes about {size / 2**30:.2f} GiB, and {folder} has {free / 2**30:.2f} GiB"
+            " free; make room, or choose another folder",
         )
 
 
@@ -77,5 +79,5 @@ def file_sizes(folder: Path) -> int:
 
 
 def text_shards(folder: str | Path) -> list[Path]:
-    """The files of a folder of states that hold one text each, with its tokens, the oldest first."""
+    """Return the files of a states folder that each hold one text with its tokens, oldest first."""
     return sorted(Path(folder).glob("recorded-*.safetensors"))

@@ -1,4 +1,4 @@
-"""What options of commands and of training runs share: required ones, limits, dtypes, variables of chat templates.
+"""Shared parts of command and training options: required ones, limits, dtypes, template variables.
 
 Nothing here imports torch: a command shows its help, or refuses an option, before it loads
 anything.
@@ -37,14 +37,18 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """Options of a command; invalid ones raise a ValueError that names the option, its value and what is valid."""
+    """Options of a command, checked when they are created.
+
+    A ValueError names the invalid option, its value and what is valid.
+    """
 
     required: ClassVar[tuple[str, ...]] = ()
     """Options without which nothing can run, those of groups by dotted names."""
     minimum: ClassVar[dict[str, float]] = {}
     """Smallest valid value of numeric options."""
     most_used: ClassVar[tuple[str, ...]] = ()
-    """Options that `--help` shows before all others, up to five, those of groups by dotted names."""
+    """Options that `--help` shows before all others, up to five, those of groups by dotted
+    names."""
 
     def __post_init__(self) -> None:
         for name in self.required:
@@ -56,8 +60,10 @@ class CommandOptions:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
-def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Variables that are passed to the chat template: `template_kwargs`, and `thinking` as enable_thinking.
+def template_variables(
+    thinking: bool | None, template_kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the chat template's variables: `template_kwargs`, and `thinking` as enable_thinking.
 
     Raises:
         ValueError: the options contradict each other, or a name is not a template's own to read.
@@ -65,30 +71,37 @@ def template_variables(thinking: bool | None, template_kwargs: dict[str, Any] | 
     variables = dict(template_kwargs or {})
     if reserved := sorted(RESERVED & variables.keys()):
         raise ValueError(
-            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart itself; give only "
-            "variables that the chat template reads, such as enable_thinking or reasoning_effort"
+            f"template_kwargs {reserved[0]} = {variables[reserved[0]]!r} is set by headstart"
+            " itself; give only variables that the chat template reads, such as enable_thinking or"
+            " reasoning_effort"
         )
     if thinking is None:
         return variables
     if variables.get("enable_thinking", thinking) != thinking:
         raise ValueError(
-            f"thinking {thinking} and template_kwargs enable_thinking {variables['enable_thinking']!r} contradict each "
-            "other; give one of them"
+            f"thinking {thinking} and template_kwargs enable_thinking"
+            f" {variables['enable_thinking']!r} contradict each other; give one of them"
         )
     return {**variables, "enable_thinking": thinking}
 
 
 def check_options(
-    holder: str, before: Mapping[str, Any], now: Mapping[str, Any], advice: str, free: Sequence[str] = ()
+    holder: str,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    advice: str,
+    free: Sequence[str] = (),
 ) -> None:
-    """Raise a ValueError that names the first option, by dotted name, that differs from those that work began with.
+    """Raise a ValueError with the dotted name of the first option that changed since work began.
 
-    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options in `free`, or the
-    groups of options, may differ.
+    `holder` begins its text, such as "runs/x holds a run with", and `advice` ends it. The options
+    in `free`, or the groups of options, may differ.
     """
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name) and not named_by(free, name):
-            raise ValueError(f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}")
+            raise ValueError(
+                f"{holder} {name} = {before.get(name)!r}, not {now.get(name)!r}; {advice}"
+            )
 
 
 def named_by(options: Sequence[str], name: str) -> bool:

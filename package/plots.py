@@ -9,8 +9,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plotted(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> Figure:
-    """Plot curves of points (x, y), without the points whose y was not measured, with a legend if they are several."""
+def plotted(
+    x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]
+) -> Figure:
+    """Plot curves of points (x, y), with a legend if there are several.
+
+    Points whose y was not measured (None) are left out.
+    """
     from matplotlib.figure import Figure  # takes a second to import, and is needed last
 
     figure = Figure(figsize=(8, 4), layout="constrained")

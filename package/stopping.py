@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """The end of work that was asked to stop, once everything is saved: the same command resumes from there."""
+    """A stop on request, after everything was saved: the same command resumes from there."""
 
 
 @dataclass
@@ -44,7 +44,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         flag.wanted = True
-        if os.environ.get("LOCAL_RANK", "0") != "0":  # of the processes of a launch, the first speaks
+        # of the processes of a launch, the first speaks
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         # Not through the console, which may be in the middle of a line.
         name = signal.Signals(number).name

@@ -62,7 +62,13 @@ def main() -> None:
     else:
         nearest = difflib.get_close_matches(command, COMMANDS, n=3)
         told = f"the nearest: {', '.join(nearest)}" if nearest else "no command has a similar name"
-        print(f"error: unknown command {command!r}", told, "`headstart --help` lists all", sep="\n", file=sys.stderr)
+        print(
+            f"error: unknown command {command!r}",
+            told,
+            "`headstart --help` lists all",
+            sep="\n",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 

@@ -1,9 +1,9 @@
-"""Let a head learn from recorded answers: `headstart adapt --target T --head H --recorded FOLDER --output NEW`.
+"""Adapt a head to recordings: `headstart adapt --target T --head H --recorded FOLDER --output NEW`.
 
-The head is trained on from its weights, on the states that were recorded. Then both heads draft along
-the newest answers, which were held out: the new one is taken, as NEW/best, only if its acceptance
-length is longer beyond chance, its predicted speed is higher, and no kind of prompt got worse.
-Started again, the command resumes.
+The head is trained on from its weights, on the states that were recorded. Then both heads draft
+along the newest answers, which were held out: the new one is taken, as NEW/best, only if its
+acceptance length is longer beyond chance, its predicted speed is higher, and no kind of prompt got
+worse. Started again, the command resumes.
 """
 
 from __future__ import annotations

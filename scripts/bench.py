@@ -37,7 +37,12 @@ class BenchConfig(SpeculativeOptions):
     required = ("target", "prompts")
     most_used = ("target", "head", "prompts", "limit", "max_new_tokens")
     takes_encoder_decoders: ClassVar[bool] = True
-    minimum: ClassVar[dict[str, float]] = {"limit": 1, "temperature": 0, "price_per_hour": 0, "watts": 0}
+    minimum: ClassVar[dict[str, float]] = {
+        "limit": 1,
+        "temperature": 0,
+        "price_per_hour": 0,
+        "watts": 0,
+    }
 
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts; a table row each."""
@@ -59,7 +64,8 @@ class BenchConfig(SpeculativeOptions):
             raise ValueError("a head or a drafter is required and neither was given")
         if self.max_new_tokens < 2:
             raise ValueError(
-                f"max_new_tokens must be at least 2, not {self.max_new_tokens}: the first is the prefill's"
+                f"max_new_tokens must be at least 2, not {self.max_new_tokens}: the first is the"
+                " prefill's"
             )
 
 
@@ -86,7 +92,8 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 
 def main(arguments: list[str]) -> None:
     """Run `headstart bench` with these command-line arguments."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is reported, as after Ctrl-C
+    # what was measured is reported, as after Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
@@ -175,7 +182,9 @@ def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
     heads = [rows.model for rows in draft_models(fast.drafter)]
     if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
         return None
-    return heads[0].target_tokens(torch.arange(heads[0].draft_vocab_size, device=fast.target.device))
+    return heads[0].target_tokens(
+        torch.arange(heads[0].draft_vocab_size, device=fast.target.device)
+    )
 
 
 def _compare(
@@ -184,7 +193,10 @@ def _compare(
     sides: dict[str, Side],
     compared: dict[str, list[ComparedPrompt]],
 ) -> None:
-    """Answer the prompts and add each to `compared`, which holds what is done if this is interrupted."""
+    """Answer the prompts and add each to `compared`.
+
+    After an interruption `compared` holds what was done until then.
+    """
     from headstart.inference.tuning.machine import turns
 
     vocabulary_D = _draft_vocabulary(fast)
@@ -196,12 +208,18 @@ def _compare(
         for path, prompts in encoded.items():
             for number, input_ids in enumerate(prompts):
                 order = turns(SIDES, number)
-                compared[path].append(_compare_one(fast.target, vocabulary_D, input_ids, sides, order))
+                compared[path].append(
+                    _compare_one(fast.target, vocabulary_D, input_ids, sides, order)
+                )
                 bar.update(bar.done + 1, Path(path).name)
 
 
 def _compare_one(
-    target: Target, vocabulary_D: Tensor | None, input_ids: Tensor, sides: dict[str, Side], order: list[str]
+    target: Target,
+    vocabulary_D: Tensor | None,
+    input_ids: Tensor,
+    sides: dict[str, Side],
+    order: list[str],
 ) -> ComparedPrompt:
     import torch
 
@@ -221,16 +239,23 @@ def _compare_one(
     if vocabulary_D is not None:
         covered = int(torch.isin(sequences[0, prompt_length:], vocabulary_D).sum())
     return ComparedPrompt(
-        tokens={name: sequences.shape[1] - prompt_length for name, (sequences, _) in outputs.items()},
+        tokens={
+            name: sequences.shape[1] - prompt_length for name, (sequences, _) in outputs.items()
+        },
         seconds=seconds,
-        difference=first_difference(target, outputs["generate"][0], sequences, prompt_length, input_ids),
+        difference=first_difference(
+            target, outputs["generate"][0], sequences, prompt_length, input_ids
+        ),
         stats=stats,
         covered=covered,
     )
 
 
 def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
-    """All figures of a set of prompts; two sampled answers are independent, so only greedy ones are compared."""
+    """Return all figures of a set of prompts.
+
+    Only greedy answers are compared, because two sampled ones are independent.
+    """
     from headstart.inference import Stats
     from headstart.inference.trees.stats import acceptance_figures
 
@@ -241,7 +266,9 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
         rates[side] = tokens / sum(row.seconds[side] for row in compared)
     differences = [row.difference for row in compared if row.difference is not None]
     milliseconds = {
-        part: 1000 * seconds / max(stats.rounds, 1) for part, seconds in stats.seconds.items() if part != "prefill"
+        part: 1000 * seconds / max(stats.rounds, 1)
+        for part, seconds in stats.seconds.items()
+        if part != "prefill"
     }
     return {
         "prompts": len(compared),
@@ -270,7 +297,7 @@ def _speedup(compared: list[ComparedPrompt], side: str, base: str) -> dict[str, 
 
 
 def coverage(compared: list[ComparedPrompt]) -> float | None:
-    """Share of the answers' tokens that are in the draft vocabulary; None if that has all tokens."""
+    """Return the share of answer tokens in the draft vocabulary; None if it has all tokens."""
     covered = [row.covered for row in compared if row.covered is not None]
     if not covered:
         return None
@@ -278,7 +305,10 @@ def coverage(compared: list[ComparedPrompt]) -> float | None:
 
 
 def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[str]:
-    """Lines that say what a million tokens cost, without drafts and with them, if price or power was given."""
+    """Return lines that say what a million tokens cost, plain and speculative.
+
+    There is one line each for `price_per_hour` and `watts`, if given.
+    """
     lines = []
     for name, unit, scale in (("price_per_hour", "", 1.0), ("watts", " kWh", 1e-3)):
         given = options.get(name)
@@ -296,14 +326,20 @@ def print_report(report: dict[str, Any]) -> None:
     """Print a report that `benchmark` returned or wrote."""
     console.print(_table(report))
     total = report["total"]
-    parts = ", ".join(f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items())
+    parts = ", ".join(
+        f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items()
+    )
     log.info(f"a round in milliseconds: {parts}")
-    log.info(f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps or to be faster")
+    log.info(
+        f"{total['plain_rounds']} of {total['rounds']} rounds without drafts, to time plain steps"
+        " or to be faster"
+    )
     for path, row in report["files"].items():
         if row["coverage"] is not None and row["coverage"] < WELL_COVERED:
             log.info(
-                f"{Path(path).stem}: {1 - row['coverage']:.1%} of the answers' tokens are outside the draft vocabulary "
-                "and are never drafted; train on such prompts, with init_from and a larger head.draft_vocab_size"
+                f"{Path(path).stem}: {1 - row['coverage']:.1%} of the answers' tokens are outside"
+                " the draft vocabulary and are never drafted; train on such prompts, with"
+                " init_from and a larger head.draft_vocab_size"
             )
     for line in costs(report["options"], total["tokens_per_second"]):
         log.info(line)
@@ -318,7 +354,10 @@ def _table(report: dict[str, Any]) -> Any:
     from headstart.scripts.measuring.comparison import spread
 
     options = report["options"]
-    title = f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g}, {report['nodes']} nodes"
+    title = (
+        f"{options['target']}, {options['dtype']}, temperature {options['temperature']:g},"
+        f" {report['nodes']} nodes"
+    )
     table = Table(title=f"{title}, {options['max_new_tokens']} new tokens\n{report['hardware']}")
     table.add_column("prompts")
     rates = [f"{side} tok/s" for side in SIDES]
@@ -346,7 +385,8 @@ def _profile_line(profile: dict[str, Any]) -> str:
     shares = profile["of_the_round"]
     gigabytes = profile["bytes_per_second"] / 1e9
     return (
-        f"of {profile['round']:.1f} ms, the bare forward over {profile['nodes']} nodes takes "
-        f"{floors['forward']:.1f} ({shares['forward']:.0%}), reading its {profile['bytes_read'] / 1e6:.0f} MB "
-        f"at {gigabytes:.1f} GB/s {floors['bytes']:.1f} ({shares['bytes']:.0%})"
+        f"of {profile['round']:.1f} ms, the bare forward over {profile['nodes']} nodes takes"
+        f" {floors['forward']:.1f} ({shares['forward']:.0%}), reading its"
+        f" {profile['bytes_read'] / 1e6:.0f} MB at {gigabytes:.1f} GB/s {floors['bytes']:.1f}"
+        f" ({shares['bytes']:.0%})"
     )

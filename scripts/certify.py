@@ -1,4 +1,4 @@
-"""Certify that an engine is lossless: `headstart certify --target MODEL --head HEAD --prompts FILE.jsonl`.
+"""Certify lossless decoding: `headstart certify --target MODEL --head HEAD --prompts FILE.jsonl`.
 
 The engine is headstart with a head or a drafter, transformers' own `generate` (with neither;
 `--assistant MODEL` for its assisted decoding), or an OpenAI-compatible server (`--server URL
@@ -94,29 +94,44 @@ class CertifyConfig(SamplingOptions):
         if kind == "server":
             self._check_server()
         elif self.model or self.server:
-            raise ValueError(f"server and model were given for the engine {kind!r}; leave them out, or choose 'server'")
+            raise ValueError(
+                f"server and model were given for the engine {kind!r}; leave them out, or choose"
+                " 'server'"
+            )
         drafts = [name for name in ("head", "drafter") if getattr(self, name)]
         if kind != "headstart" and drafts:
-            raise ValueError(f"{drafts[0]} was given for the engine {kind!r}; only headstart takes one")
+            raise ValueError(
+                f"{drafts[0]} was given for the engine {kind!r}; only headstart takes one"
+            )
         if kind != "transformers" and self.assistant:
-            raise ValueError(f"assistant was given for the engine {kind!r}; only transformers takes one")
+            raise ValueError(
+                f"assistant was given for the engine {kind!r}; only transformers takes one"
+            )
         if self.acceptance != "auto":
             if kind != "headstart":
-                raise ValueError(f"acceptance was given for the engine {kind!r}; only headstart takes one")
-            choose_rule(self.acceptance, "sampled_chain", self.lossy)  # every rule fits a sampled chain
+                raise ValueError(
+                    f"acceptance was given for the engine {kind!r}; only headstart takes one"
+                )
+            # every rule fits a sampled chain
+            choose_rule(self.acceptance, "sampled_chain", self.lossy)
         if self.output and Path(self.output).suffix != ".json":
-            raise ValueError(f"output must end in .json, not {self.output!r}; the page is written beside it as .md")
+            raise ValueError(
+                f"output must end in .json, not {self.output!r}; the page is written beside it"
+                " as .md"
+            )
 
     def _check_server(self) -> None:
         from headstart.addons.openai_server import OpenAIServer
 
         if not self.server or not self.model:
-            raise ValueError("a server needs both its URL (server) and the target's name there (model)")
+            raise ValueError(
+                "a server needs both its URL (server) and the target's name there (model)"
+            )
         OpenAIServer.at(self.server, SECONDS)
         if self.dtype in ("fastest", "auto"):
             raise ValueError(
-                f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it computes (float32, "
-                "bfloat16, float16), as rounding is judged by it"
+                f"dtype {self.dtype!r} cannot be resolved for a server: say in which one it"
+                " computes (float32, bfloat16, float16), as rounding is judged by it"
             )
 
     @property
@@ -195,7 +210,7 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
 def _generate(
     config: CertifyConfig, asked: Asked, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generated, Weights, dict[str, Any]]:
-    """Let the engine generate; return that, the target's weights, and the report's lines about the engine."""
+    """Run the engine; return its output, the target's weights and the report's engine entry."""
     from headstart.addons.certify.engines import headstart_engine, transformers_engine
     from headstart.addons.certify.judging import Weights, generate_all
     from headstart.heads.base import dtype_name
@@ -205,7 +220,9 @@ def _generate(
 
     model_config = config_of(config.target)
     if model_config is not None and model_config.is_encoder_decoder:
-        raise ValueError(f"{config.target!r} is an encoder-decoder model; certify judges decoders alone")
+        raise ValueError(
+            f"{config.target!r} is an encoder-decoder model; certify judges decoders alone"
+        )
     if config.engine_kind == "server":
         return _by_server(config, asked, prompts, tokenizer)
     log.info(f"loading {config.target}")
@@ -230,14 +247,16 @@ def _generate(
             "compiled": target.compiled,
         }
         if is_lossy(config.acceptance) and config.draws:
-            about["lossy"] = f"the acceptance rule {config.acceptance!r} does not keep the target's distribution"
+            about["lossy"] = (
+                f"the acceptance rule {config.acceptance!r} does not keep the target's distribution"
+            )
     about["dtype"] = dtype_name(target.dtype)
     needed = max(config.max_new_tokens, config.sample_tokens)
     longest = max(len(prompt.ids) for prompt in prompts)
     if longest + needed > target.max_positions:
         raise ValueError(
-            f"a prompt of {longest} tokens and {needed} new ones do not fit the {target.max_positions} "
-            f"positions of {config.target!r}"
+            f"a prompt of {longest} tokens and {needed} new ones do not fit the"
+            f" {target.max_positions} positions of {config.target!r}"
         )
     return generate_all(engine, prompts, asked), Weights.of(target), about
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headstart.inference import Chat, SpeculativeLM, Stats
 
 HELP = """\
-/drafts         show the last answer with its accepted drafts in green; what the target wrote itself is plain
+/drafts         show the last answer: accepted drafts in green, tokens of the target plain
 /plain          answer without drafts, or with them again
 /system TEXT    begin again with a system prompt; without TEXT, with none
 /reset          begin again
@@ -49,8 +49,8 @@ class ChatConfig(SamplingOptions):
     """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for
     none."""
     record: str | None = None
-    """Folder in which to record the answers with the target's states, for training; null for none. It
-    holds the texts, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
+    """Folder in which to record the answers with the target's states, for training; null for none.
+    It holds the texts, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -66,7 +66,8 @@ def chat_on_screen(config: ChatConfig) -> None:
         with contextlib.suppress(ImportError):  # arrow keys and a history for `input`
             import readline
 
-            readline.parse_and_bind("set enable-bracketed-paste on")  # several lines that are pasted are one message
+            # several lines that are pasted are one message
+            readline.parse_and_bind("set enable-bracketed-paste on")
     monitor = None
     if config.metrics_port is not None:  # before the model is loaded: the port may be taken
         from headstart.addons.monitor import Monitor
@@ -87,7 +88,8 @@ def converse(session: Session) -> None:
     """Answer messages and obey commands until the input ends."""
     while True:
         try:
-            # Not console.input, which prints the prompt by itself: readline would erase what it does not know.
+            # Not console.input, which prints the prompt by itself: readline would erase what it
+            # does not know.
             message = input("> " if sys.stdin.isatty() else "").strip()
             if message == "/exit":
                 return
@@ -142,7 +144,9 @@ class Session:
         from headstart.scripts.measuring.comparison import answer_settings
 
         config = self.config
-        settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+        settings = answer_settings(
+            config.max_new_tokens, config.temperature, config.top_k, config.top_p
+        )
         template = template_variables(config.thinking, config.template_kwargs)
         self.system = system
         self.chat = self.decoder.chat(self.tokenizer, system, template=template, **settings)
@@ -167,7 +171,10 @@ class Session:
             console.print(HELP, markup=False, highlight=False)
 
     def answer(self, message: str) -> None:
-        """Stream the answer to a message; an interrupted one stays in the conversation as far as it came."""
+        """Stream the answer to a message.
+
+        An interrupted answer stays in the conversation as far as it came.
+        """
         if not message:
             return
         self.stats.clear()
@@ -187,7 +194,10 @@ class Session:
             return
         seconds = time.perf_counter() - start
         (stats,) = self.stats
-        line = f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length {stats.acceptance_length:.2f}"
+        line = (
+            f"{(stats.tokens + 1) / seconds:.1f} tokens/s, acceptance length"
+            f" {stats.acceptance_length:.2f}"
+        )
         if stats.plain_rounds:
             line += f", {stats.plain_rounds} of {stats.rounds} rounds without drafts"
         last = self.chat.past.tokens[-1]
@@ -214,4 +224,6 @@ class Session:
         for piece, green in zip(pieces, drafted, strict=True):
             text.append(piece, "green" if green else "")
         share = sum(drafted) / len(drafted)
-        return text.append(f"\n{sum(drafted)} of {len(drafted)} tokens were drafted, {share:.0%}", "dim")
+        return text.append(
+            f"\n{sum(drafted)} of {len(drafted)} tokens were drafted, {share:.0%}", "dim"
+        )

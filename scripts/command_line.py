@@ -1,4 +1,4 @@
-"""The command line's common parts: options that several commands have, their parsing, errors as one line."""
+"""Shared parts of the command line: common options, their parsing, and errors as one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class DecodingOptions(TargetOptions):
     """Target, head and sampling of answers."""
 
     takes_encoder_decoders: typing.ClassVar[bool] = False
-    """Whether the command also answers with an encoder-decoder, which reads a text and no conversation."""
+    """Whether the command also answers with an encoder-decoder, which reads a text and no
+    conversation."""
 
     head: str | None = None
     """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain
@@ -69,26 +70,33 @@ class DecodingOptions(TargetOptions):
     temperature: float = 0.0
     """0 for greedy decoding; above 0 for sampling."""
     compile: bool = True
-    """How forwards run. true: kernels of our own on a CPU, CUDA graphs on a GPU. false: transformers'
-    own operations."""
+    """How forwards run. true: kernels of our own on a CPU, CUDA graphs on a GPU. false:
+    transformers' own operations."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
     writes other text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
+        # raises if they contradict each other
+        template_variables(self.thinking, self.template_kwargs)
 
     def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
-        """Load the target, its tokenizer, and the head or drafter; warn if the head was trained on other prompts."""
+        """Load the target, its tokenizer, and the head or drafter.
+
+        Warn if the head was trained on prompts that were tokenized or rendered differently.
+        """
         from headstart.inference.engines.encoder_decoder import is_encoder_decoder
         from headstart.inference.load import load_speculative_lm
-        from headstart.inference.text.chat_template import warn_of_other_data, warn_of_unread_variables
+        from headstart.inference.text.chat_template import (
+            warn_of_other_data,
+            warn_of_unread_variables,
+        )
 
         if not self.takes_encoder_decoders and is_encoder_decoder(self.target):
             raise ValueError(
-                f"{self.target!r} is an encoder-decoder, which `headstart generate` and `headstart bench` take; this "
-                "command takes decoder-only models"
+                f"{self.target!r} is an encoder-decoder, which `headstart generate` and `headstart"
+                " bench` take; this command takes decoder-only models"
             )
         names = (
             "acceptance",
@@ -155,8 +163,13 @@ class SamplingOptions(SpeculativeOptions):
 
 
 @contextmanager
-def recorded(folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Record what decoders answer inside the block in a folder, if one is given; say at its end what was recorded."""
+def recorded(
+    folder: str | None, decoders: list[SpeculativeLM], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[None]:
+    """Record what decoders answer inside the block in `folder`, if it is given.
+
+    At the end of the block, a summary of the recordings is logged.
+    """
     from headstart.addons.record import record
 
     recordings = []
@@ -186,8 +199,8 @@ def options(
     Raises:
         ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
     """
-    # jsonargparse resolves types that are written as strings by running the imports of `if TYPE_CHECKING:`, and to
-    # import torch takes seconds.
+    # jsonargparse resolves types that are written as strings by running the imports of `if
+    # TYPE_CHECKING:`, and to import torch takes seconds.
     hints = typing.get_type_hints(kind)
     constructor: Any = kind.__init__
     constructor.__annotations__ = {name: hints.get(name) for name in constructor.__annotations__}
@@ -199,7 +212,9 @@ def options(
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", action="config", help="YAML file of options; the command line overrides it")
+    parser.add_argument(
+        "--config", action="config", help="YAML file of options; the command line overrides it"
+    )
     parser.add_class_arguments(kind)
     show_first(parser, kind.most_used)
     if first and arguments and not arguments[0].startswith("-"):
@@ -217,7 +232,10 @@ def options(
 
 
 def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
-    """Let `--help` begin with some options, in their order: argparse shows its groups one after the other."""
+    """Let `--help` begin with some options, in their order.
+
+    They become the first group, because argparse shows its groups one after the other.
+    """
     groups = list(parser._action_groups)
     most_used = parser.add_argument_group("most used")
     parser._action_groups = [most_used, *groups]
@@ -241,7 +259,10 @@ def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not names:
             return f"unexpected {unknown[0]!r}: an option is written --NAME VALUE"
-        typed = {spelled(argument.partition("=")[0]): argument.partition("=")[0] for argument in arguments}
+        typed = {
+            spelled(argument.partition("=")[0]): argument.partition("=")[0]
+            for argument in arguments
+        }
         given = [typed.get(name, name) for name in names]
         return unknown_options(given, [name.lstrip("-") for name in names], types)
     if found := re.fullmatch(r"Option '(.+)' is not accepted", message):
@@ -257,13 +278,15 @@ def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
 
 
 def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -> str:
-    """Two lines: the unknown options as they were given, and the valid ones with the nearest names."""
+    """Return two lines: the unknown options as typed, and the valid ones with the nearest names."""
     nearest: list[str] = []
     for name in names:
         last = name.rpartition(".")[2]
         in_groups = [option for option in types if option.rpartition(".")[2] == last]
         similar = difflib.get_close_matches(name, types, n=3)
-        nearest += [f"--{option}" for option in [*in_groups, *similar] if f"--{option}" not in nearest]
+        nearest += [
+            f"--{option}" for option in [*in_groups, *similar] if f"--{option}" not in nearest
+        ]
     first = f"unknown option {', '.join(given)}"
     if not nearest:
         return f"{first}\nno valid option has a similar name"
@@ -272,7 +295,13 @@ def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -
 
 def valid_values(hint: Any) -> str:
     """Describe the valid values of an option of a type."""
-    words = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+    words = {
+        str: "a text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        NoneType: "null",
+    }
     if hint in words:
         return words[hint]
     origin = typing.get_origin(hint)
@@ -369,7 +398,8 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
         print("stopped")
         status = 130
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Threads of torch's gloo may abort a process while its interpreter ends (pytorch/pytorch#179291).
+        # Threads of torch's gloo may abort a process while its interpreter ends
+        # (pytorch/pytorch#179291).
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -24,12 +24,15 @@ class DataCommand(AnswersConfig):
     """Conversations that the model generates, or servers of it, and what is seen of it."""
 
     metrics_port: int | None = None
-    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for none."""
+    """Serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 for a free port, null for
+    none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.server is not None and self.metrics_port is not None:
-            raise ValueError("metrics_port is for the model in this process; the server has its own metrics")
+            raise ValueError(
+                "metrics_port is for the model in this process; the server has its own metrics"
+            )
 
 
 def main(arguments: list[str]) -> None:
@@ -44,7 +47,8 @@ def write_conversations(command: DataCommand) -> None:
 
         ask_servers(options_of(command, AnswersConfig))
         return
-    from headstart.train.data.self_made import make_conversations  # not before the options are known to be good
+    # not before the options are known to be good
+    from headstart.train.data.self_made import make_conversations
 
     observers: list[RoundObserver] = []
     if command.metrics_port is not None:  # before the model is loaded: the port may be taken

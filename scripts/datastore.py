@@ -1,4 +1,4 @@
-"""Index a corpus for retrieval: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
+"""Index a corpus: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
 
 Its texts as tokens of the target, with a suffix array: `--drafter retrieval:FOLDER` of the other
 commands then drafts what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in
@@ -45,7 +45,12 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     """Encode, sort and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.inference.drafters.ngram_index import MANIFEST_FILE, ORDER_FILE, TOKENS_FILE, Datastore
+    from headstart.inference.drafters.ngram_index import (
+        MANIFEST_FILE,
+        ORDER_FILE,
+        TOKENS_FILE,
+        Datastore,
+    )
     from headstart.inference.targets.loading import tokenizer_provenance
     from headstart.inference.text.chat_template import check_tokenizer, render
     from headstart.inference.text.prompt_files import without_compression
@@ -68,7 +73,10 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
         for row in read_conversations(source, config.limit):
             if row.get("input_ids") is None:
                 check_tokenizer(tokenizer, source)
-            texts.append(row.get("input_ids") or tokens_of(render(tokenizer, row["messages"], tools=row.get("tools"))))
+            texts.append(
+                row.get("input_ids")
+                or tokens_of(render(tokenizer, row["messages"], tools=row.get("tools")))
+            )
     store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
     with new_folder(config.output, contents) as partial:
         store.save(partial)

@@ -1,4 +1,4 @@
-"""Convert a head to another project's format: `headstart export HEAD --to speculators --output FOLDER`.
+"""Convert a head for another project: `headstart export HEAD --to speculators --output FOLDER`.
 
 vLLM, SGLang and llama.cpp's converter read a head as it is: for them nothing needs to be exported.
 """
@@ -67,11 +67,13 @@ def export_foreign(config: ExportConfig) -> None:
     own = {"merged": export_merged, "model": export_model, "checkpoint": export_checkpoint}
     if config.to == "gguf":
         raise ValueError(
-            "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given --target-model-dir: nothing "
-            "is exported for it, and the head's card has the command"
+            "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given"
+            " --target-model-dir: nothing is exported for it, and the head's card has the command"
         )
     if config.to not in (*PROJECTS, *own):
-        raise ValueError(f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}")
+        raise ValueError(
+            f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}"
+        )
     head, metadata = load_head(config.head)
     if config.to in own:
         own[config.to](head, metadata, config)
@@ -87,18 +89,24 @@ def export_foreign(config: ExportConfig) -> None:
 
 
 def export_checkpoint(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a copy of the target's checkpoint with an MTP head in the place of the one that it brings."""
+    """Write a copy of the target's checkpoint with an MTP head in place of its own."""
     from headstart.heads import MtpHead
     from headstart.heads.checkpoints.native_mtp import MTP_FILE, write_native_mtp
 
     if not isinstance(head, MtpHead):
-        raise ValueError(f"{config.head!r} holds a {type(head).__name__}: a model's own checkpoint has MTP heads alone")
+        raise ValueError(
+            f"{config.head!r} holds a {type(head).__name__}: a model's own checkpoint has MTP heads"
+            " alone"
+        )
     write_native_mtp(head, config.target or head.target.name, config.output)
     log.info(f"{config.output}: the model, with this MTP head in {MTP_FILE}")
 
 
 def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a target with its head's adapter merged in, in transformers' format, and the head without the adapter."""
+    """Write the target with the head's adapter merged in, and the head without the adapter.
+
+    The target is in transformers' format.
+    """
     from headstart.heads.checkpoints.files import HEAD, Contents, new_folder, refuse_foreign
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
@@ -106,11 +114,16 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     from headstart.scripts.load_target import target_of
 
     if not metadata.adapted:
-        raise ValueError(f"{config.head!r} has no adapter: its target is the original model, there is nothing to merge")
+        raise ValueError(
+            f"{config.head!r} has no adapter: its target is the original model, there is nothing to"
+            " merge"
+        )
     model_files = tuple(f"target/{pattern}" for pattern in MODEL_FILES)
     head_files = tuple(f"head/{pattern}" for pattern in HEAD.files)
     both = Contents(
-        "a merged model and its head", model_files + head_files, lambda out: HEAD.written_here(out / "head")
+        "a merged model and its head",
+        model_files + head_files,
+        lambda out: HEAD.written_here(out / "head"),
     )
     refuse_foreign(config.output, both)
     target = target_of(head, config.target)
@@ -118,8 +131,12 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model = target.model
     final = Path(config.output)
-    if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (None, "gguf"):
-        model.hf_quantizer = None  # the weights of a GGUF file are no longer packed, and must not say so
+    if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (
+        None,
+        "gguf",
+    ):
+        # the weights of a GGUF file are no longer packed, and must not say so
+        model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     with new_folder(final, both) as partial:
@@ -127,8 +144,15 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
         tokenizer.save_pretrained(partial / "target")
         provenance = metadata.provenance | Target(model, str(final / "target")).current_provenance()
         head.target = dataclasses.replace(head.target, name=str(final / "target"))
-        save_head(head, partial / "head", dataclasses.replace(metadata, adapted=False, provenance=provenance))
-    log.info(f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head for it")
+        save_head(
+            head,
+            partial / "head",
+            dataclasses.replace(metadata, adapted=False, provenance=provenance),
+        )
+    log.info(
+        f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head"
+        " for it"
+    )
 
 
 def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
@@ -142,13 +166,19 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from headstart.scripts.load_target import embedding_of, target_of
 
     if not isinstance(head, TruncatedHead):
-        raise ValueError(f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no model")
-    files = Contents("a model", MODEL_FILES, lambda _: False)  # an earlier one looks like any other model
+        raise ValueError(
+            f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no"
+            " model"
+        )
+    # an earlier one looks like any other model
+    files = Contents("a model", MODEL_FILES, lambda _: False)
     refuse_foreign(config.output, files)
     dtype = next(head.parameters()).dtype
     target = target_of(head, config.target, dtype)
     tokenizer = load_tokenizer(config.target or head.target.name)
-    keys = {key: value for key, value in head.server_config().items() if not key.startswith("rope_")}
+    keys = {
+        key: value for key, value in head.server_config().items() if not key.startswith("rope_")
+    }
     embedding_VD = embedding_of(target)
     lm_head_VD = target.modules.lm_head.weight.cpu()
     # The embedding of a target may be scaled on its way out: then it is no longer the LM head.

@@ -1,10 +1,12 @@
-"""Write the target's hidden states to disk for training: `headstart features --config configs/smollm2-eagle3.yaml`.
+"""Store the target's hidden states: `headstart features --config configs/smollm2-eagle3.yaml`.
 
-The options are those of the training run. The target computes the states, or a server does: `features.server` is asked
-for them, and `features.from_server` is copied; then no more of the target is loaded than its embedding, final norm and
-LM head. Written are the states of the sequences to train on, and those of the evaluation, so that training with
-`features.mode stored` needs no target. Started again, the command resumes; under `accelerate launch` the processes
-share the work.
+They are written to disk for training.
+
+The options are those of the training run. The target computes the states, or a server does:
+`features.server` is asked for them, and `features.from_server` is copied; then no more of the
+target is loaded than its embedding, final norm and LM head. Written are the states of the sequences
+to train on, and those of the evaluation, so that training with `features.mode stored` needs no
+target. Started again, the command resumes; under `accelerate launch` the processes share the work.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def precompute(config: TrainConfig, source: OpenSource | None = None) -> None:
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator, outer=source is not None)
-    cache = open_cache(accelerator, inputs.head, inputs.provenance, config.features, Path(config.output))
+    cache = open_cache(
+        accelerator, inputs.head, inputs.provenance, config.features, Path(config.output)
+    )
     bytes_per_token = cache_bytes(inputs.head, config.features.format, cache.layers)
     total = bytes_per_token * sum(lengths_of(inputs.training))
     layers = ", ".join(map(str, cache.layers))

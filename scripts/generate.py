@@ -38,8 +38,8 @@ class GenerateConfig(SamplingOptions):
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     record: str | None = None
-    """Folder in which to record the answer with the target's states, for training; null for none. It
-    holds the text, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
+    """Folder in which to record the answer with the target's states, for training; null for none.
+    It holds the text, as tokens. HEADSTART_NO_RECORD=1 in the environment wins over it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -67,7 +67,9 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     input_ids = encoded_prompt(target, tokenizer, messages, config).to(target.device)
     prompt_length = answer_begin(target, input_ids)
     mask_1T = torch.ones_like(input_ids)
-    settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    settings = answer_settings(
+        config.max_new_tokens, config.temperature, config.top_k, config.top_p
+    )
     settings["attention_mask"] = mask_1T
     settings["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(config.seed)  # both sides sample with the global generator
@@ -86,13 +88,21 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     if compared:
         log.info("warming up both sides")  # the first call of either is slow
         more = stock_settings(target, tokenizer)
-        target.model.generate(input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False, **more)
+        target.model.generate(
+            input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False, **more
+        )
         lm.warmup()
-        stock = timed("generate", "model.generate", lambda: target.model.generate(input_ids, **settings, **more))
+        stock = timed(
+            "generate",
+            "model.generate",
+            lambda: target.model.generate(input_ids, **settings, **more),
+        )
         log.info(f"{rates['generate']:.1f} tokens/s")
     title = "headstart" if config.head or config.drafter else "headstart, plain"
     with recorded(config.record, [lm], tokenizer):
-        output = timed("headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings))
+        output = timed(
+            "headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings)
+        )
     log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:
         difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)
@@ -100,14 +110,15 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
             log.info("both generated the same text")
         else:
             log.info(
-                f"the texts differ from token {difference['token']} on, where the logits of the two tokens are "
-                f"{abs(difference['logit_gap']):.2g} apart (in {dtype_name(target.dtype)})"
+                f"the texts differ from token {difference['token']} on, where the logits of the two"
+                f" tokens are {abs(difference['logit_gap']):.2g} apart (in"
+                f" {dtype_name(target.dtype)})"
             )
     return rates
 
 
 def _statistics(rates: dict[str, float], stats: Stats) -> str:
-    """A line about an answer: its speed, alone and beside stock generate's, and the acceptance of drafts."""
+    """Return a line about an answer: its speed, the ratio to stock generate, and acceptance."""
     line = f"{rates['headstart']:.1f} tokens/s"
     if "generate" in rates:
         line += f" ({rates['headstart'] / rates['generate']:.2f} times)"

@@ -1,4 +1,4 @@
-"""Convert a head of another project to ours: `headstart import FOLDER_OR_ID --target MODEL --output FOLDER`.
+"""Import another project's head: `headstart import FOLDER_OR_ID --target MODEL --output FOLDER`.
 
 FasterDecoding/Medusa, SafeAILab/EAGLE (1, 2 and 3), Hydra, SpecForge, speculators, ModelOpt, and
 what vLLM reads, recognised by their files. The tensors decide: each must have its place, and a key

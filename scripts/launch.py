@@ -1,8 +1,11 @@
-"""`accelerate launch` that ends in one line: `python -m headstart.scripts.launch --config_file F scripts/train.py ...`.
+"""`accelerate launch` that ends in one line, without a traceback.
 
-The arguments are those of `accelerate launch`. Ctrl-C and SIGTERM are passed on to the processes, which stop after
-their step with a checkpoint, however long that takes; the exit status is then 0. If a process fails, one line names
-it; `accelerate launch` prints a traceback of its own in both cases, and ends processes 30 seconds after a signal.
+Usage: `python -m headstart.scripts.launch --config_file F scripts/train.py ...`.
+
+The arguments are those of `accelerate launch`. Ctrl-C and SIGTERM are passed on to the processes,
+which stop after their step with a checkpoint, however long that takes; the exit status is then 0.
+If a process fails, one line names it; `accelerate launch` prints a traceback of its own in both
+cases, and ends processes 30 seconds after a signal.
 """
 
 from __future__ import annotations
@@ -31,15 +34,16 @@ def main(arguments: list[str]) -> int:
         launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # Its partners, which have lost it, may be seen to end before it; torch ends the last ones by SIGTERM.
+        # Its partners, which have lost it, may be seen to end before it; torch ends the last ones
+        # by SIGTERM.
         for other, own in error.failures.items():
             if own.exitcode < 0 and own.exitcode != -signal.SIGTERM:
                 rank, failure = other, own
         if failure.exitcode in (1, 2):  # the process has said why
             return int(failure.exitcode)
         print(
-            f"error: rank {rank} ended with {ended_by(failure.exitcode)}; the same command resumes from the newest "
-            "checkpoint",
+            f"error: rank {rank} ended with {ended_by(failure.exitcode)}; the same command resumes"
+            " from the newest checkpoint",
             file=sys.stderr,
         )
         return 1

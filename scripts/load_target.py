@@ -1,4 +1,7 @@
-"""Targets as their checkpoints store them: what is published or converted must not depend on this machine."""
+"""Targets as their checkpoints store them, independent of this machine.
+
+What is published or converted must not depend on it.
+"""
 
 from __future__ import annotations
 

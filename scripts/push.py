@@ -71,7 +71,9 @@ def push_head(config: PushConfig) -> None:
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"
-        left_out = publishable(folder, ready, Listing(config.repo, config.base_model, config.license), shared)
+        left_out = publishable(
+            folder, ready, Listing(config.repo, config.base_model, config.license), shared
+        )
         for path in sorted(path for path in ready.rglob("*") if path.is_file()):
             log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
         if left_out:
@@ -82,4 +84,13 @@ def push_head(config: PushConfig) -> None:
             log.info((ready / "README.md").read_text(encoding="utf-8"))
             log.info("nothing was uploaded")
             return
-        log.info(push_folder(ready, config.repo, config.private or None, config.token, config.branch, config.create_pr))
+        log.info(
+            push_folder(
+                ready,
+                config.repo,
+                config.private or None,
+                config.token,
+                config.branch,
+                config.create_pr,
+            )
+        )

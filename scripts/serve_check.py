@@ -1,4 +1,4 @@
-"""Compare a head in vLLM with the same head here: `headstart serve-check HEAD --target MODEL --python VLLM/bin/python`.
+"""Check a head in vLLM: `headstart serve-check HEAD --target MODEL --python VLLM/bin/python`.
 
 A server ignores what it does not know: a head whose layers, norms or ids it misreads drafts nothing
 that is accepted, without any error. So vLLM answers ten prompts greedily with the head as it would
@@ -23,7 +23,11 @@ from headstart.scripts.verify import PROMPTS, misreadings
 if TYPE_CHECKING:
     from headstart.addons.serve.comparison import Comparison
 
-ASKED = (*PROMPTS, "Translate to French: The weather is nice today.", "Write a haiku about the sea.")
+ASKED = (
+    *PROMPTS,
+    "Translate to French: The weather is nice today.",
+    "Write a haiku about the sea.",
+)
 ROUNDING = 0.01
 """Largest relative difference in rounds: engines round differently, which decides between equally
 likely drafts.
@@ -62,13 +66,21 @@ def serve_check(config: ServeCheckConfig) -> None:
     """Print what both engines needed.
 
     Raises:
-        ValueError: a head that vLLM has no method for, what vLLM refused, or what it read otherwise.
+        ValueError: a head that vLLM has no method for, what vLLM refused, or what it read
+            otherwise.
     """
     from rich.table import Table
 
     from headstart.addons.serve.comparison import compare
 
-    (found,) = compare([config.head], config.target, config.python, ASKED, config.draft_length, config.max_new_tokens)
+    (found,) = compare(
+        [config.head],
+        config.target,
+        config.python,
+        ASKED,
+        config.draft_length,
+        config.max_new_tokens,
+    )
     if found.theirs is None:
         raise ValueError(f"vLLM refused the head: {found.error}")
     table = Table("", "rounds", "accepted, by depth")
@@ -76,15 +88,21 @@ def serve_check(config: ServeCheckConfig) -> None:
         table.add_row(name, str(side.rounds), " ".join(map(str, side.accepted)))
     console.print(table)
     log.info(f"the same tokens: {found.same} of {found.answers} answers")
-    log.info(f"vLLM without the head gives the same tokens as with it: {found.plain} of {found.answers} answers")
+    log.info(
+        f"vLLM without the head gives the same tokens as with it: {found.plain} of {found.answers}"
+        " answers"
+    )
     if found.theirs.rounds > (1 + ROUNDING) * found.ours.rounds:
         raise ValueError(
-            f"vLLM needs {found.theirs.rounds} rounds where headstart needs {found.ours.rounds}: it reads this head "
-            f"otherwise{_misread_as(config, found)}; `headstart verify {config.head} --target {config.target}` tells "
-            "whether the head itself is sound"
+            f"vLLM needs {found.theirs.rounds} rounds where headstart needs {found.ours.rounds}: it"
+            f" reads this head otherwise{_misread_as(config, found)}; `headstart verify"
+            f" {config.head} --target {config.target}` tells whether the head itself is sound"
         )
     if found.same < found.answers:
-        log.info("other tokens in as many rounds: the engines round otherwise, where two tokens are as likely")
+        log.info(
+            "other tokens in as many rounds: the engines round otherwise, where two tokens are as"
+            " likely"
+        )
 
 
 def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:

@@ -1,4 +1,4 @@
-"""Record a generation as a page that plays it: `headstart trace --target MODEL --head HEAD --prompt "..."`.
+"""Record a generation as a page: `headstart trace --target MODEL --head HEAD --prompt "..."`.
 
 The page is one file, without any network: the text with every token coloured by the depth at which
 it was drafted, and the draft tree, the draws and the time of each round. With `--report`, a summary
@@ -37,7 +37,12 @@ class TraceConfig(SamplingOptions):
 
     required = ("target",)
     most_used = ("target", "head", "prompt", "output", "max_new_tokens")
-    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0, "limit": 1}
+    minimum: ClassVar[dict[str, float]] = {
+        "max_new_tokens": 1,
+        "temperature": 0,
+        "top_k": 0,
+        "limit": 1,
+    }
 
     prompt: str = ""
     """The user's message."""
@@ -58,7 +63,9 @@ class TraceConfig(SamplingOptions):
         if not self.head and not self.drafter:
             raise ValueError("a head or a drafter is required and neither was given")
         if bool(self.prompt) == bool(self.prompts):
-            raise ValueError("one of prompt and prompts is required: a message, or files of them for the report")
+            raise ValueError(
+                "one of prompt and prompts is required: a message, or files of them for the report"
+            )
         if self.prompts and not self.report:
             raise ValueError("prompts are for the report; give --report, or a single --prompt")
 
@@ -114,7 +121,10 @@ def writable(path: str) -> Path:
 
 
 def record(
-    config: TraceConfig, lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tensor]
+    config: TraceConfig,
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Tensor],
 ) -> list[Trace]:
     """Record the answers to prompts [1, time], each beside plain decoding of the same prompt."""
     import torch
@@ -124,7 +134,9 @@ def record(
     from headstart.scripts.measuring.comparison import answer_settings
 
     plain = SpeculativeLM(lm.target)
-    settings = answer_settings(config.max_new_tokens, config.temperature, config.top_k, config.top_p)
+    settings = answer_settings(
+        config.max_new_tokens, config.temperature, config.top_k, config.top_p
+    )
     tree = tree_to_show(config, lm)
     log.info("warming up both sides")  # the first call of either is slow
     short = {**settings, "max_new_tokens": min(4, config.max_new_tokens)}
@@ -137,7 +149,9 @@ def record(
     traces = []
     for ids_1T in counted(prompts, "traces") if len(prompts) > 1 else prompts:
         without = plain.generate(ids_1T, generator=seeded(), **settings)
-        output, traced = trace(lm, ids_1T, generator=seeded(), tokenizer=tokenizer, **tree, **settings)
+        output, traced = trace(
+            lm, ids_1T, generator=seeded(), tokenizer=tokenizer, **tree, **settings
+        )
         measured = None
         if without.stats.tokens:
             seconds = sum(without.stats.round_seconds)
@@ -160,5 +174,8 @@ def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
     if config.tree != "auto" or not config.head or config.fallback:
         return {}
     head = draft_models(lm.drafter)[0].model
-    log.info(f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of trees")
+    log.info(
+        f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of"
+        " trees"
+    )
     return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

@@ -20,7 +20,9 @@ def head_help() -> str:
     lines = ["head types and their options:"]
     for name, head in HEADS.items():
         defaults = dataclasses.asdict(head.config_class())
-        lines.append(f"  {name}: " + ", ".join(f"{option} {value}" for option, value in defaults.items()))
+        lines.append(
+            f"  {name}: " + ", ".join(f"{option} {value}" for option, value in defaults.items())
+        )
     return "\n".join(lines)
 
 

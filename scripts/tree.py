@@ -40,7 +40,12 @@ class TreeConfig(DecodingOptions):
 
     required = ("target", "head", "prompts")
     most_used = ("target", "head", "prompts", "nodes", "max_new_tokens")
-    minimum: ClassVar[dict[str, float]] = {"limit": 1, "max_new_tokens": 2, "nodes": 2, "temperature": 0}
+    minimum: ClassVar[dict[str, float]] = {
+        "limit": 1,
+        "max_new_tokens": 2,
+        "nodes": 2,
+        "temperature": 0,
+    }
 
     head: str = ""
     """The head's checkpoint folder; the tree is written into it."""
@@ -66,7 +71,10 @@ def calibrate(config: TreeConfig) -> TreePolicy:
 
     messages = read_prompt_files(config.prompts, config.limit)
     if not Path(config.head).is_dir():
-        raise ValueError(f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will not do")
+        raise ValueError(
+            f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will"
+            " not do"
+        )
     load_head(config.head)  # mistakes are reported before a model is loaded
     lm, encoded = load_with_prompts(config, messages)
     prompts = list(itertools.chain(*encoded.values()))
@@ -74,7 +82,9 @@ def calibrate(config: TreeConfig) -> TreePolicy:
     return fastest(lm, head.to(lm.target.device).eval(), prompts, config.as_loaded(lm))
 
 
-def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig) -> TreePolicy:
+def fastest(
+    lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: TreeConfig
+) -> TreePolicy:
     """Predict the speed of the head's trees, try the best of each kind, and save the fastest one.
 
     `lm` answers the prompts, token ids [1, time]; how it drafts does not matter.
@@ -93,14 +103,20 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
     answers = answered(lm, prompts, answer_settings(config.max_new_tokens, config.temperature))
     if max(answer.new_tokens for answer in answers) < 2:
         files = ", ".join(config.prompts)
-        raise ValueError(f"no answer to {files} is longer than one token: there is nothing to draft")
+        raise ValueError(
+            f"no answer to {files} is longer than one token: there is nothing to draft"
+        )
 
     # What each tree would accept, and what its rounds would cost.
     accuracy_KI = accuracy_by_rank(target, head, counted(answers, "accuracy, by answers"))
     sizes = SIZES if config.nodes is None else (config.nodes,)
     lengths = expected_lengths(target, head, accuracy_KI, answers, sizes)
-    longest = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)[:TIMED_PROMPTS]
-    timed = _decode_with(target, head, [None, *timed_trees(head)], [prompts[number] for number in longest], config)
+    longest = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)[
+        :TIMED_PROMPTS
+    ]
+    timed = _decode_with(
+        target, head, [None, *timed_trees(head)], [prompts[number] for number in longest], config
+    )
     costs = costs_of_rounds(target, head, timed, answers[longest[0]].tokens_T[None], sizes)
     ordered = by_speed(lengths, costs)
     _print_best_trees(ordered, lengths, costs)
@@ -128,9 +144,17 @@ def fastest(lm: SpeculativeLM, head: DraftHead, prompts: list[Tensor], config: T
         "hardware": hardware() + (", compiled" if config.compile else ""),
         "expected_speedup": expected[best],
         "speedup": speedups[best],
-        "trees": {name: {"nodes": tree.size, **acceptance_figures(stats[tree])} for name, tree in tried.items()},
+        "trees": {
+            name: {"nodes": tree.size, **acceptance_figures(stats[tree])}
+            for name, tree in tried.items()
+        },
     }
-    save_tree(config.head, spec_of(tried[best]), measured, machine_key(target.device, config.compile is True))
+    save_tree(
+        config.head,
+        spec_of(tried[best]),
+        measured,
+        machine_key(target.device, config.compile is True),
+    )
     log.info(f"the {best} tree is saved in {config.head}")
     return tried[best]
 
@@ -142,7 +166,10 @@ def expected_lengths(
     answers: list[Answered],
     sizes: Sequence[int],
 ) -> dict[TreePolicy, float]:
-    """Acceptance lengths of the best static tree of every size and depth, and of every dynamic tree."""
+    """Return the acceptance lengths of the best static trees and of all dynamic trees.
+
+    There is one static tree for every size and depth, the best one.
+    """
     from headstart.inference import DynamicShape
     from headstart.inference.drafters.acceptance import dynamic_lengths
     from headstart.inference.tuning.tree_search import best_static_tree, expected_length
@@ -166,11 +193,15 @@ def _tokens_per_second(stats: Stats) -> float:
     return stats.acceptance_length / sum(stats.round_parts.values())
 
 
-def _print_best_trees(ordered: list[TreePolicy], lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> None:
+def _print_best_trees(
+    ordered: list[TreePolicy], lengths: Mapping[TreePolicy, float], costs: RoundCosts
+) -> None:
     """Print the best tree of each size; `ordered` are all trees, the fastest first."""
     from rich.table import Table
 
-    table = Table("tree", "expected tokens", "round, ms", "of it target", "expected tokens/s", "vs plain")
+    table = Table(
+        "tree", "expected tokens", "round, ms", "of it target", "expected tokens/s", "vs plain"
+    )
     for size in sorted({tree.size for tree in ordered}):
         tree = next(tree for tree in ordered if tree.size == size)
         rate = costs.rate(tree, lengths[tree])

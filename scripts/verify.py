@@ -74,7 +74,9 @@ def verify_head(config: VerifyConfig) -> None:
     head = head.to(target.device, target.dtype).eval()
     broken = [name for name, tensor in head.state_dict().items() if not tensor.isfinite().all()]
     if broken:
-        raise ValueError(f"{config.head}: tensor {broken[0]!r} has values that are infinite or not numbers")
+        raise ValueError(
+            f"{config.head}: tensor {broken[0]!r} has values that are infinite or not numbers"
+        )
     saved = saved_measurements(config.head, metadata.measured)
     head.target.check(target.info)
     target.check_layers(head.feature_layers)
@@ -94,12 +96,15 @@ def verify_head(config: VerifyConfig) -> None:
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
-    chain = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{depths}", fallback=False, compile=False)
+    chain = SpeculativeLM.from_pretrained(
+        target, head, tree=f"chain:{depths}", fallback=False, compile=False
+    )
     stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in prompts)
     accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]
     _print_accuracy(accuracy, stats.acceptance_rate_by_depth, accuracy_when_trained)
     log.info(
-        f"acceptance length on a chain of {depths}: {stats.acceptance_length:.2f}; accuracy: given the true tokens"
+        f"acceptance length on a chain of {depths}: {stats.acceptance_length:.2f}; accuracy: given"
+        " the true tokens"
     )
     if "probe" in saved:
         _check_probe(config.head, target, head, saved["probe"])
@@ -114,23 +119,36 @@ def verify_head(config: VerifyConfig) -> None:
             misreading = description
     explained = best > 1.3 * sum(accuracy) + 0.1
     if explained:
-        log.info(f"with {misreading} {best:.2f} drafts of {depths} would be right on average, not {sum(accuracy):.2f}")
-    if accuracy[0] < least or explained:
-        reason = f"read with {misreading} it fits" if explained else "no usual misreading explains it"
-        raise ValueError(
-            f"{config.head}: {accuracy[0]:.0%} of its first drafts are right; of a healthy head's at least "
-            f"{least:.0%} are; {reason}"
+        log.info(
+            f"with {misreading} {best:.2f} drafts of {depths} would be right on average, not"
+            f" {sum(accuracy):.2f}"
         )
-    log.info(f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be")
+    if accuracy[0] < least or explained:
+        reason = (
+            f"read with {misreading} it fits" if explained else "no usual misreading explains it"
+        )
+        raise ValueError(
+            f"{config.head}: {accuracy[0]:.0%} of its first drafts are right; of a healthy head's"
+            f" at least {least:.0%} are; {reason}"
+        )
+    log.info(
+        f"healthy: {accuracy[0]:.0%} of first drafts are right, at least {least:.0%} should be"
+    )
 
 
-def _print_accuracy(accuracy: list[float], accepted: list[float], accuracy_when_trained: list[float]) -> None:
+def _print_accuracy(
+    accuracy: list[float], accepted: list[float], accuracy_when_trained: list[float]
+) -> None:
     from rich.table import Table
 
     table = Table("draft", "accuracy", "accepted", "accuracy when trained")
     for depth, (right, rate) in enumerate(zip(accuracy, accepted, strict=False)):
-        trained = f"{accuracy_when_trained[depth]:.2f}" if depth < len(accuracy_when_trained) else "-"
-        table.add_row(str(depth + 1), f"{right:.2f}", "-" if math.isnan(rate) else f"{rate:.2f}", trained)
+        trained = (
+            f"{accuracy_when_trained[depth]:.2f}" if depth < len(accuracy_when_trained) else "-"
+        )
+        table.add_row(
+            str(depth + 1), f"{right:.2f}", "-" if math.isnan(rate) else f"{rate:.2f}", trained
+        )
     console.print(table)
 
 
@@ -141,18 +159,23 @@ def _check_probe(name: str, target: Target, head: DraftHead, saved: dict[str, An
     drafts = probe_drafts(target, head)
     if len(drafts["tokens"]) != len(saved["tokens"]):
         raise ValueError(
-            f"{name}: measured.probe in its config.json holds {len(saved['tokens'])} drafts, and the head makes "
-            f"{len(drafts['tokens'])}"
+            f"{name}: measured.probe in its config.json holds {len(saved['tokens'])} drafts, and"
+            f" the head makes {len(drafts['tokens'])}"
         )
     others, noise = probe_difference(drafts, saved)
-    compared = f"drafts along a fixed text: {others:.0%} differ from those saved, by {noise:.3f} on average"
-    log.info(f"{compared}; the same head on another machine: at most {PROBE_TIES:.0%} and {PROBE_NOISE}")
+    compared = (
+        f"drafts along a fixed text: {others:.0%} differ from those saved, by {noise:.3f} on"
+        " average"
+    )
+    log.info(
+        f"{compared}; the same head on another machine: at most {PROBE_TIES:.0%} and {PROBE_NOISE}"
+    )
     if others > PROBE_TIES or noise > PROBE_NOISE:
         raise ValueError(f"{name} was misread, or its target is another one: {compared}")
 
 
 def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """A head's accuracy and its drafts along a fixed text, by its config.json, which anybody may have written.
+    """Return a head's saved accuracy and drafts along a fixed text, from its untrusted config.json.
 
     Raises:
         ValueError: other values than training writes there; named.
@@ -164,12 +187,19 @@ def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
     accuracy = measured.get("accuracy", [])
     probe = measured.get("probe")
     if not isinstance(accuracy, list) or not all(numbers(ranks) and ranks for ranks in accuracy):
-        raise ValueError(f"{head}: measured.accuracy in its config.json is not a list of lists of numbers")
+        raise ValueError(
+            f"{head}: measured.accuracy in its config.json is not a list of lists of numbers"
+        )
     if probe is None:
         return {"accuracy": accuracy}
-    tokens, scores = (probe.get(name) if isinstance(probe, dict) else None for name in ("tokens", "scores"))
+    tokens, scores = (
+        probe.get(name) if isinstance(probe, dict) else None for name in ("tokens", "scores")
+    )
     if not numbers(tokens) or not numbers(scores) or len(tokens) != len(scores):
-        raise ValueError(f"{head}: measured.probe in its config.json is not two lists of numbers, tokens and scores")
+        raise ValueError(
+            f"{head}: measured.probe in its config.json is not two lists of numbers, tokens and"
+            " scores"
+        )
     return {"accuracy": accuracy, "probe": probe}
 
 
@@ -180,8 +210,13 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
     from headstart.heads import DFlashHead, Eagle3Head, EagleHead
 
     if isinstance(head, (EagleHead, Eagle3Head, DFlashHead)):
-        other = None if head.config.rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
-        yield f"rope_parameters: {other or 'those of the target'}", with_options(head, rope_parameters=other)
+        other = (
+            None if head.config.rope_parameters else {"rope_type": "default", "rope_theta": 10000.0}
+        )
+        yield (
+            f"rope_parameters: {other or 'those of the target'}",
+            with_options(head, rope_parameters=other),
+        )
     if not isinstance(head, (Eagle3Head, DFlashHead)):
         return
     flags: tuple[str, ...] = ("norm_before_residual", "norm_output")
@@ -215,5 +250,7 @@ def with_options(head: DraftHead, **changes: Any) -> DraftHead:
     from headstart.heads.by_name import head_name
 
     other = build_head(head_name(head), dataclasses.asdict(head.config) | changes, head.target)
-    other.to(next(head.parameters()).device, next(head.parameters()).dtype).load_state_dict(head.state_dict())
+    other.to(next(head.parameters()).device, next(head.parameters()).dtype).load_state_dict(
+        head.state_dict()
+    )
     return other.eval()

@@ -13,7 +13,12 @@ from headstart.heads import DFlashHead, TargetFeatures, TargetModules, build_hea
 
 VOCAB, WIDTH, TIME = 23, 12, 19
 INFO = dataclasses.replace(
-    helpers.INFO, hidden_size=WIDTH, vocab_size=VOCAB, num_attention_heads=2, num_key_value_heads=1, head_dim=6
+    helpers.INFO,
+    hidden_size=WIDTH,
+    vocab_size=VOCAB,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=6,
 )
 
 
@@ -30,8 +35,13 @@ def build(options: dict[str, object], name: str = "dflash", **more: object) -> A
 
 def modules() -> TargetModules:
     torch.manual_seed(1)
-    embed, lm_head = nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double()
-    return TargetModules(embed.requires_grad_(False), lm_head.requires_grad_(False), nn.Identity(), ())
+    embed, lm_head = (
+        nn.Embedding(VOCAB, WIDTH).double(),
+        nn.Linear(WIDTH, VOCAB, bias=False).double(),
+    )
+    return TargetModules(
+        embed.requires_grad_(False), lm_head.requires_grad_(False), nn.Identity(), ()
+    )
 
 
 def batch(head: DFlashHead, positions_BT: Tensor | None = None) -> TargetFeatures:

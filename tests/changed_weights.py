@@ -64,7 +64,9 @@ def averaged(model, other):
 
 
 def merged(model, other):
-    model.model.layers[1].mlp.down_proj.weight.data.add_(2 * torch.randn(64, 1) @ torch.randn(1, 64))
+    model.model.layers[1].mlp.down_proj.weight.data.add_(
+        2 * torch.randn(64, 1) @ torch.randn(1, 64)
+    )
 
 
 def normed(model, other):
@@ -79,7 +81,10 @@ def loaded(model, other):
     model.load_state_dict(other.state_dict())
 
 
-WRITES = {each.__name__: each for each in (copied, replaced, assigned, averaged, merged, normed, headed, loaded)}
+WRITES = {
+    each.__name__: each
+    for each in (copied, replaced, assigned, averaged, merged, normed, headed, loaded)
+}
 
 
 def drafting(model, compile, tree="chain:2"):
@@ -88,4 +93,6 @@ def drafting(model, compile, tree="chain:2"):
     torch.manual_seed(1)
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
     head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    return SpeculativeLM.from_pretrained(target, head.eval(), tree=tree, compile=compile, fallback=False)
+    return SpeculativeLM.from_pretrained(
+        target, head.eval(), tree=tree, compile=compile, fallback=False
+    )

@@ -19,7 +19,8 @@ from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # a worker; its cache folder is that of the process that started it
+# a worker; its cache folder is that of the process that started it
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # which torch reads when it is imported
 else:
     os.environ["HEADSTART_CACHE"] = tempfile.mkdtemp(
@@ -50,14 +51,16 @@ show_on_console()  # as commands do: tests read there what a user reads
 
 @pytest.fixture(autouse=True)
 def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what is fast."""
+    """Make what dtype="fastest" chooses independent of the machine; tests of that choice say what
+    is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
     monkeypatch.setattr(engines, "_timed", lambda: 1.0)
 
 
 @pytest.fixture
 def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Forget what was measured on this machine and warned about; returns the folder where it will be kept.
+    """Forget what was measured on this machine and warned about; returns the folder where it will
+    be kept.
 
     Measurements are kept however busy the machine is.
     """
@@ -70,7 +73,8 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_target() -> Callable[..., Target]:
-    """Builds a random target: `tiny_target(vocab_size=..., seed=..., layers=..., dtype=..., head_dim=...)`."""
+    """Builds a random target: `tiny_target(vocab_size=..., seed=..., layers=..., dtype=...,
+    head_dim=...)`."""
     return lambda **options: Target(build_model(**options).requires_grad_(False))
 
 
@@ -81,7 +85,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with its tokenizer, as a folder that every command takes; float32, 258 tokens."""
+    """A tiny target with its tokenizer, as a folder that every command takes; float32, 258
+    tokens."""
     folder = tmp_path_factory.mktemp("target")
     tokenizer = build_tokenizer()
     model = build_model(dtype=torch.float32)
@@ -100,7 +105,10 @@ def conversations_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(24):
         messages = [
             {"role": "user", "content": f"count to {i % 5 + 3}"},
-            {"role": "assistant", "content": " ".join(str(number) for number in range(1, i % 5 + 4))},
+            {
+                "role": "assistant",
+                "content": " ".join(str(number) for number in range(1, i % 5 + 4)),
+            },
         ]
         rows.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
@@ -115,8 +123,12 @@ def tools() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def taught(target_folder, conversations_file, tmp_path_factory) -> Path:
-    """The tiny target, trained on the conversations until it knows them, so that its tokens can be predicted."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(target_folder), load_tokenizer(target_folder)
+    """The tiny target, trained on the conversations until it knows them, so that its tokens can be
+    predicted."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(target_folder),
+        load_tokenizer(target_folder),
+    )
     eos = frozenset({tokenizer.eos_token_id})
     rows = read_conversations(str(conversations_file))
     batch = collate([example for row in rows for example in encode(row, tokenizer, eos, 200)])
@@ -133,17 +145,23 @@ def taught(target_folder, conversations_file, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def talking(target_folder, tokenizer, tmp_path_factory) -> Callable[[dict[str, float], float], Path]:
-    """Builds a float32 target that generates tokens with given probabilities: `talking(probabilities, noise)`.
+def talking(
+    target_folder, tokenizer, tmp_path_factory
+) -> Callable[[dict[str, float], float], Path]:
+    """Builds a float32 target that generates tokens with given probabilities:
+    `talking(probabilities, noise)`.
 
-    One hidden dimension is constant, and the LM head reads from it how likely each token is; `noise` multiplies its
-    other weights.
+    One hidden dimension is constant, and the LM head reads from it how likely each token is;
+    `noise` multiplies its other weights.
     """
 
     def build(likely: dict[str, float], noise: float) -> Path:
         model = AutoModelForCausalLM.from_pretrained(target_folder)
         model.model.embed_tokens.weight.data[:, 0] = 40.0
-        shares = {tokenizer.encode(text, add_special_tokens=False)[0]: share for text, share in likely.items()}
+        shares = {
+            tokenizer.encode(text, add_special_tokens=False)[0]: share
+            for text, share in likely.items()
+        }
         model.lm_head.weight.data *= noise
         for token in range(model.config.vocab_size):
             model.lm_head.weight.data[token, 0] = math.log(shares.get(token, 1e-7)) / 5.6
@@ -166,7 +184,13 @@ def run_options(taught, conversations_file) -> Callable[[Path, int], TrainConfig
         data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
         optim=OptimConfig(lr=3e-3),
         loop=LoopConfig(
-            max_steps=steps, batch_size=4, precision="float32", log_every=1, eval_every=20, save_every=7, keep=3
+            max_steps=steps,
+            batch_size=4,
+            precision="float32",
+            log_every=1,
+            eval_every=20,
+            save_every=7,
+            keep=3,
         ),
         eval=EvalConfig(prompts=5, new_tokens=8, conversations=5, nodes=6),
     )
@@ -176,7 +200,9 @@ def run_options(taught, conversations_file) -> Callable[[Path, int], TrainConfig
 def short(run_options, tmp_path) -> TrainConfig:
     """A run of two and a half epochs, evaluated and saved only at its end."""
     config = run_options(tmp_path / "run", 12)
-    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=0, save_every=0))
+    return dataclasses.replace(
+        config, loop=dataclasses.replace(config.loop, eval_every=0, save_every=0)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -230,7 +256,9 @@ def wait_for() -> Callable[[subprocess.Popen[Any], Callable[[], object], str], N
     def wait(process: subprocess.Popen[Any], seen: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + 120
         while not seen():
-            assert process.poll() is None, f"the run ended before {what}: {process.communicate()[0]}"
+            assert process.poll() is None, (
+                f"the run ended before {what}: {process.communicate()[0]}"
+            )
             assert time.monotonic() < deadline, f"no {what} in two minutes"
             time.sleep(0.0005)
 
@@ -242,7 +270,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     server = Hub()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        server.url + "/{repo_id}/resolve/{revision}/{filename}",
     )
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

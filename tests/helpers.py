@@ -1,4 +1,5 @@
-"""Tiny seeded models, a tokenizer and heads; drafters and samplers that drive the decoder into every corner."""
+"""Tiny seeded models, a tokenizer and heads; drafters and samplers that drive the decoder into
+every corner."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
 VOCAB = 40
 """Vocabulary of the targets in tests/gpu."""
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content']"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 INFO = TargetInfo(
@@ -62,13 +63,19 @@ def build_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     fast.chat_template = chat_template
     return fast
 
 
 def build_model(
-    vocab_size: int = 258, seed: int = 0, layers: int = 2, dtype: torch.dtype = torch.float64, head_dim: int = 8
+    vocab_size: int = 258,
+    seed: int = 0,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float64,
+    head_dim: int = 8,
 ) -> LlamaForCausalLM:
     """A random Llama whose next token really depends on its prefix."""
     torch.manual_seed(seed)
@@ -92,14 +99,16 @@ def build_model(
 
 
 def padded_batch(prompts: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
-    """Prompts of different lengths as `generate` takes them: token ids [batch, time] and their mask."""
+    """Prompts of different lengths as `generate` takes them: token ids [batch, time] and their
+    mask."""
     ones = [torch.ones_like(prompt) for prompt in prompts]
     mask = pad_sequence(ones, batch_first=True, padding_side=side)
     return pad_sequence(prompts, batch_first=True, padding_side=side), mask
 
 
 def written_alone(model: PreTrainedModel, prompt: Tensor, **settings: Any) -> list[int]:
-    """The new tokens that the model's own `generate` writes after one prompt, which no other row pads."""
+    """The new tokens that the model's own `generate` writes after one prompt, which no other row
+    pads."""
     output = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], **settings)
     return output[0, len(prompt) :].tolist()
 
@@ -115,10 +124,18 @@ def head_for(target: Target, kind: str, **options: Any) -> DraftHead:
 class Oracle(BatchDrafter):
     """Drafts trees of a shape that hold the true continuation, but for a share of wrong tokens.
 
-    `truths` are the continuations of each row; past its end, or where a text has left it, guesses are random.
+    `truths` are the continuations of each row; past its end, or where a text has left it, guesses
+    are random.
     """
 
-    def __init__(self, shape: TreeShape, truths: list[list[int]], vocab_size: int, wrong: float, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: TreeShape,
+        truths: list[list[int]],
+        vocab_size: int,
+        wrong: float,
+        seed: int = 0,
+    ) -> None:
         self.shape, self.truths, self.vocab_size, self.wrong = shape, truths, vocab_size, wrong
         self.max_nodes = shape.size
         self.random = torch.Generator().manual_seed(seed)
@@ -140,10 +157,15 @@ class Oracle(BatchDrafter):
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         truths = [self.truths[row] for row in self.rows]
-        rows = [self._row(root, written, truth) for root, written, truth in zip(roots_B.tolist(), self.written, truths)]
+        rows = [
+            self._row(root, written, truth)
+            for root, written, truth in zip(roots_B.tolist(), self.written, truths)
+        ]
         batch = len(rows)
         parents = torch.tensor(self.shape.parents).expand(batch, -1)
-        return DraftTree(torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth)
+        return DraftTree(
+            torch.tensor(rows), parents, torch.full((batch,), self.shape.size), self.shape.depth
+        )
 
     def observe(self, finished: Round) -> None:
         for written, tokens in zip(self.written, finished.tokens, strict=True):
@@ -169,13 +191,19 @@ class Oracle(BatchDrafter):
 
 
 class PromptOracle(Oracle):
-    """An oracle that knows its texts by their prompts, so that rows may be read in any order, and join a batch.
+    """An oracle that knows its texts by their prompts, so that rows may be read in any order, and
+    join a batch.
 
     `truths` are the continuations by prompt, a tuple of tokens.
     """
 
     def __init__(
-        self, shape: TreeShape, truths: dict[tuple[int, ...], list[int]], vocab_size: int, wrong: float, seed: int = 0
+        self,
+        shape: TreeShape,
+        truths: dict[tuple[int, ...], list[int]],
+        vocab_size: int,
+        wrong: float,
+        seed: int = 0,
     ) -> None:
         super().__init__(shape, [], vocab_size, wrong, seed)
         self.by_prompt = truths
@@ -218,7 +246,8 @@ class Useless(Drafter):
 
 
 class AllDraws(RandomSampler):
-    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its probability."""
+    """Every outcome of the categorical draws at N nodes at once, as a batch of V^N rows, with its
+    probability."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +268,9 @@ class Branch:
         self.script, self.place, self.weight = script, 0, 1.0
 
     def categorical(self, probs: Tensor) -> Tensor:
-        return torch.tensor([self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]).reshape(probs.shape[:-1])
+        return torch.tensor(
+            [self._choose(row) for row in probs.reshape(-1, probs.shape[-1])]
+        ).reshape(probs.shape[:-1])
 
     def accept(self, probs: Tensor) -> Tensor:
         known = probs.nan_to_num(0.0)  # as `RandomSampler` rejects NaN
@@ -248,7 +279,8 @@ class Branch:
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
         return torch.tensor(
-            [self._choose_distinct(row, count) for row in probs.reshape(-1, probs.shape[-1])], dtype=torch.int64
+            [self._choose_distinct(row, count) for row in probs.reshape(-1, probs.shape[-1])],
+            dtype=torch.int64,
         ).reshape(*probs.shape[:-1], count)
 
     def _choose_distinct(self, row: Tensor, count: int) -> list[int]:
@@ -265,7 +297,8 @@ class Branch:
     def _choose(self, row: Tensor) -> int:
         row = row.nan_to_num(0.0)
         options = row.nonzero().flatten().tolist()
-        if not options:  # nothing can be drawn: `RandomSampler` returns the last, and its caller detects it
+        # nothing can be drawn: `RandomSampler` returns the last, and its caller detects it
+        if not options:
             return len(row) - 1
         if self.place == len(self.script):
             self.script.append((0, len(options)))
@@ -290,7 +323,9 @@ def every_branch(run: Callable[[Branch], tuple[int, ...]]) -> dict[tuple[int, ..
         script[-1] = (script[-1][0] + 1, script[-1][1])
 
 
-def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_children: int = 3) -> TreeShape:
+def random_shape(
+    seed: int, max_nodes: int = 12, max_depth: int = 4, max_children: int = 3
+) -> TreeShape:
     """A random static tree."""
     random = torch.Generator().manual_seed(seed)
     paths: list[tuple[int, ...]] = [()]
@@ -303,7 +338,8 @@ def random_shape(seed: int, max_nodes: int = 12, max_depth: int = 4, max_childre
 
 
 def limited(monkeypatch: Any, lm: SpeculativeLM, nodes: int) -> list[int]:
-    """Make memory run out in forwards of trees with more nodes than this; returns the sizes of all trees so far."""
+    """Make memory run out in forwards of trees with more nodes than this; returns the sizes of all
+    trees so far."""
     engine = lm.target.engine
     whole = engine.forward_tree
     sizes: list[int] = []
@@ -363,8 +399,11 @@ def write(
     return sequences.rows, stats
 
 
-def exactly(target: Target, prompt: Tensor, new_tokens: int, temperature: float) -> dict[tuple[int, ...], float]:
-    """The target's own distribution of the next tokens, by one forward for every token of every text."""
+def exactly(
+    target: Target, prompt: Tensor, new_tokens: int, temperature: float
+) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the next tokens, by one forward for every token of every
+    text."""
     weights = {}
     for text in itertools.product(range(target.info.vocab_size), repeat=new_tokens):
         weight, ids = 1.0, prompt.tolist()
@@ -386,7 +425,11 @@ class AttendedSlots:
     def on(self, device) -> tuple:
         """The arguments on another device."""
         *states, slots = self.given
-        moved = {name: each.to(device) for name, each in vars(slots).items() if isinstance(each, torch.Tensor)}
+        moved = {
+            name: each.to(device)
+            for name, each in vars(slots).items()
+            if isinstance(each, torch.Tensor)
+        }
         return *(each.to(device) for each in states), dataclasses.replace(slots, **moved)
 
 
@@ -403,7 +446,10 @@ def attended_slots(
     keys, values = block[:, :, :, :slots]
     lengths = torch.randint(1, slots - uncommitted, (batch,), generator=random)
     lengths[0] = slots - uncommitted
-    parents = [-1, *(int(torch.randint(node, (1,), generator=random)) for node in range(1, uncommitted))]
+    parents = [
+        -1,
+        *(int(torch.randint(node, (1,), generator=random)) for node in range(1, uncommitted)),
+    ]
     above = torch.eye(uncommitted, dtype=torch.bool)
     for node, parent in enumerate(parents[1:], start=1):
         above[node] |= above[parent]
@@ -418,7 +464,9 @@ def attended_slots(
     if window is not None:
         own = lengths[:, None] + depths[first:]
         seen &= positions[:, None] > own[..., None] - window
-    every_key, every_value = (states.double().repeat_interleave(heads // groups, 1) for states in (keys, values))
+    every_key, every_value = (
+        states.double().repeat_interleave(heads // groups, 1) for states in (keys, values)
+    )
     scores = (query.double() @ every_key.mT * size**-0.5).masked_fill(~seen[:, None], -torch.inf)
     expected = (scores.softmax(-1) @ every_value).transpose(1, 2)
     ancestors = above[first:].expand(batch, -1, -1)

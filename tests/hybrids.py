@@ -1,4 +1,5 @@
-"""Tiny random models whose layers keep states, one for each family, as functions that build them."""
+"""Tiny random models whose layers keep states, one for each family, as functions that build
+them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ MAMBA = {
     "mamba_chunk_size": 4,
     "mamba_expand": 2,
 }
-LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "q_lora_rank": None}
+LATENT = {
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "q_lora_rank": None,
+}
 
 
 def without(*names: str) -> dict[str, object]:
@@ -46,7 +53,9 @@ def without(*names: str) -> dict[str, object]:
 
 
 HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
-    "qwen3-next, gated delta": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**BASE, **EXPERTS, **GATED)),
+    "qwen3-next, gated delta": lambda: tf.Qwen3NextForCausalLM(
+        tf.Qwen3NextConfig(**BASE, **EXPERTS, **GATED)
+    ),
     "qwen3.5, gated delta": lambda: tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**BASE, **GATED)),
     "olmo-hybrid, gated delta": lambda: tf.OlmoHybridForCausalLM(
         tf.OlmoHybridConfig(**BASE, **{**GATED, "linear_num_key_heads": 4})
@@ -65,10 +74,14 @@ HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
         )
     ),
     "lfm2, convolution": lambda: tf.Lfm2ForCausalLM(
-        tf.Lfm2Config(**BASE, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
+        tf.Lfm2Config(
+            **BASE, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
+        )
     ),
     "lfm2-moe, convolution": lambda: tf.Lfm2MoeForCausalLM(
-        tf.Lfm2MoeConfig(**BASE, **EXPERTS, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1)
+        tf.Lfm2MoeConfig(
+            **BASE, **EXPERTS, layer_types=["conv", "full_attention"] * 2, num_dense_layers=1
+        )
     ),
     "granite-4, mamba-2": lambda: tf.GraniteMoeHybridForCausalLM(
         tf.GraniteMoeHybridConfig(
@@ -87,7 +100,13 @@ HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "nemotron-h, mamba-2": lambda: tf.NemotronHForCausalLM(
         tf.NemotronHConfig(
             **without("num_hidden_layers"),
-            layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            layers_block_type=[
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "mlp",
+                "linear_attention",
+            ],
             mamba_num_heads=8,
             mamba_head_dim=8,
             ssm_state_size=8,
@@ -99,7 +118,9 @@ HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
             moe_shared_expert_intermediate_size=24,
         )
     ),
-    "bamba, mamba-2": lambda: tf.BambaForCausalLM(tf.BambaConfig(**BASE, **MAMBA, attn_layer_indices=[1, 3])),
+    "bamba, mamba-2": lambda: tf.BambaForCausalLM(
+        tf.BambaConfig(**BASE, **MAMBA, attn_layer_indices=[1, 3])
+    ),
     "zamba2, shared attention": lambda: tf.Zamba2ForCausalLM(
         tf.Zamba2Config(
             **without("num_key_value_heads", "head_dim"),
@@ -117,7 +138,9 @@ HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     ),
     "mamba-2 alone": lambda: tf.Mamba2ForCausalLM(
         tf.Mamba2Config(
-            **without("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+            **without(
+                "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"
+            ),
             num_heads=8,
             head_dim=8,
             state_size=8,
@@ -128,7 +151,11 @@ HYBRIDS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     ),
 }
 """By family and kind of state."""
-SCALES = {"lfm2, convolution": 5.0, "lfm2-moe, convolution": 5.0, "falcon-h1, mamba-2 beside attention": 5.0}
+SCALES = {
+    "lfm2, convolution": 5.0,
+    "lfm2-moe, convolution": 5.0,
+    "falcon-h1, mamba-2 beside attention": 5.0,
+}
 """Of the random weights, where 3 gives a model that repeats one token."""
 
 

@@ -1,4 +1,5 @@
-"""The Hub, played by a small server on loopback that speaks the few endpoints that its client uses."""
+"""The Hub, played by a small server on loopback that speaks the few endpoints that its client
+uses."""
 
 from __future__ import annotations
 
@@ -55,21 +56,27 @@ class Handler(BaseHTTPRequestHandler):
             known = repo in self.server.repos
             self.server.repos.setdefault(repo, {})
             self.server.commits.setdefault(repo, [hashlib.sha1(repo.encode()).hexdigest()])
-            if asked.get("visibility") == "private" or asked.get("private"):  # the client of version 1 says it so
+            # the client of version 1 says it so
+            if asked.get("visibility") == "private" or asked.get("private"):
                 self.server.private.add(repo)
             self.answer({"url": f"{self.server.url}/{repo}"}, 409 if known else 200)
         elif self.path == "/api/validate-yaml":
             self.answer({"warnings": [], "errors": []})
         elif "/preupload/" in self.path:
             files = [
-                {"path": f["path"], "uploadMode": "lfs" if f["size"] > 2000 else "regular", "shouldIgnore": False}
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["size"] > 2000 else "regular",
+                    "shouldIgnore": False,
+                }
                 for f in json.loads(data)["files"]
             ]
             self.answer({"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(data)["objects"]
             upload = [
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}} for each in objects
+                {**each, "actions": {"upload": {"href": f"{self.server.url}/blob/{each['oid']}"}}}
+                for each in objects
             ]
             self.answer({"objects": upload}, Content_Type="application/vnd.git-lfs+json")
         elif match := re.match(r"/api/models/(.+)/commit/", self.path):
@@ -105,7 +112,9 @@ class Handler(BaseHTTPRequestHandler):
         match = re.match(r"/api/models/([^/]+/[^/]+)(/revision/|/tree/)?([^/]*)$", path)
         resolve = re.match(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$", path)
         found = (match or resolve or [None, None])[1]
-        if found not in self.server.repos or (found in self.server.private and "Authorization" not in self.headers):
+        if found not in self.server.repos or (
+            found in self.server.private and "Authorization" not in self.headers
+        ):
             self.answer({"error": "Repository Not Found"}, 404, X_Error_Code="RepoNotFound")
             return
         files, commits = self.server.repos[found], self.server.commits[found]
@@ -113,12 +122,23 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "Revision Not Found"}, 404, X_Error_Code="RevisionNotFound")
         elif match and match[2] == "/tree/":
             listed = [
-                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": len(data),
+                    "oid": hashlib.sha1(data).hexdigest(),
+                }
                 for name, data in files.items()
             ]
             self.answer(listed)
         elif match:
-            self.answer({"id": found, "sha": commits[-1], "siblings": [{"rfilename": name} for name in files]})
+            self.answer(
+                {
+                    "id": found,
+                    "sha": commits[-1],
+                    "siblings": [{"rfilename": name} for name in files],
+                }
+            )
         elif resolve and resolve[3] in files:
             data = files[resolve[3]]
             start = int(re.match(r"bytes=(\d+)", self.headers.get("Range") or "bytes=0")[1])  # type: ignore[index]

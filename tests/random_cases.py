@@ -1,6 +1,8 @@
-"""Random cases of greedy decoding and of sampling with a seed: any drafter, tree, processors, batch and slots.
+"""Random cases of greedy decoding and of sampling with a seed: any drafter, tree, processors, batch
+and slots.
 
-`check` compares one with `model.generate`, row by row; what is compared is in `cases` and `SETTINGS`.
+`check` compares one with `model.generate`, row by row; what is compared is in `cases` and
+`SETTINGS`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def cases(**more: Any) -> Any:
             **more,
             "lengths": st.lists(st.integers(1, 14), min_size=1, max_size=4),
             "side": st.sampled_from(["left", "right"]),
-            "source": st.sampled_from(["oracle", *sorted(OPTIONS), "prompt-lookup", "lookahead", "ngram:2"]),
+            "source": st.sampled_from(
+                ["oracle", *sorted(OPTIONS), "prompt-lookup", "lookahead", "ngram:2"]
+            ),
             "tree": st.sampled_from([*CHAINS[:2], *TREES, *CHAINS[2:]]),
             "seed": st.sampled_from([None, None, 1]),
             "shape": st.integers(0, 999),
@@ -77,11 +81,15 @@ SETTINGS = st.fixed_dictionaries(
         "eos_token_id": chance(st.lists(TOKEN, min_size=1, max_size=6)),
         "repetition_penalty": chance(st.sampled_from([0.8, 1.3, 1.9])),
         "no_repeat_ngram_size": chance(st.integers(1, 3)),
-        "bad_words_ids": chance(st.lists(st.lists(TOKEN, min_size=1, max_size=3), min_size=1, max_size=6)),
+        "bad_words_ids": chance(
+            st.lists(st.lists(TOKEN, min_size=1, max_size=3), min_size=1, max_size=6)
+        ),
         "suppress_tokens": chance(st.lists(TOKEN, min_size=1, max_size=9)),
         "begin_suppress_tokens": chance(st.lists(TOKEN, min_size=1, max_size=9)),
         "forced_eos_token_id": chance(TOKEN),
-        "stop_strings": chance(st.lists(st.text(CHARACTERS, min_size=1, max_size=2), min_size=1, max_size=3)),
+        "stop_strings": chance(
+            st.lists(st.text(CHARACTERS, min_size=1, max_size=2), min_size=1, max_size=3)
+        ),
     }
 )
 
@@ -137,11 +145,14 @@ def written(model: PreTrainedModel, number: int | None) -> Iterator[None]:
 
 def settings_of(case: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
     """Settings of `generate`; cases that may leave no token to choose are given up."""
-    settings = {name: value for name, value in chosen.items() if value is not None} | {"do_sample": False}
+    settings = {name: value for name, value in chosen.items() if value is not None} | {
+        "do_sample": False
+    }
     if case["planted"] is not None:  # a tied LM head gives it a score that is not finite either
         settings["suppress_tokens"] = [UNSAID, *settings.get("suppress_tokens", ())]
     suppressed = [*settings.get("suppress_tokens", ()), *settings.get("begin_suppress_tokens", ())]
-    assume(chosen["forced_eos_token_id"] not in suppressed)  # a token both forced and forbidden leaves none
+    # a token both forced and forbidden leaves none
+    assume(chosen["forced_eos_token_id"] not in suppressed)
     if chosen["no_repeat_ngram_size"] == 1:  # each token once: there must be enough of them
         assume(max(case["lengths"]) + chosen["max_new_tokens"] + len(set(suppressed)) + 1 < VOCAB)
     if "stop_strings" in settings:
@@ -155,19 +166,28 @@ def drafting(target: Target, case: dict[str, Any]) -> SpeculativeLM:
     """The target with the drafter of a case; an oracle knows no text yet."""
     if case["source"] == "oracle":
         shape = random_shape(case["shape"])
-        return SpeculativeLM(target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"]))
+        return SpeculativeLM(
+            target, PromptOracle(shape, {}, target.info.vocab_size, case["wrong"], case["shape"])
+        )
     head = random_head(target, case["source"]) if case["source"] in OPTIONS else None
     if target.engine.chains_only:  # which refuses a tree that is named
         assume(head is None or case["tree"] in CHAINS)
     options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
-    return SpeculativeLM.from_pretrained(target, head, fallback=False, acceptance="point_mass", **options)
+    return SpeculativeLM.from_pretrained(
+        target, head, fallback=False, acceptance="point_mass", **options
+    )
 
 
-def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a case with `generate`, or, with a seed, with the text that the seed gives without drafts."""
+def check(
+    target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare a case with `generate`, or, with a seed, with the text that the seed gives without
+    drafts."""
     settings = settings_of(case, chosen)
     rows = [
-        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length))
+        torch.randint(
+            1, VOCAB, (length,), generator=torch.Generator().manual_seed(17 * place + length)
+        )
         for place, length in enumerate(case["lengths"])
     ]
     padded, mask = padded_batch(rows, case["side"])
@@ -178,7 +198,9 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
     def tokens_of(decoder: SpeculativeLM, **more: Any) -> list[list[int]]:
         """New tokens of each row, drawn with the seed of the case."""
         generator = torch.Generator().manual_seed(case["seed"] or 0)
-        output = decoder.generate(padded, attention_mask=mask, generator=generator, **settings, **more)
+        output = decoder.generate(
+            padded, attention_mask=mask, generator=generator, **settings, **more
+        )
         return output.sequences[:, padded.shape[1] :].tolist()
 
     past = None
@@ -192,7 +214,9 @@ def check(target: Target, case: dict[str, Any], chosen: dict[str, Any], monkeypa
             else:
                 truths = [written_alone(target.model, row, **settings) for row in rows]
             if case["source"] == "oracle":
-                lm.drafter.by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths, strict=True)}
+                lm.drafter.by_prompt = {
+                    tuple(row.tolist()): truth for row, truth in zip(rows, truths, strict=True)
+                }
             found = tokens_of(lm, max_batch_size=case["slots"], past_key_values=past)
     width = max(map(len, truths))
     ends = settings.get("eos_token_id") or settings.get("stop_strings")

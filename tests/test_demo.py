@@ -24,7 +24,8 @@ LIKELY = {"<|im_end|>": 0.05, **dict.fromkeys("abcdefghijklmnopqrst", 0.05)}
 
 @pytest.fixture(scope="module")
 def talker(talking):
-    """A target in float32 that writes words and ends its texts, with a head that starts as its own LM head."""
+    """A target in float32 that writes words and ends its texts, with a head that starts as its own
+    LM head."""
     folder = talking(LIKELY, 0.3)
     target = Target.from_pretrained(folder, torch.bfloat16)
     head = MedusaHead(MedusaConfig(num_heads=2), target.info)
@@ -38,9 +39,14 @@ def config(talker, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
     for generating in (selfmade, answers):
-        monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)  # so small a model repeats itself
+        # so small a model repeats itself
+        monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)
     return argparse.Namespace(
-        minutes=1, target=str(talker), output=str(tmp_path / "demo"), prompts=str(prompts), head=str(talker / "head")
+        minutes=1,
+        target=str(talker),
+        output=str(tmp_path / "demo"),
+        prompts=str(prompts),
+        head=str(talker / "head"),
     )
 
 
@@ -55,7 +61,9 @@ def test_what_is_finished_is_not_repeated(config, capsys):
 
 
 @pytest.mark.parametrize("stage", ["2 of 4", "3 of 4"])
-def test_it_stops_while_data_are_made_or_heads_trained_and_goes_on(config, stage, capsys, monkeypatch):
+def test_it_stops_while_data_are_made_or_heads_trained_and_goes_on(
+    config, stage, capsys, monkeypatch
+):
     module = selfmade if stage == "2 of 4" else loop
 
     @contextmanager
@@ -76,9 +84,17 @@ def test_a_slower_machine_does_less_and_a_faster_one_no_more(config, tmp_path):
     conversations = tmp_path / "conversations.jsonl"
     conversations.write_text('{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1]}\n')
     config.minutes = 15
-    fast, slow, slowest = (self_made(config, tmp_path, speed).conversations for speed in (1.0, 0.5, 0.0))
-    assert (fast, slow, slowest) == (CONVERSATIONS * 15, CONVERSATIONS * 15 // 2, FEWEST_CONVERSATIONS)
-    steps = [training(config, tmp_path, conversations, speed).loop.max_steps for speed in (1.0, 0.5, 0.0)]
+    fast, slow, slowest = (
+        self_made(config, tmp_path, speed).conversations for speed in (1.0, 0.5, 0.0)
+    )
+    assert (fast, slow, slowest) == (
+        CONVERSATIONS * 15,
+        CONVERSATIONS * 15 // 2,
+        FEWEST_CONVERSATIONS,
+    )
+    steps = [
+        training(config, tmp_path, conversations, speed).loop.max_steps for speed in (1.0, 0.5, 0.0)
+    ]
     assert steps == [STEPS * 15, STEPS * 15 // 2, 1]
 
 
@@ -87,4 +103,11 @@ def test_the_first_answer_decides_once(config, tmp_path, monkeypatch):
     given = [{"generate": 5.0, "headstart": 9.0}, {"generate": 50.0, "headstart": 90.0}]
     monkeypatch.setattr(demo_module, "stream_answer", lambda _: given.pop(0))
     path = tmp_path / "demo" / "first_answer.json"
-    assert first_answer(config, path) == first_answer(config, path) == {"generate": 5.0, "headstart": 9.0}
+    assert (
+        first_answer(config, path)
+        == first_answer(config, path)
+        == {
+            "generate": 5.0,
+            "headstart": 9.0,
+        }
+    )

@@ -1,4 +1,5 @@
-"""README.md and docs/: commands have the options they show, Python blocks run, figures are those of benchmarks/."""
+"""README.md and docs/: commands have the options they show, Python blocks run, figures are those of
+benchmarks/."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ from headstart.inference.tuning.tree_search import chain_length
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-HEAD_PAGES = {f"heads/{path.name}": path.read_text("utf-8") for path in sorted((DOCS / "heads").glob("*.md"))}
-PAGES = {path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))} | HEAD_PAGES
+HEAD_PAGES = {
+    f"heads/{path.name}": path.read_text("utf-8") for path in sorted((DOCS / "heads").glob("*.md"))
+}
+PAGES = {
+    path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+} | HEAD_PAGES
 WHY = PAGES["why.md"]
 NOT_RUN = "<!-- not run: "
 """Before a Python block that needs what a test has not, with the reason."""
@@ -51,7 +56,9 @@ def command_lines(page: str) -> list[list[str]]:
 COMMANDS = [(page, words) for page in PAGES for words in command_lines(page)]
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}-{words[0]}" for page, words in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page}-{words[0]}" for page, words in COMMANDS]
+)
 def test_a_documented_command_line_is_parsed_by_its_command(page, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)  # files of configs/ are named from there
     try:
@@ -65,16 +72,23 @@ def test_make_targets_and_extras_that_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     made = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
     assert {"demo", "test", "docs"} <= made <= targets
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
     named = set(re.findall(r"""pip install ['"]\.\[(\w+)\]""", text))
     assert {"otel"} <= named <= extras.keys()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "serving.md"])  # options of servers are there
+# options of servers are there
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "serving.md"])
 def test_options_that_a_page_names_in_its_text_exist(page):
     known = {option.name for command in site_pages.COMMANDS for option in options_of(command)}
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
-    named = {name for code in re.findall(r"`([^`]*)`", text) for name in re.findall(r"(?<!\S)--([a-z_.]+)", code)}
+    named = {
+        name
+        for code in re.findall(r"`([^`]*)`", text)
+        for name in re.findall(r"(?<!\S)--([a-z_.]+)", code)
+    }
     assert named - OF_OTHERS <= known
 
 
@@ -88,13 +102,25 @@ def test_every_page_has_a_title_and_text():
 
 def test_every_command_is_found_in_the_pages():
     shown = {words[0] for _, words in COMMANDS}
-    assert {"generate", "bench", "verify", "train", "tree", "data", "push", "import", "export"} <= shown
+    assert {
+        "generate",
+        "bench",
+        "verify",
+        "train",
+        "tree",
+        "data",
+        "push",
+        "import",
+        "export",
+    } <= shown
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_commands_name_exist(page):
     for _, block in blocks(page, "bash"):
-        for name in re.findall(r"(?<![\w/.-])(?:configs|benchmarks|examples|scripts)/[\w./+-]+", block):
+        for name in re.findall(
+            r"(?<![\w/.-])(?:configs|benchmarks|examples|scripts)/[\w./+-]+", block
+        ):
             assert (ROOT / name).exists(), f"{page} names {name}"
 
 
@@ -102,13 +128,17 @@ def test_files_that_commands_name_exist(page):
 def test_python_blocks_compile_and_a_reason_stands_before_what_is_not_run(page):
     for before, block in blocks(page, "python"):
         compile(block, page, "exec")
-        assert not before.startswith("<!--") or (before.startswith(NOT_RUN) and before.endswith(" -->")), before
+        assert not before.startswith("<!--") or (
+            before.startswith(NOT_RUN) and before.endswith(" -->")
+        ), before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_blocks_run_one_after_the_other(page):
-    code = "\n".join(block for before, block in blocks(page, "python") if not before.startswith(NOT_RUN))
+    code = "\n".join(
+        block for before, block in blocks(page, "python") if not before.startswith(NOT_RUN)
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=900)
 
 
@@ -137,8 +167,12 @@ def test_the_figures_of_heads_are_those_that_were_measured():
     for title, heads in trained.items():
         measured = section("heads.md", title)
         for head in heads:
-            chain, tree, default = (measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default"))
-            assert shown[head] == [each.split()[0] for each in (chain[0], tree[0], chain[2], default[4])]
+            chain, tree, default = (
+                measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default")
+            )
+            assert shown[head] == [
+                each.split()[0] for each in (chain[0], tree[0], chain[2], default[4])
+            ]
     maths, copying = (section("sources.md", f"### {kind}") for kind in ("gsm8k", "copying"))
     for source in ("prompt lookup", "retrieval", "lookahead", "3-grams", "second model (4 layers)"):
         rows = (maths[source], copying[source])
@@ -166,7 +200,9 @@ def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page
     for head in SHOWN[page]:
         for prompts in ("MT-bench", "GSM8K", "HumanEval"):
             measured = section("heads.md", f"### {prompts}{suffix}")
-            chain, tree, default = (measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default"))
+            chain, tree, default = (
+                measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default")
+            )
             figures = (chain[0], tree[0], chain[2], default[4])
             expected.append([prompts, *(figure.split()[0] for figure in figures)])
     assert shown == expected
@@ -174,7 +210,12 @@ def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page
 
 def test_the_figures_of_the_truncated_model_are_those_that_were_measured():
     shown = rows_of(PAGES["heads/truncated.md"].partition("\n## Figures\n")[2])
-    files = {"MT-bench": "mt_bench", "GSM8K": "gsm8k", "HumanEval": "humaneval", "copying": "copying"}
+    files = {
+        "MT-bench": "mt_bench",
+        "GSM8K": "gsm8k",
+        "HumanEval": "humaneval",
+        "copying": "copying",
+    }
     for prompts, file in files.items():
         measured = section("sources.md", f"### {file}")["second model (4 layers)"]
         assert shown[prompts] == [measured[2].split()[0], measured[0].split()[0]]
@@ -192,7 +233,9 @@ def test_every_head_has_a_page_with_its_options_and_a_picture():
 
 def test_the_figures_of_the_readme_are_those_that_were_measured():
     text = PAGES["README.md"].partition("## What it gains on a CPU")[2].partition("\n## ")[0]
-    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert len(shown) == 6
     for processor, kind, *cells in shown:
         row = section("cpu.md", f"### {processor}")[kind.lower().replace("-", "_")]
@@ -201,22 +244,31 @@ def test_the_figures_of_the_readme_are_those_that_were_measured():
 
 def test_the_gpu_figures_of_the_readme_are_those_that_were_measured():
     text = PAGES["README.md"].partition("## On a GPU")[2].partition("\n## ")[0]
-    shown = [line.strip("| ").split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")][1:]
+    shown = [
+        line.strip("| ").split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")
+    ][1:]
     measured = (ROOT / "benchmarks" / "gpu.md").read_text("utf-8").partition("\n## Before")[0]
     lines = measured.splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     rate = {tuple(row[:3]): row[3] for row in cells if len(row) > 3}
     slowest = rate["transformers generate", "512", "1"]
-    assert shown == [f"{slowest} to 27", *(rate["cuda graphs", "512", nodes] for nodes in ("1", "60"))]
+    assert shown == [
+        f"{slowest} to 27",
+        *(rate["cuda graphs", "512", nodes] for nodes in ("1", "60")),
+    ]
 
 
 def test_supported_families_are_those_of_the_tests():
     families = (ROOT / "tests" / "integration" / "test_families.py").read_text("utf-8")
-    assert "\n\n" + "; ".join(re.findall(r'^    "([^"]+)": lambda', families, re.MULTILINE)) in PAGES["models.md"]
+    assert (
+        "\n\n" + "; ".join(re.findall(r'^    "([^"]+)": lambda', families, re.MULTILINE))
+        in PAGES["models.md"]
+    )
 
 
 def emitted(p: list[Fraction], q: list[Fraction]) -> dict[int, Fraction]:
-    """The distribution of the emitted token, by enumerating draft, acceptance and token after a rejection."""
+    """The distribution of the emitted token, by enumerating draft, acceptance and token after a
+    rejection."""
     found = dict.fromkeys(range(len(p)), Fraction(0))
     excess = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
     for draft, token in itertools.product(range(len(p)), repeat=2):
@@ -228,7 +280,10 @@ def emitted(p: list[Fraction], q: list[Fraction]) -> dict[int, Fraction]:
 
 
 def test_the_example_of_the_acceptance_rule_is_exact_and_has_the_numbers_it_shows():
-    p, q = ([Fraction(value) for value in re.search(rf"`{name} = \((.*?)\)`", WHY)[1].split(", ")] for name in "pq")
+    p, q = (
+        [Fraction(value) for value in re.search(rf"`{name} = \((.*?)\)`", WHY)[1].split(", ")]
+        for name in "pq"
+    )
     assert sum(p) == sum(q) == 1
     assert list(emitted(p, q).values()) == p
     rate = sum(map(min, p, q))
@@ -239,7 +294,8 @@ def test_the_example_of_the_acceptance_rule_is_exact_and_has_the_numbers_it_show
 
 
 def time_factor(rate: float, gamma: int, draft_cost: float, check_cost: float = 1.0) -> float:
-    """Speedup over plain decoding (Leviathan et al., arXiv:2211.17192, theorem 3.8), with costs in plain steps."""
+    """Speedup over plain decoding (Leviathan et al., arXiv:2211.17192, theorem 3.8), with costs in
+    plain steps."""
     return chain_length([rate], gamma) / (gamma * draft_cost + check_cost)
 
 
@@ -251,14 +307,20 @@ def test_the_worked_example_has_the_numbers_of_the_formulas():
     low, high = 0.0, 1.0
     while high - low > 1e-12:  # the rate at which a chain of 4 emits 3.5 tokens
         middle = (low + high) / 2
-        low, high = (middle, high) if chain_length([middle], gamma) < accepted + 1 else (low, middle)
-    assert math.isclose(chain_length([low], gamma), (1 - low ** (gamma + 1)) / (1 - low), rel_tol=1e-9)
+        low, high = (
+            (middle, high) if chain_length([middle], gamma) < accepted + 1 else (low, middle)
+        )
+    assert math.isclose(
+        chain_length([low], gamma), (1 - low ** (gamma + 1)) / (1 - low), rel_tol=1e-9
+    )
     assert f"`a = {low:.3f}`" in WHY
     cost, rows = draft / step, rows_of(WHY)
     lengths = [int(length) for length in rows["draft length `g`"]]
     assert rows["tokens a round"] == [f"{chain_length([low], length):.2f}" for length in lengths]
     speedups = next(line for line in WHY.splitlines() if line.startswith("| speedup | 1.00"))
-    assert speedups.strip("| ").split(" | ")[1:] == [f"{time_factor(low, length, cost):.2f}" for length in lengths]
+    assert speedups.strip("| ").split(" | ")[1:] == [
+        f"{time_factor(low, length, cost):.2f}" for length in lengths
+    ]
     best = max(range(33), key=lambda length: time_factor(low, length, cost))
     assert f"The best is `g = {best}`" in WHY
     for check in (1.5, 2.0):
@@ -267,12 +329,19 @@ def test_the_worked_example_has_the_numbers_of_the_formulas():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_interactive_example_emits_the_target_distribution():
-    weights = [[[50, 30, 15, 5], [20, 60, 10, 10]], [[1, 0, 0, 3], [0, 5, 5, 0]], [[7, 7, 1, 1], [7, 7, 1, 1]]]
-    script = "const m = require('./docs/javascripts/acceptance.js'); " + (
-        f"console.log(JSON.stringify({json.dumps(weights)}.map(([p, q]) => "
-        "[m.distribution(p), m.distribution(q), m.acceptance(m.distribution(p), m.distribution(q))])))"
+    weights = [
+        [[50, 30, 15, 5], [20, 60, 10, 10]],
+        [[1, 0, 0, 3], [0, 5, 5, 0]],
+        [[7, 7, 1, 1], [7, 7, 1, 1]],
+    ]
+    script = (
+        "const m = require('./docs/javascripts/acceptance.js'); "
+        + f"console.log(JSON.stringify({json.dumps(weights)}.map(([p, q]) => [m.distribution(p),"
+        " m.distribution(q), m.acceptance(m.distribution(p), m.distribution(q))])))"
     )
-    shown = subprocess.run(["node", "-e", script], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["node", "-e", script], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for p, q, result in json.loads(shown):
         assert result["emitted"] == pytest.approx(p, abs=1e-12)
         assert result["rate"] == pytest.approx(sum(map(min, p, q)))
@@ -291,6 +360,10 @@ def test_the_notebook_runs_from_top_to_bottom():
     from nbclient import NotebookClient
 
     notebook = nbformat.read(ROOT / "docs" / "first-steps.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "docs")}}).execute()
-    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+    NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(ROOT / "docs")}}
+    ).execute()
+    printed = "".join(
+        out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])
+    )
     assert "the same text: True" in printed

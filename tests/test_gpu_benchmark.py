@@ -40,28 +40,41 @@ def options(gpu, tmp_path):
     return gpu.Options(str(tmp_path), texts=[40], long_texts=[80], training=[2, 32], tiny=True)
 
 
-def test_every_part_is_measured_and_every_text_is_that_of_generate(gpu, options, tmp_path, monkeypatch):
+def test_every_part_is_measured_and_every_text_is_that_of_generate(
+    gpu, options, tmp_path, monkeypatch
+):
     monkeypatch.setattr(gpu, "TURNS", 2)
     monkeypatch.setattr(gpu, "TREES_BY_ROWS", {8: {1: 0, 16: 3}})
     report = gpu.bench_gpu(dataclasses.replace(options, parts=tuple(gpu.PARTS.keys() - {"head"})))
     assert json.loads((tmp_path / "gpu.json").read_text())["rounds"] == report["rounds"]
-    assert not [row for rows in report.values() if isinstance(rows, list) for row in rows if "failed" in row]
+    assert not [
+        row for rows in report.values() if isinstance(rows, list) for row in rows if "failed" in row
+    ]
     for part in ("identity", "rounds", "compared", "batches", "sampled", "texts"):
         assert all(row["equal"] is True for row in report[part]), part
     rounds = {(row["engine"], row["nodes"]): row for row in report["rounds"]}
-    assert len(rounds) == 1 + 2 * len(gpu.TREES)  # of `generate`, of eager forwards and of this CPU's kernels
+    # of `generate`, of eager forwards and of this CPU's kernels
+    assert len(rounds) == 1 + 2 * len(gpu.TREES)
     for (engine, nodes), row in rounds.items():
         if engine != "transformers generate":
             assert row["acceptance_length"] == pytest.approx(1 + gpu.TREES[nodes], abs=0.2)
-            assert row["share_of_limit"] == pytest.approx(row["limit_ms"] / row["round_ms"], rel=0.2, abs=0.002)
+            assert row["share_of_limit"] == pytest.approx(
+                row["limit_ms"] / row["round_ms"], rel=0.2, abs=0.002
+            )
     for row in report["batches"]:
-        assert row["acceptance_length"] == pytest.approx(1 + gpu.TREES_BY_ROWS[row["rows"]][row["nodes"]], abs=0.3)
+        assert row["acceptance_length"] == pytest.approx(
+            1 + gpu.TREES_BY_ROWS[row["rows"]][row["nodes"]], abs=0.3
+        )
     (step,) = report["training"]
     assert step["tokens_per_second"] > 0 and step["teraflops"] > 0
     assert {row["way"] for row in report["compared"]} == gpu.WAYS.keys()
     assert {row["nodes"] for row in report["kernels"]} == {1, 60}
     written = (tmp_path / "gpu.md").read_text()
-    assert "forced, not measured" in written and "| eager | 40 | 60 |" in written and "**no**" not in written
+    assert (
+        "forced, not measured" in written
+        and "| eager | 40 | 60 |" in written
+        and "**no**" not in written
+    )
 
 
 def test_a_part_that_fails_is_told_and_the_next_begins(gpu, options, monkeypatch, capsys):
@@ -77,7 +90,9 @@ def test_a_part_that_fails_is_told_and_the_next_begins(gpu, options, monkeypatch
     assert "no such kernel" in gpu.page(report)
 
 
-def test_a_part_that_takes_too_long_is_broken_off_whatever_it_catches(gpu, options, monkeypatch, capsys):
+def test_a_part_that_takes_too_long_is_broken_off_whatever_it_catches(
+    gpu, options, monkeypatch, capsys
+):
     def endless(bench):
         bench.add("identity", what="begun")
         while True:
@@ -118,38 +133,78 @@ def test_bytes_of_a_round_are_those_of_the_published_shape(gpu):
     """Llama-3.1-8B without its embedding is 15.01 GB; a head of depth 7 adds 5.34."""
     with torch.device("meta"):
         target = Target(LlamaForCausalLM(LlamaConfig(**gpu.LLAMA_8B)).to(torch.bfloat16))
-        head = build_head("eagle3", {"depth": 7, "draft_vocab_size": 32000, "start": "random"}, target.info)
+        head = build_head(
+            "eagle3", {"depth": 7, "draft_vocab_size": 32000, "start": "random"}, target.info
+        )
         head.to(torch.bfloat16)
     assert gpu.read_bytes(target, head, 1, 0, 1) / 1e9 == pytest.approx(15.01, abs=0.005)
     assert gpu.read_bytes(target, head, 60, 0, 1) / 1e9 == pytest.approx(15.01 + 5.34, abs=0.01)
     of_the_text = gpu.read_bytes(target, head, 1, 4096, 2) - gpu.read_bytes(target, head, 1, 0, 2)
-    assert of_the_text == 2 * 4096 * 32 * 2 * 8 * 128 * 2  # rows, tokens, layers, keys and values, groups, size, bytes
+    # rows, tokens, layers, keys and values, groups, size, bytes
+    assert of_the_text == 2 * 4096 * 32 * 2 * 8 * 128 * 2
 
 
 def launch(correlation, ts, name="cudaGraphLaunch"):
-    return {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": ts, "dur": 2, "args": {"correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": name,
+        "ts": ts,
+        "dur": 2,
+        "args": {"correlation": correlation},
+    }
 
 
 def kernel(correlation, ts, dur, name="gemm"):
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "args": {"correlation": correlation},
+    }
 
 
 def test_kernels_of_a_replayed_graph_belong_to_the_range_that_launched_it(kernels):
     def around(name, ts, dur):
-        return {"ph": "X", "cat": "user_annotation", "name": kernels.PREFIX + name, "ts": ts, "dur": dur}
+        return {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": kernels.PREFIX + name,
+            "ts": ts,
+            "dur": dur,
+        }
 
     events = [
         {"ph": "M", "name": "process_name"},
-        *(around("forward", 0, 10), launch(1, 5), around("draft", 20, 10), launch(2, 25), launch(3, 40)),
+        *(
+            around("forward", 0, 10),
+            launch(1, 5),
+            around("draft", 20, 10),
+            launch(2, 25),
+            launch(3, 40),
+        ),
         # The device runs behind the host: what was launched within "forward" runs during "draft".
-        *(kernel(1, 22, 6), kernel(1, 29, 4, "norm"), kernel(1, 33, 6), kernel(2, 44, 10), kernel(3, 60, 1, "copy")),
+        *(
+            kernel(1, 22, 6),
+            kernel(1, 29, 4, "norm"),
+            kernel(1, 33, 6),
+            kernel(2, 44, 10),
+            kernel(3, 60, 1, "copy"),
+        ),
         {**kernel(2, 43, 30, kernels.PREFIX + "draft"), "cat": "gpu_user_annotation"},
     ]
     rows = {(row["range"], row["kernel"]): row for row in kernels.kernel_table(events, rounds=2)}
     assert list(rows)[:3] == [("forward", "all"), ("forward", "gemm"), ("forward", "norm")]
     assert rows["forward", "gemm"]["count"] == 1 and rows["forward", "gemm"]["us_each"] == 6
-    assert rows["forward", "all"]["ms_a_round"] == 0.008 and rows["forward", "all"]["idle_before_ms"] == 0.0005
-    assert rows["draft", "gemm"]["count"] == 0.5 and rows["draft", "all"]["idle_before_ms"] == 0.0025
+    assert (
+        rows["forward", "all"]["ms_a_round"] == 0.008
+        and rows["forward", "all"]["idle_before_ms"] == 0.0005
+    )
+    assert (
+        rows["draft", "gemm"]["count"] == 0.5 and rows["draft", "all"]["idle_before_ms"] == 0.0025
+    )
     assert rows["between", "copy"]["idle_before_ms"] == 0.003
     assert rows["all", "all"]["share"] == 1 and rows["all", "all"]["idle_before_ms"] == 0.006
 

@@ -22,7 +22,9 @@ for name in {OPTIONAL!r}:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS + code], capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS + code], capture_output=True, text=True, timeout=280
+    )
 
 
 def test_decoding_needs_no_extra() -> None:
@@ -32,12 +34,14 @@ import headstart.inference
 from headstart.inference import SpeculativeLM, custom_generate
 from transformers import LlamaConfig, LlamaForCausalLM
 import torch
-config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+config = LlamaConfig(vocab_size=40, num_attention_heads=4, **sizes)
 model = LlamaForCausalLM(config).eval()
 prompt = torch.tensor([[3, 9, 27, 1, 5]])
-plain = model.generate(prompt, do_sample=False, max_new_tokens=8, pad_token_id=0)
+settings = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+plain = model.generate(prompt, **settings)
 method = custom_generate(drafter="prompt-lookup")
-ours = model.generate(prompt, do_sample=False, max_new_tokens=8, pad_token_id=0, custom_generate=method)
+ours = model.generate(prompt, custom_generate=method, **settings)
 assert torch.equal(plain, ours), (plain, ours)
 """
     done = run(code)
@@ -49,16 +53,32 @@ assert torch.equal(plain, ours), (plain, ours)
     [
         ("from headstart.train import train", "accelerate", "train"),
         ("import headstart.addons.monitor", "prometheus_client", "metrics"),
-        ("from headstart.inference import load_tokenizer; load_tokenizer('model.gguf')", "gguf", "gguf"),
         (
-            "from headstart.inference import Target; Target.from_pretrained('x', 'float32', 'auto')",
+            "from headstart.inference import load_tokenizer; load_tokenizer('model.gguf')",
+            "gguf",
+            "gguf",
+        ),
+        (
+            (
+                "from headstart.inference import Target; Target.from_pretrained('x', 'float32',"
+                " 'auto')"
+            ),
             "accelerate",
             "train",
         ),
-        ("from headstart.scripts.__main__ import main; sys.argv = ['headstart', 'generate']; main()", "yaml", "cli"),
+        (
+            (
+                "from headstart.scripts.__main__ import main; sys.argv = ['headstart', 'generate'];"
+                " main()"
+            ),
+            "yaml",
+            "cli",
+        ),
     ],
 )
-def test_a_missing_package_is_named_with_the_command_that_installs_it(code: str, package: str, extra: str) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    code: str, package: str, extra: str
+) -> None:
     if package == "yaml":
         code = "sys.modules['yaml'] = None\n" + code
     done = run(code)
@@ -69,7 +89,10 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(code: str,
 
 def test_help_and_version_need_no_extra() -> None:
     for argument in ("--help", "--version"):
-        done = run(f"from headstart.scripts.__main__ import main; sys.argv = ['headstart', {argument!r}]; main()")
+        done = run(
+            f"from headstart.scripts.__main__ import main; sys.argv = ['headstart', {argument!r}];"
+            " main()"
+        )
         assert done.returncode == 0, done.stderr
 
 
@@ -85,7 +108,8 @@ def test_decoding_requires_five_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("transformers", "5.9.0"), ("torch", "2.7.1"), ("transformers", "6.0.0")]
+    ("package", "version"),
+    [("transformers", "5.9.0"), ("torch", "2.7.1"), ("transformers", "6.0.0")],
 )
 def test_a_version_outside_of_the_range_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, package: str, version: str
@@ -94,13 +118,17 @@ def test_a_version_outside_of_the_range_is_refused_in_one_line(
     requires = importlib.metadata.requires("headstart")
     stand_in = SimpleNamespace(requires=lambda name: requires, version=versions.__getitem__)
     monkeypatch.setattr(headstart, "importlib", SimpleNamespace(metadata=stand_in))
-    with pytest.raises(ImportError, match=rf"needs {package} .*, and {version} is installed; pip install") as caught:
+    with pytest.raises(
+        ImportError, match=rf"needs {package} .*, and {version} is installed; pip install"
+    ) as caught:
         headstart._check_versions()
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("version", ["5.10.1", "5.24.0", "5.99.0", "5.30.0.dev0"])
-def test_a_newer_version_is_neither_refused_nor_warned_of(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_a_newer_version_is_neither_refused_nor_warned_of(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     versions = {"torch": "2.15.0+cpu", "transformers": version}
     requires = importlib.metadata.requires("headstart")
     stand_in = SimpleNamespace(requires=lambda name: requires, version=versions.__getitem__)

@@ -1,4 +1,5 @@
-"""The structure: imports run one way and never in a circle, folders stay small, and the wheel lists them all."""
+"""The structure: imports run one way and never in a circle, folders stay small, and the wheel lists
+them all."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ ORDER = ("heads", "inference", "train", "addons", "scripts")
 """Each imports only from itself and from those before it."""
 CORE = ("heads", "inference", "train")
 LAYERS = ("trees", "tuning", "cache", "targets", "engines", "drafters", "rounds", "text")
-"""The folders of inference, each of which imports from itself and from those before it; its own files from all."""
+"""The folders of inference, each of which imports from itself and from those before it; its own
+files from all."""
 FILES = sorted(path for package in ORDER for path in (ROOT / package).rglob("*.py"))
 
 
@@ -27,8 +29,11 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imported(source: str, module: str, is_package: bool = False) -> Iterator[str]:
-    """Absolute dotted names of everything that a module imports, wherever in the file and in whatever form."""
-    package = f"headstart.{module}".split(".") if is_package else f"headstart.{module}".split(".")[:-1]
+    """Absolute dotted names of everything that a module imports, wherever in the file and in
+    whatever form."""
+    package = (
+        f"headstart.{module}".split(".") if is_package else f"headstart.{module}".split(".")[:-1]
+    )
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -39,7 +44,8 @@ def imported(source: str, module: str, is_package: bool = False) -> Iterator[str
 
 
 def forbidden(source: str, module: str, is_package: bool = False) -> list[str]:
-    """Imports of packages to the right, and of our packages under bare names, which other distributions own."""
+    """Imports of packages to the right, and of our packages under bare names, which other
+    distributions own."""
     allowed = (
         "console",
         "extras",
@@ -58,10 +64,15 @@ def forbidden(source: str, module: str, is_package: bool = False) -> list[str]:
 
 
 def defining_module(name: str) -> str | None:
-    """The module of ours that an import of headstart.X.Y.name runs: the longest part of it that is a file."""
+    """The module of ours that an import of headstart.X.Y.name runs: the longest part of it that is
+    a file."""
     parts = name.removeprefix("headstart.").split(".")
     known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((module for module in known if module in MODULES), None) if name.startswith("headstart.") else None
+    return (
+        next((module for module in known if module in MODULES), None)
+        if name.startswith("headstart.")
+        else None
+    )
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:
@@ -84,7 +95,9 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
 def test_imports_run_one_way() -> None:
     for module, path in MODULES.items():
         wrong = forbidden(path.read_text(encoding="utf-8"), module, path.stem == "__init__")
-        assert not wrong, f"{module} must not import {wrong}: heads <- inference <- train <- addons <- scripts"
+        assert not wrong, (
+            f"{module} must not import {wrong}: heads <- inference <- train <- addons <- scripts"
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +125,17 @@ def test_a_wrong_import_is_found_in_every_form(module: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("heads.base", "from . import HEADS\nfrom .losses import draft_loss\nimport torch.inference"),
+        (
+            "heads.base",
+            "from . import HEADS\nfrom .losses import draft_loss\nimport torch.inference",
+        ),
         ("heads.layers.attention", "from ..base import TargetInfo\nfrom .. import losses"),
         ("inference.trees.tree", "from ...heads import DraftHead\nfrom . import tree_spec"),
         ("train.loop", "from ..heads.checkpoints import save_load\nfrom ..inference import Target"),
-        ("scripts.train", "from headstart.train.config import TrainConfig\nfrom headstart import heads"),
+        (
+            "scripts.train",
+            "from headstart.train.config import TrainConfig\nfrom headstart import heads",
+        ),
     ],
 )
 def test_a_right_import_is_not(module: str, line: str) -> None:
@@ -149,10 +168,17 @@ def test_the_folders_of_inference_are_layers() -> None:
     folders = {path.parent.name for path in (ROOT / "inference").glob("*/__init__.py")}
     assert folders == set(LAYERS)
     arrows = all_arrows().items()
-    up = [f"{module} -> {other}" for module, others in arrows for other in others if runs_up(module, other)]
+    up = [
+        f"{module} -> {other}"
+        for module, others in arrows
+        for other in others
+        if runs_up(module, other)
+    ]
     assert not up, f"{', '.join(up)}: {' <- '.join(LAYERS)} <- the user's API"
     assert runs_up("inference.trees.verify", "inference.engines.base")
-    assert runs_up("inference.text.chat", "inference.speculative_lm") and not runs_up("inference", "inference.inputs")
+    assert runs_up("inference.text.chat", "inference.speculative_lm") and not runs_up(
+        "inference", "inference.inputs"
+    )
 
 
 def test_no_imports_run_in_a_circle() -> None:
@@ -173,15 +199,37 @@ def reached(module: str, arrows: dict[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["generate", "chat", "trace", "bench", "tree", "certify", "verify", "serve_check", "export", "import_head", "push"],
+    [
+        "generate",
+        "chat",
+        "trace",
+        "bench",
+        "tree",
+        "certify",
+        "verify",
+        "serve_check",
+        "export",
+        "import_head",
+        "push",
+    ],
 )
 def test_a_command_that_does_not_train_imports_nothing_of_train(command: str) -> None:
-    found = {module for module in reached(f"scripts.{command}", all_arrows()) if module.split(".")[0] == "train"}
-    assert not found, f"scripts.{command} needs {sorted(found)}: what decoding needs stands in inference"
+    found = {
+        module
+        for module in reached(f"scripts.{command}", all_arrows())
+        if module.split(".")[0] == "train"
+    }
+    assert not found, (
+        f"scripts.{command} needs {sorted(found)}: what decoding needs stands in inference"
+    )
 
 
 def test_what_is_reached_by_others_counts() -> None:
-    assert reached("a", {"a": {"b"}, "b": {"train.loop"}, "train.loop": {"a"}}) == {"a", "b", "train.loop"}
+    assert reached("a", {"a": {"b"}, "b": {"train.loop"}, "train.loop": {"a"}}) == {
+        "a",
+        "b",
+        "train.loop",
+    }
 
 
 def test_a_circle_is_found() -> None:
@@ -190,33 +238,50 @@ def test_a_circle_is_found() -> None:
 
 
 def test_packages_are_those_of_pyproject() -> None:
-    """A subpackage that pyproject does not list works in an editable install and is missing from the wheel."""
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    """A subpackage that pyproject does not list works in an editable install and is missing from
+    the wheel."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
     folders = sorted(f"headstart.{module_of(path)}" for path in FILES if path.name == "__init__.py")
     assert sorted(config["packages"]) == ["headstart", *folders]
     for package, folder in config["package-dir"].items():
         assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
-    assert {path.parent for path in FILES} == {path.parent for path in FILES if path.name == "__init__.py"}
+    assert {path.parent for path in FILES} == {
+        path.parent for path in FILES if path.name == "__init__.py"
+    }
     data = (".cpp", ".h", ".html", ".css", ".js")
-    for path in (path for package in ORDER for path in (ROOT / package).rglob("*") if path.suffix in data):
-        assert path.name in config["package-data"][f"headstart.{module_of(path.parent)}"], f"the wheel lacks {path}"
-    assert not (ROOT / "headstart").exists(), "headstart is a namespace: a folder of that name would shadow it"
+    for path in (
+        path for package in ORDER for path in (ROOT / package).rglob("*") if path.suffix in data
+    ):
+        assert path.name in config["package-data"][f"headstart.{module_of(path.parent)}"], (
+            f"the wheel lacks {path}"
+        )
+    assert not (ROOT / "headstart").exists(), (
+        "headstart is a namespace: a folder of that name would shadow it"
+    )
 
 
 def test_modules_and_public_names_have_docstrings_that_begin_with_the_thing() -> None:
-    """Ruff asks for docstrings on public names; none may begin with a word that only points elsewhere."""
+    """Ruff asks for docstrings on public names; none may begin with a word that only points
+    elsewhere."""
     wrong = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 words = (ast.get_docstring(node) or "-").split()
                 if words[0].rstrip(",:") in ("See", "Of", "What", "As"):
-                    wrong.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {' '.join(words[:6])}")
+                    wrong.append(
+                        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}:"
+                        f" {' '.join(words[:6])}"
+                    )
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_core_does_not_name_an_addon() -> None:
     """Neither in code nor in a comment: an add-on can be lifted out without a trace."""
     core = [path for path in FILES if path.relative_to(ROOT).parts[0] in CORE]
-    naming = [str(path.relative_to(ROOT)) for path in core if "addons" in path.read_text(encoding="utf-8")]
+    naming = [
+        str(path.relative_to(ROOT)) for path in core if "addons" in path.read_text(encoding="utf-8")
+    ]
     assert not naming, f"{', '.join(naming)} should know nothing of what is built on the core"

@@ -66,5 +66,7 @@ with stop_on_signals() as stop:
 
 
 def test_a_second_signal_ends_the_process():
-    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
+    process = subprocess.run(
+        [sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60
+    )
     assert process.returncode == -signal.SIGTERM and process.stdout == "went on\n"

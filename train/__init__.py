@@ -5,7 +5,8 @@
     data = DataConfig(sources=["conversations.jsonl"])
     folder = train(TrainConfig(target="Qwen/Qwen3-8B", output="runs/x", data=data))
 
-Names are imported at their first use: a command that shows its options does not wait for the training loop.
+Names are imported at their first use: a command that shows its options does not wait for the
+training loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checkpoints to resume from: the part that a process writes, and how processes agree that all have.
+"""Checkpoints to resume from: each process's part, and the agreement that all parts are written.
 
-A thread may write a copy of the state in host memory while training goes on. It exchanges errors with the threads of
-other processes in a process group of its own, since exchanges of training steps would mix with them. Files have the
-names and contents that accelerate's `load_state` reads.
+A thread may write a copy of the state in host memory while training goes on. It exchanges errors
+with the threads of other processes in a process group of its own, since exchanges of training steps
+would mix with them. Files have the names and contents that accelerate's `load_state` reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_WEIGHTS_NAME, clean_state_dict_for_safetensors
+from accelerate.utils import (
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_WEIGHTS_NAME,
+    clean_state_dict_for_safetensors,
+)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -36,8 +41,8 @@ from .machines import GROUPS
 class Sharded:
     """Weights and optimizer of an FSDP2 module for checkpoints, by torch.distributed.checkpoint.
 
-    Every process writes and reads its own shards, in the folder FOLDER of a checkpoint; nothing is gathered, and
-    another number of processes reads what it needs of them.
+    Every process writes and reads its own shards, in the folder FOLDER of a checkpoint; nothing is
+    gathered, and another number of processes reads what it needs of them.
     """
 
     FOLDER = "sharded"
@@ -87,12 +92,18 @@ class TrainingState:
     files: dict[str, Any]
     """Contents by name of the file: weights in .safetensors, other objects by `torch.save`."""
     shards: dict[str, Any]
-    """This process's part of what FSDP2 shards, for torch.distributed.checkpoint; empty with other engines."""
+    """This process's part of what FSDP2 shards, for torch.distributed.checkpoint; empty with other
+    engines."""
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> TrainingState:
-        """Collect what was prepared or registered, as accelerate's `save_state` does; not for DeepSpeed."""
-        files: dict[str, Any] = {f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl": random_states(accelerator.step)}
+        """Collect all that was prepared or registered, as accelerate's `save_state` does.
+
+        Not for DeepSpeed, which writes its own files.
+        """
+        files: dict[str, Any] = {
+            f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl": random_states(accelerator.step)
+        }
         shards: dict[str, Any] = {}
         for item in accelerator._custom_objects:
             if isinstance(item, Sharded):
@@ -116,9 +127,11 @@ class TrainingState:
         """Write shards, with all processes of the group, and then this process's files.
 
         Raises:
-            OSError, RuntimeError, SafetensorError, CheckpointException: they cannot be written, as on a full disk.
+            OSError, RuntimeError, SafetensorError, CheckpointException: they cannot be written, as
+            on a full disk.
         """
-        if self.shards:  # first: a process whose files cannot be written would leave the others waiting here
+        # first: a process whose files cannot be written would leave the others waiting here
+        if self.shards:
             save_shards(self.shards, checkpoint_id=folder / Sharded.FOLDER, process_group=group)
         self.write_files(folder)
 
@@ -133,7 +146,10 @@ class TrainingState:
 
 
 def random_states(step: int) -> dict[str, Any]:
-    """States of this process's random generators, by accelerate's names, with accelerate's count of steps."""
+    """Return the states of this process's random generators, and accelerate's step count.
+
+    The keys are accelerate's.
+    """
     states = {
         "step": step,
         "random_state": random.getstate(),
@@ -141,13 +157,19 @@ def random_states(step: int) -> dict[str, Any]:
         "torch_manual_seed": torch.get_rng_state(),
     }
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and hasattr(torch.get_device_module(accelerator), "get_rng_state_all"):
-        states[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(accelerator).get_rng_state_all()
+    if accelerator is not None and hasattr(
+        torch.get_device_module(accelerator), "get_rng_state_all"
+    ):
+        states[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(
+            accelerator
+        ).get_rng_state_all()
     return states
 
 
 def writers_group(minutes: float) -> Any:
-    """Make the process group in which writers exchange what happened; None for one process. All processes call this.
+    """Make the process group in which writers exchange what happened; None for one process.
+
+    All processes call this.
 
     `minutes` is how long one waits for the others.
     """
@@ -159,7 +181,9 @@ def writers_group(minutes: float) -> Any:
 
 
 def together(work: Callable[[], None], group: Any) -> None:
-    """Do work of which each process may have a part, and wait for the others; where one fails, all raise its error.
+    """Do this process's part of some work, and wait for the others; if one fails, all raise.
+
+    A process may have no part.
 
     Raises:
         OSError: what could not be written, of the first process that failed.
@@ -171,7 +195,8 @@ def together(work: Callable[[], None], group: Any) -> None:
     except CheckpointException as error:  # a BaseException
         cause = error
         failure = "; ".join(dict.fromkeys(str(own) for own, _ in error.failures.values()))
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, by Python, torch and safetensors
+    # a full disk, by Python, torch and safetensors
+    except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and of_other_processes(error):
             raise
         cause = error
@@ -180,7 +205,8 @@ def together(work: Callable[[], None], group: Any) -> None:
     if group is not None:
         failures = [None] * group.size()
         torch.distributed.all_gather_object(failures, failure, group=group)
-        torch.distributed.barrier(group)  # which leaves gloo's thread no Python objects to free, see `end_together`
+        # which leaves gloo's thread no Python objects to free, see `end_together`
+        torch.distributed.barrier(group)
     for message in failures:
         if message is not None:
             raise OSError(message) from cause

@@ -29,41 +29,47 @@ class SelfMadeConfig(CommandOptions):
     }
 
     target: str = ""
-    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python
+    package."""
     output: str = ""
-    """JSONL file to write; started again with the same options, the command resumes where it stopped."""
+    """JSONL file to write; started again with the same options, the command resumes where it
+    stopped."""
     prompts: str | None = None
-    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as one more turn if the
-    row has them. Every turn of a conversation is answered anew, and its own answers are left out. Null lets the model
-    generate the prompts too."""
+    """JSONL file of prompts to answer, each at its own `temperature` and with its `follow_up` as
+    one more turn if the row has them. Every turn of a conversation is answered anew, and its own
+    answers are left out. Null lets the model generate the prompts too."""
     head: str | None = None
     """A draft head's checkpoint folder or Hub id, which makes the model generate faster."""
     allow_adapter: bool = False
-    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then writes other text."""
+    """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
+    writes other text."""
     conversations: int = 1000
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = 16
     """Conversations generated at the same time; a finished one makes room for the next."""
     target_dtype: Dtype = "fastest"
-    """Data type of the model's weights; fastest takes the fastest one here that is as exact as the checkpoint's own,
-    auto the checkpoint's own."""
+    """Data type of the model's weights; fastest takes the fastest one here that is as exact as the
+    checkpoint's own, auto the checkpoint's own."""
     temperature: float = 0.8
     """Sampling temperature of answers; 0 for greedy decoding."""
     answer_tokens: int = 256
     """Longest answer, in tokens."""
     thinking: bool | None = None
-    """Given to the chat template as enable_thinking; null leaves it to the template. Training needs the same."""
+    """Given to the chat template as enable_thinking; null leaves it to the template. Training needs
+    the same."""
     template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none.
-    Training needs the same."""
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking:
+    true}; null for none. Training needs the same."""
     bad_rows: Literal["skip", "refuse"] = "skip"
-    """Whether prompts that cannot be answered are left out, named and written to OUTPUT.rejected.jsonl, or end the
-    command: rows without a message of the user, refused by the chat template, or too long for the model."""
+    """Whether prompts that cannot be answered are left out, named and written to
+    OUTPUT.rejected.jsonl, or end the command: rows without a message of the user, refused by the
+    chat template, or too long for the model."""
     bad_rows_limit: float | None = None
-    """Share of the prompts that may be left out so, beyond which they end the command; null for 1 %, or ten prompts
-    where that is at most a tenth of all."""
+    """Share of the prompts that may be left out so, beyond which they end the command; null for 1
+    %, or ten prompts where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
-    """Whether answers are kept that were cut off after `answer_tokens`; training does not learn their end."""
+    """Whether answers are kept that were cut off after `answer_tokens`; training does not learn
+    their end."""
     prompt_temperature: float = 1.0
     """Sampling temperature of generated prompts."""
     prompt_min_p: float = 0.05
@@ -71,13 +77,15 @@ class SelfMadeConfig(CommandOptions):
     prompt_tokens: int = 128
     """Longest generated prompt, in tokens; one that does not end by itself is dropped."""
     min_distinct: float = 0.3
-    """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps all."""
+    """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps
+    all."""
     seed: int = 0
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        template_variables(self.thinking, self.template_kwargs)  # raises if they contradict each other
+        # raises if they contradict each other
+        template_variables(self.thinking, self.template_kwargs)
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
         for name in ("min_distinct", "prompt_min_p", "bad_rows_limit"):
@@ -88,7 +96,9 @@ class SelfMadeConfig(CommandOptions):
 
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of the config's head and that head's own options."""
-    return config.head["type"], {name: value for name, value in config.head.items() if name != "type"}
+    return config.head["type"], {
+        name: value for name, value in config.head.items() if name != "type"
+    }
 
 
 @dataclass(frozen=True)
@@ -96,10 +106,11 @@ class DataConfig:
     """Sources of conversations, their division and their truncation."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub data sets
-    (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's `conversations`, `prompt` and
-    `completion`, or tokens (`input_ids` and `loss_mask`). With features.mode stored or cached, the default is the
-    texts that features.folder holds with their states."""
+    """JSONL, JSON (.gz, .zst, .bz2, .xz) or Parquet files, patterns (data/*.jsonl), folders, or Hub
+    data sets (`NAME[@REVISION][:[CONFIG:]SPLIT]`) of conversations: `messages`, ShareGPT's
+    `conversations`, `prompt` and `completion`, or tokens (`input_ids` and `loss_mask`). With
+    features.mode stored or cached, the default is the texts that features.folder holds with their
+    states."""
     max_length: int = 1024
     """Tokens after which a conversation is truncated."""
     held_out: float = 0.02
@@ -111,23 +122,29 @@ class DataConfig:
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
     template_kwargs: dict[str, Any] | None = None
-    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking: true}; null for none."""
+    """Further variables for the chat template, such as {reasoning_effort: high} or {thinking:
+    true}; null for none."""
     bad_rows: Literal["skip", "refuse"] = "skip"
-    """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end the run."""
+    """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end
+    the run."""
     bad_rows_limit: float | None = None
-    """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or ten rows where that is
-    at most a tenth of all."""
+    """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or
+    ten rows where that is at most a tenth of all."""
     weights: list[float] | None = None
-    """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one each."""
+    """Passes of an epoch over each source: 2 for two, 0.5 for another half every time; null for one
+    each."""
     pack: int | None = None
-    """Tokens of a row that packs several conversations, none of which attends to another; null for one a row."""
+    """Tokens of a row that packs several conversations, none of which attends to another; null for
+    one a row."""
     cache: str | None = None
-    """Folder of the tokenized conversations; null for `data` in ~/.cache/headstart, or in $HEADSTART_CACHE."""
+    """Folder of the tokenized conversations; null for `data` in ~/.cache/headstart, or in
+    $HEADSTART_CACHE."""
     num_proc: int | None = None
-    """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few conversations."""
+    """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few
+    conversations."""
     workers: int | None = None
-    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator or with
-    features.mode served, 0 on a CPU."""
+    """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator
+    or with features.mode served, 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +152,14 @@ class FeaturesConfig:
     """Source of the target's states."""
 
     mode: Literal["online", "cached", "auto", "stored", "served"] = "online"
-    """online computes them in every epoch; cached writes them to disk before the first step, auto while the first
-    epoch computes them, if they take at most `limit` and there are more epochs or states in `folder` already. stored
-    reads all of them from `folder`, and served fetches them from another source while the steps before are computed:
-    both load no more of the target than its embedding, final norm and LM head."""
+    """online computes them in every epoch; cached writes them to disk before the first step, auto
+    while the first epoch computes them, if they take at most `limit` and there are more epochs or
+    states in `folder` already. stored reads all of them from `folder`, and served fetches them from
+    another source while the steps before are computed: both load no more of the target than its
+    embedding, final norm and LM head."""
     folder: str | None = None
-    """Folder of the cache, which `headstart features` fills; null for `features` in the run's folder."""
+    """Folder of the cache, which `headstart features` fills; null for `features` in the run's
+    folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How states are stored; int8 has a scale for each token and layer."""
     limit: float = 20.0
@@ -158,19 +177,19 @@ class ObjectiveConfig:
     """Losses of the head and weights of depths; null for the default of its kind."""
 
     loss: dict[str, float] | None = None
-    """Losses and their weights, such as {kl: 1.0, ce: 0.1}: ce, soft_ce, kl, reverse_kl, tv, lk_alpha, lk_lambda, and
-    smooth_l1 (eagle) or confidence (dspark)."""
+    """Losses and their weights, such as {kl: 1.0, ce: 0.1}: ce, soft_ce, kl, reverse_kl, tv,
+    lk_alpha, lk_lambda, and smooth_l1 (eagle) or confidence (dspark)."""
     depth_weights: Literal["decay", "d_pace"] | None = None
-    """decay: decay to the power of the depth; d_pace: what a token adds to the expected number of accepted tokens
-    (arXiv:2605.18810)."""
+    """decay: decay to the power of the depth; d_pace: what a token adds to the expected number of
+    accepted tokens (arXiv:2605.18810)."""
     decay: float | None = None
     """Loss weight of a depth relative to the one before, for depth_weights: decay."""
     target_top_k: int | None = None
-    """Number of the target's most likely tokens to which its distribution is truncated; null for all that can be
-    drafted."""
+    """Number of the target's most likely tokens to which its distribution is truncated; null for
+    all that can be drafted."""
     d_pace_smoothing: float | None = None
-    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q takes the place of the draft's probability q of a true token,
-    so that deep tokens count early."""
+    """Smoothing a of d_pace, from 0 to 1: a + (1 - a) q takes the place of the draft's probability
+    q of a true token, so that deep tokens count early."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +206,15 @@ class OptimConfig:
     """Decoupled weight decay per step, times the learning rate."""
     warmup: float = 0.1
     """Share of the steps over which the learning rate rises."""
-    schedule: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"] = "cosine"
+    schedule: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"] = (
+        "cosine"
+    )
     """How the learning rate falls after that, by transformers' name."""
     clip: float = 1.0
     """Gradient norm above which gradients are scaled down."""
     ema: float = 0.0
-    """Decay per step of a moving average of the weights, which is then evaluated and saved; 0 for none."""
+    """Decay per step of a moving average of the weights, which is then evaluated and saved; 0 for
+    none."""
 
 
 def is_window(text: str) -> bool:
@@ -210,19 +232,22 @@ class LoopConfig:
     max_steps: int | None = None
     """Stop after this many optimizer steps; null for all of `epochs`."""
     batch_size: int = 8
-    """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless data.pack."""
+    """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless
+    data.pack."""
     micro_batch: int | None = None
     """Rows per forward on each process; null for its whole share of a step."""
     batch_tokens: int | None = None
-    """Tokens per optimizer step, padding included, over all processes and forwards, in rows of similar length; null for
-    `batch_size` rows."""
+    """Tokens per optimizer step, padding included, over all processes and forwards, in rows of
+    similar length; null for `batch_size` rows."""
     micro_tokens: int | None = None
-    """With batch_tokens: tokens per forward on each process, about; null for its whole share of a step."""
+    """With batch_tokens: tokens per forward on each process, about; null for its whole share of a
+    step."""
     recompute: bool = False
-    """Compute activations of the training-time test again in the backward pass instead of keeping them."""
+    """Compute activations of the training-time test again in the backward pass instead of keeping
+    them."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the head's arithmetic; its weights and the optimizer stay float32. auto takes bfloat16 where that is
-    faster than float32."""
+    """Dtype of the head's arithmetic; its weights and the optimizer stay float32. auto takes
+    bfloat16 where that is faster than float32."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the heads in best/ and last/; checkpoints to resume from keep float32."""
     seed: int = 0
@@ -236,20 +261,22 @@ class LoopConfig:
     save_minutes: float | None = None
     """Minutes of training between two checkpoints, besides those of `save_every`; null for none."""
     save_in_background: bool = True
-    """Write these checkpoints from a copy in host memory, which is as large as one, while steps go on; DeepSpeed's are
-    written before the next step."""
+    """Write these checkpoints from a copy in host memory, which is as large as one, while steps go
+    on; DeepSpeed's are written before the next step."""
     keep: int = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     patience: int = 0
-    """Stop after this many evaluations in a row in which real acceptance was below the best although the held-out loss
-    fell; 0 never stops early."""
+    """Stop after this many evaluations in a row in which real acceptance was below the best
+    although the held-out loss fell; 0 never stops early."""
     timeout: float = 30.0
-    """Minutes that a process waits for the others: at least as long as the slowest checkpoint or evaluation takes."""
+    """Minutes that a process waits for the others: at least as long as the slowest checkpoint or
+    evaluation takes."""
     shard_over: Literal["machine", "all"] = "machine"
-    """Processes over which FSDP2 shards the head, and target_placement shard the target: those of each machine, with a
-    copy on every machine, or all."""
+    """Processes over which FSDP2 shards the head, and target_placement shard the target: those of
+    each machine, with a copy on every machine, or all."""
     profile: str | None = None
-    """First and last step, such as 10:12, of which torch's profiler writes a trace to the run's folder `profile`."""
+    """First and last step, such as 10:12, of which torch's profiler writes a trace to the run's
+    folder `profile`."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Experiment tracker that gets the numbers, through accelerate; `tracking` sets its names."""
 
@@ -260,7 +287,8 @@ TRACKERS = {
     "tensorboard": {"project"},
     "trackio": {"project", "group", "name"},
 }
-"""Which options of `TrackingConfig` a tracker knows; none takes all of them, so that a config may switch it off."""
+"""Which options of `TrackingConfig` a tracker knows; none takes all of them, so that a config may
+switch it off."""
 
 
 @dataclass(frozen=True)
@@ -274,13 +302,13 @@ class TrackingConfig:
     group: str | None = None
     """Group of runs that are shown together; null for WANDB_RUN_GROUP, else none."""
     name: str | None = None
-    """Displayed name of the run; null for WANDB_NAME with wandb, else its id: the output folder's name and a digest of
-    its path."""
+    """Displayed name of the run; null for WANDB_NAME with wandb, else its id: the output folder's
+    name and a digest of its path."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run; those of WANDB_TAGS if there are none here."""
     samples: int = 4
-    """Held-out prompts that are answered at each evaluation for a table of answers with accepted tokens marked; 0 for
-    none."""
+    """Held-out prompts that are answered at each evaluation for a table of answers with accepted
+    tokens marked; 0 for none."""
     upload: bool = True
     """Whether wandb gets the best head as an artifact, when the run ends or is stopped."""
 
@@ -290,11 +318,20 @@ class AdapterConfig:
     """LoRA on the target, trained jointly with the heads (Medusa-2)."""
 
     rank: int = 0
-    """Rank of the update of each matrix, 32 as published; 0 trains no adapter and leaves the target as it is."""
+    """Rank of the update of each matrix, 32 as published; 0 trains no adapter and leaves the target
+    as it is."""
     alpha: int = 16
     """The update is scaled by alpha / rank."""
     modules: list[str] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        default_factory=lambda: [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ]
     )
     """Linear layers of the target that get one, by the last part of their names."""
     heads_first: float = 0.5
@@ -302,16 +339,26 @@ class AdapterConfig:
     head_lr_ratio: float = 4.0
     """The adapter's learning rate is optim.lr divided by this."""
     keep_base: float = 1.0
-    """Weight of the KL term that holds the adapted model to the original, relative to the heads' loss."""
+    """Weight of the KL term that holds the adapted model to the original, relative to the heads'
+    loss."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.alpha <= 0 or self.head_lr_ratio <= 0 or self.keep_base < 0 or not self.modules:
+        if (
+            self.rank < 0
+            or self.alpha <= 0
+            or self.head_lr_ratio <= 0
+            or self.keep_base < 0
+            or not self.modules
+        ):
             raise ValueError(
-                "adapter needs a rank of at least 0, alpha and head_lr_ratio above 0, keep_base of at least 0 and some "
-                f"modules, not {self.rank}, {self.alpha}, {self.head_lr_ratio}, {self.keep_base} and {self.modules}"
+                "adapter needs a rank of at least 0, alpha and head_lr_ratio above 0, keep_base of"
+                f" at least 0 and some modules, not {self.rank}, {self.alpha},"
+                f" {self.head_lr_ratio}, {self.keep_base} and {self.modules}"
             )
         if not 0 <= self.heads_first <= 1:
-            raise ValueError(f"adapter.heads_first is a share between 0 and 1, not {self.heads_first}")
+            raise ValueError(
+                f"adapter.heads_first is a share between 0 and 1, not {self.heads_first}"
+            )
 
 
 @dataclass(frozen=True)
@@ -325,7 +372,8 @@ class EvalConfig:
     conversations: int = 64
     """Held-out conversations on which the accuracies behind the static tree are measured."""
     nodes: int = 12
-    """Size of the trees that are measured and of the one that is saved with the head, the root counted."""
+    """Size of the trees that are measured and of the one that is saved with the head, the root
+    counted."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +408,8 @@ class TrainConfig(CommandOptions):
     """Options of a subclass that may differ when a run resumes."""
 
     target: str = ""
-    """The frozen model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python package."""
+    """The frozen model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a
+    Python package."""
     output: str = ""
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
@@ -368,28 +417,29 @@ class TrainConfig(CommandOptions):
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
     target_dtype: Dtype = "fastest"
-    """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where that is faster, auto
-    the checkpoint's own."""
+    """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where
+    that is faster, auto the checkpoint's own."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
-    """whole on every process; shard: each of its blocks sharded over the processes; spread: for one process, its blocks
-    on one device after the other."""
+    """whole on every process; shard: each of its blocks sharded over the processes; spread: for one
+    process, its blocks on one device after the other."""
     target_attention: str | None = None
-    """The target's attention by transformers' name (attn_implementation): sdpa, flash_attention_2, flex_attention ...;
-    null leaves it to transformers."""
+    """The target's attention by transformers' name (attn_implementation): sdpa, flash_attention_2,
+    flex_attention ...; null leaves it to transformers."""
     target_quantization: dict[str, Any] | None = None
-    """The target's weights packed as they are loaded: transformers' quantization_config as a mapping, such as
-    {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves them as they are."""
+    """The target's weights packed as they are loaded: transformers' quantization_config as a
+    mapping, such as {load_in_4bit: true} or {quant_method: torchao, quant_type: ...}; null leaves
+    them as they are."""
     init_from: str | None = None
-    """A head's checkpoint whose weights training starts from, at step 0, or mtp for the MTP head in the target's own
-    checkpoint; null for a new head. Its draft vocabulary
-    gives way to the most frequent tokens of the new data, and may be given another size."""
+    """A head's checkpoint whose weights training starts from, at step 0, or mtp for the MTP head in
+    the target's own checkpoint; null for a new head. Its draft vocabulary gives way to the most
+    frequent tokens of the new data, and may be given another size."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     """LoRA on the target, trained jointly with the head (Medusa-2)."""
     target_revision: str | None = None
     """Revision of the target's Hub id."""
     plan: str | None = None
-    """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8, fsdp2:8 (with the number
-    of processes)."""
+    """Do not train, but print what the run needs under a launch: one, ddp:8, zero1:8, zero2:8,
+    fsdp2:8 (with the number of processes)."""
     data: DataConfig = field(default_factory=DataConfig)
     """Conversations."""
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
@@ -406,32 +456,54 @@ class TrainConfig(CommandOptions):
     def __post_init__(self) -> None:
         self._take_stored_texts()
         super().__post_init__()
-        data, features, optim, loop, adapter = self.data, self.features, self.optim, self.loop, self.adapter
+        data, features, optim, loop, adapter = (
+            self.data,
+            self.features,
+            self.optim,
+            self.loop,
+            self.adapter,
+        )
         if "type" not in self.head:
-            raise ValueError("option 'head.type' is required: a name in the HEADS table, such as medusa")
-        if data.weights is not None and (len(data.weights) != len(data.sources) or min(data.weights) <= 0):
             raise ValueError(
-                f"data.weights needs a number above 0 for each of the {len(data.sources)} data.sources, not "
-                f"{data.weights}"
+                "option 'head.type' is required: a name in the HEADS table, such as medusa"
             )
-        template_variables(data.thinking, data.template_kwargs)  # raises if they contradict each other
+        if data.weights is not None and (
+            len(data.weights) != len(data.sources) or min(data.weights) <= 0
+        ):
+            raise ValueError(
+                f"data.weights needs a number above 0 for each of the {len(data.sources)}"
+                f" data.sources, not {data.weights}"
+            )
+        # raises if they contradict each other
+        template_variables(data.thinking, data.template_kwargs)
         if data.pack is not None and data.pack < data.max_length:
             raise ValueError(
-                f"data.pack must hold the longest conversation, data.max_length {data.max_length}, not {data.pack}"
+                f"data.pack must hold the longest conversation, data.max_length {data.max_length},"
+                f" not {data.pack}"
             )
-        if loop.batch_tokens is not None and (data.pack is not None or loop.micro_batch is not None):
+        if loop.batch_tokens is not None and (
+            data.pack is not None or loop.micro_batch is not None
+        ):
             raise ValueError(
-                "loop.batch_tokens counts tokens and takes neither loop.micro_batch, which counts rows (choose "
-                "loop.micro_tokens), nor data.pack, whose rows have a number of tokens already (choose loop.batch_size)"
+                "loop.batch_tokens counts tokens and takes neither loop.micro_batch, which counts"
+                " rows (choose loop.micro_tokens), nor data.pack, whose rows have a number of"
+                " tokens already (choose loop.batch_size)"
             )
         if loop.batch_tokens is None and loop.micro_tokens is not None:
-            raise ValueError("loop.micro_tokens divides loop.batch_tokens, which is not given; choose loop.micro_batch")
+            raise ValueError(
+                "loop.micro_tokens divides loop.batch_tokens, which is not given; choose"
+                " loop.micro_batch"
+            )
         if data.bad_rows_limit is not None and not 0 <= data.bad_rows_limit <= 1:
-            raise ValueError(f"data.bad_rows_limit is a share between 0 and 1, not {data.bad_rows_limit}")
+            raise ValueError(
+                f"data.bad_rows_limit is a share between 0 and 1, not {data.bad_rows_limit}"
+            )
         if not 0 < data.held_out < 1:
             raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:
-            raise ValueError(f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}")
+            raise ValueError(
+                f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}"
+            )
         for name in ("loop.epochs", "loop.timeout", "loop.save_minutes", "optim.lr", "optim.clip"):
             value = attrgetter(name)(self)
             if value is not None and value <= 0:
@@ -441,33 +513,44 @@ class TrainConfig(CommandOptions):
         if not 0 <= optim.warmup <= 1:
             raise ValueError(f"optim.warmup is a share between 0 and 1, not {optim.warmup}")
         if loop.profile is not None and not is_window(loop.profile):
-            raise ValueError(f"loop.profile takes the first and the last step, such as 10:12, not {loop.profile!r}")
+            raise ValueError(
+                "loop.profile takes the first and the last step, such as 10:12, not"
+                f" {loop.profile!r}"
+            )
         if loop.tracker not in TRACKERS:
-            raise ValueError(f"unknown loop.tracker {loop.tracker!r}; choose from {', '.join(TRACKERS)}")
+            raise ValueError(
+                f"unknown loop.tracker {loop.tracker!r}; choose from {', '.join(TRACKERS)}"
+            )
         for name in ("project", "entity", "group", "name", "tags"):
             if getattr(self.tracking, name) and name not in TRACKERS[loop.tracker]:
-                able = ", ".join(tracker for tracker, known in TRACKERS.items() if name in known and tracker != "none")
+                able = ", ".join(
+                    tracker
+                    for tracker, known in TRACKERS.items()
+                    if name in known and tracker != "none"
+                )
                 raise ValueError(
-                    f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker} does not know; "
-                    f"remove it, or choose loop.tracker {able}"
+                    f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker}"
+                    f" does not know; remove it, or choose loop.tracker {able}"
                 )
         check_features(features)
         if self.target_quantization is not None and not self.target_quantization:
-            raise ValueError("target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}")
+            raise ValueError(
+                "target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}"
+            )
         if adapter.rank > 0 and (optim.name == "muon" or features.mode != "online"):
             raise ValueError(
-                "an adapter changes the target's states, so it needs features.mode online, and optim.name adamw, not "
-                f"{features.mode} and {optim.name}"
+                "an adapter changes the target's states, so it needs features.mode online, and"
+                f" optim.name adamw, not {features.mode} and {optim.name}"
             )
         if loop.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(
-                f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32, bfloat16 "
-                "(gradients underflow in float16; target_dtype may be float16)"
+                f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32,"
+                " bfloat16 (gradients underflow in float16; target_dtype may be float16)"
             )
         if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
             raise ValueError(
-                f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the head's arithmetic "
-                "would otherwise run on rounded features"
+                f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the"
+                " head's arithmetic would otherwise run on rounded features"
             )
 
     def _take_stored_texts(self) -> None:

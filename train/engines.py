@@ -4,10 +4,12 @@
     ZeRO-1, 2   DeepSpeed shards the optimizer, and with 2 the gradients (arXiv:1910.02054)
     FSDP2       torch's fully_shard of optimizer, gradients and weights
 
-Decisions that processes must share are made by the main process (`from_main`), or by any of them (`any_process`).
+Decisions that processes must share are made by the main process (`from_main`), or by any of them
+(`any_process`).
 
-Arithmetic is bfloat16 (torch's autocast) where that is faster than float32, which is measured once on each machine. The
-target then keeps its checkpoint's own dtype; otherwise it is in float32. A run that resumes keeps its dtypes.
+Arithmetic is bfloat16 (torch's autocast) where that is faster than float32, which is measured once
+on each machine. The target then keeps its checkpoint's own dtype; otherwise it is in float32. A run
+that resumes keeps its dtypes.
 """
 
 from __future__ import annotations
@@ -56,41 +58,60 @@ Value = TypeVar("Value")
 
 
 def start(config: TrainConfig) -> tuple[Accelerator, Share]:
-    """Join the other processes, if there are any; return the accelerator and this process's share of every step.
+    """Join the other processes, if any; return the accelerator and this process's share of steps.
 
     A launch file that contradicts the config, or whose engine cannot train it, raises a ValueError.
     """
     requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if requested not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
         raise ValueError(
-            f"the launch file has mixed_precision {requested!r}, the config loop.precision {config.loop.precision!r}; "
-            "leave the launch file's at 'no': the config decides"
+            f"the launch file has mixed_precision {requested!r}, the config loop.precision"
+            f" {config.loop.precision!r}; leave the launch file's at 'no': the config decides"
         )
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ValueError("the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2")
+            raise ValueError(
+                "the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version"
+                " to 2"
+            )
         if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-            raise ValueError("the launch file has fsdp_offload_params, but a head is not offloaded; set it to false")
+            raise ValueError(
+                "the launch file has fsdp_offload_params, but a head is not offloaded; set it to"
+                " false"
+            )
         if not several:
-            raise ValueError("the launch file asks for FSDP2, and one process has nothing to shard; launch several")
+            raise ValueError(
+                "the launch file asks for FSDP2, and one process has nothing to shard; launch"
+                " several"
+            )
     on_cpu = not torch.accelerator.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=timedelta(minutes=config.loop.timeout))
+    group = InitProcessGroupKwargs(
+        backend="gloo" if on_cpu else None, timeout=timedelta(minutes=config.loop.timeout)
+    )
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # With this on, transformers would leave the target's weights out on all processes but the first.
+    # With this on, transformers would leave the target's weights out on all processes but the
+    # first.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate joins the processes as for DDP; `shard` shards
+    # accelerate joins the processes as for DDP; `shard` shards
+    fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         accelerator = Accelerator(
-            cpu=on_cpu and not deepspeed,  # else several processes on CPUs would not know of each other
-            mixed_precision="no",  # `autocast` does it: accelerate's way keeps the weights in 16 bits
+            # else several processes on CPUs would not know of each other
+            cpu=on_cpu and not deepspeed,
+            # `autocast` does it: accelerate's way keeps the weights in 16 bits
+            mixed_precision="no",
             log_with=None if config.loop.tracker == "none" else config.loop.tracker,
             project_dir=config.output,
             # DDP's buckets are the gradients themselves, and no second copy of them.
-            kwargs_handlers=[group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)] if several else [],
+            kwargs_handlers=(
+                [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+                if several
+                else []
+            ),
         )
     finally:
         if fsdp is not None:
@@ -110,22 +131,27 @@ def check_engine(engine: str, config: TrainConfig) -> None:
     whole = "choose one process, DDP, ZeRO-1 or ZeRO-2"
     if engine == "ZeRO-3":
         raise ValueError(
-            "ZeRO-3 saves nothing here: the losses read the whole head in every forward; choose ZeRO-2 or FSDP2"
+            "ZeRO-3 saves nothing here: the losses read the whole head in every forward; choose"
+            " ZeRO-2 or FSDP2"
         )
     if config.optim.name == "muon":
         check_muon()
     if engine not in ("one process", "DDP") and config.optim.name == "muon":
         raise ValueError(
-            f"Muon needs whole matrices, which {engine} shards; choose optim.name adamw, one process or DDP"
+            f"Muon needs whole matrices, which {engine} shards; choose optim.name adamw, one"
+            " process or DDP"
         )
     if engine == "FSDP2" and config.adapter.rank > 0:
         raise ValueError(f"{engine} would shard the adapter inside the target; {whole}")
     if engine == "FSDP2" and config.optim.ema > 0:
-        raise ValueError(f"{engine} holds no whole weights to average, as optim.ema {config.optim.ema} asks; {whole}")
+        raise ValueError(
+            f"{engine} holds no whole weights to average, as optim.ema {config.optim.ema} asks;"
+            f" {whole}"
+        )
 
 
 def requested_engine(accelerator: Accelerator) -> str:
-    """Name the engine that the launch file chose, as in this module's docstring, or "one process"."""
+    """Name the launch file's engine: "one process", or as in this module's docstring."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -143,16 +169,20 @@ def actual_engine(module: nn.Module) -> str:
     return "DDP" if isinstance(module, DistributedDataParallel) else "one process"
 
 
-def shard(accelerator: Accelerator, module: nn.Module, over: Literal["machine", "all"] = "machine") -> None:
+def shard(
+    accelerator: Accelerator, module: nn.Module, over: Literal["machine", "all"] = "machine"
+) -> None:
     """Shard the module's parameters, if the engine is FSDP2; called before the optimizer is made.
 
     `over` names the processes that divide them, see `shard_mesh`.
 
-    Not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a truncated vocabulary)
-    while it loads weights from the first process: huggingface/accelerate#3898.
+    Not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a
+    truncated vocabulary) while it loads weights from the first process:
+    huggingface/accelerate#3898.
     """
     if requested_engine(accelerator) == "FSDP2":
-        for tensor in (*module.parameters(), *module.buffers()):  # all start from the same, as with DDP and DeepSpeed
+        # all start from the same, as with DDP and DeepSpeed
+        for tensor in (*module.parameters(), *module.buffers()):
             torch.distributed.broadcast(tensor.data, src=0)
         fully_shard(module, mesh=shard_mesh(accelerator, over))
 
@@ -160,21 +190,29 @@ def shard(accelerator: Accelerator, module: nn.Module, over: Literal["machine", 
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, precision: str
 ) -> tuple[nn.Module, Optimizer]:
-    """Hand module and optimizer to the engine that the launch file asks for; `precision` is float32 or bfloat16."""
+    """Hand module and optimizer to the engine of the launch file; return both as it drives them.
+
+    `precision` is float32 or bfloat16.
+    """
     if isinstance(module, FSDPModule):
         sharded = Sharded(module, optimizer)
         accelerator.register_for_checkpointing(sharded)
         accelerator.register_load_state_pre_hook(sharded.load)
     else:
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:  # does what `autocast` does for other engines
+        # does what `autocast` does for other engines
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
             accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
                 "enabled": precision == "bfloat16",
                 "dtype": "bfloat16",
-                "lower_precision_safe_modules": [],  # which exchange gradients in bfloat16; DDP does in float32
+                # which exchange gradients in bfloat16; DDP does in float32
+                "lower_precision_safe_modules": [],
             }
         module, optimizer = accelerator.prepare(module, optimizer)
     if actual_engine(module) != requested_engine(accelerator):
-        raise ValueError(f"the launch file asks for {requested_engine(accelerator)} and got {actual_engine(module)}")
+        raise ValueError(
+            f"the launch file asks for {requested_engine(accelerator)} and got"
+            f" {actual_engine(module)}"
+        )
     return module, optimizer
 
 
@@ -185,17 +223,25 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return nullcontext()
-    return torch.autocast(accelerator.device.type, dtype_named(precision), enabled=precision == "bfloat16")
+    return torch.autocast(
+        accelerator.device.type, dtype_named(precision), enabled=precision == "bfloat16"
+    )
 
 
 def state_dtype(precision: str, target_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a head reads the target's states: their own where its arithmetic is the same, else float32."""
+    """Return the dtype in which a head reads the target's states.
+
+    It is the states' own where the head computes in the same one, else float32.
+    """
     same = precision == "bfloat16" and target_dtype == torch.bfloat16
     return torch.bfloat16 if same else torch.float32
 
 
 def from_main(accelerator: Accelerator, value: Value) -> Value:
-    """Send the main process's value to every process; values that each computes may differ in the last digit."""
+    """Send the main process's value to every process.
+
+    Values that each process computes itself may differ in the last digit.
+    """
     values: list[Any] = [value if accelerator.is_main_process else None]
     decided: Value = broadcast_object_list(values)[0]
     return decided
@@ -210,7 +256,9 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 
 def all_agree(accelerator: Accelerator, check: Callable[[], None]) -> None:
-    """Run a check of which each process may make a part; what one of them refuses, all refuse, and none waits for it.
+    """Run a check that may differ between processes; if one refuses, all raise its error.
+
+    No process is left waiting for another.
 
     Raises:
         ValueError: of the first process that raised one.
@@ -229,8 +277,8 @@ def all_agree(accelerator: Accelerator, check: Callable[[], None]) -> None:
 def end_together(accelerator: Accelerator) -> None:
     """Wait for all processes; every process calls this last.
 
-    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is exiting by then. A barrier
-    exchanges no objects, so that nothing is left to free.
+    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is
+    exiting by then. A barrier exchanges no objects, so that nothing is left to free.
     """
     accelerator.wait_for_everyone()
 
@@ -241,7 +289,9 @@ def distributed(
     work: Callable[[Sequence[Item]], list[Result]],
     together: bool = False,
 ) -> list[Result]:
-    """Distribute work on items over the processes; return all results on every process, in the items' order.
+    """Distribute work on items over the processes; return all results, in order, on each process.
+
+    The order is that of the items.
 
     `work` gets consecutive items, perhaps none. With `together` every process does all of the work,
     because its parts need all processes.
@@ -256,13 +306,20 @@ def distributed(
 
 
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:
-    """Fill in the DeepSpeed options that the config decides; a file that contradicts it raises a ValueError."""
+    """Fill in the DeepSpeed options that the config decides.
+
+    A DeepSpeed file that contradicts the config raises a ValueError.
+    """
     for section in ("optimizer", "scheduler", "bf16", "fp16", "amp", "torch_autocast"):
         if options.get(section, {}).get("enabled", section in options):
-            raise ValueError(f"the DeepSpeed file has a section {section!r}, which the config decides; remove it")
+            raise ValueError(
+                f"the DeepSpeed file has a section {section!r}, which the config decides; remove it"
+            )
     for name in ("offload_optimizer", "offload_param"):
         if options.get("zero_optimization", {}).get(name, {}).get("device", "none") != "none":
-            raise ValueError(f"the DeepSpeed file has {name}, but a head is not offloaded; remove it")
+            raise ValueError(
+                f"the DeepSpeed file has {name}, but a head is not offloaded; remove it"
+            )
     parts = share.processes * share.forwards
     micro_batch = max(1, config.loop.batch_size // parts)  # unused with loop.batch_tokens
     decided = {
@@ -274,7 +331,8 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
     for name, value in decided.items():
         if options.get(name, "auto") not in ("auto", value):
             raise ValueError(
-                f"the DeepSpeed file has {name} {options[name]}, which does not fit the config's {value}; write 'auto'"
+                f"the DeepSpeed file has {name} {options[name]}, which does not fit the config's"
+                f" {value}; write 'auto'"
             )
         options[name] = value
     options["zero_allow_untested_optimizer"] = True
@@ -288,7 +346,9 @@ def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
 
 def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
     """Set the names of the dtypes of the target's weights and of the head's arithmetic."""
-    return dataclasses.replace(config, target_dtype=target, loop=dataclasses.replace(config.loop, precision=head))
+    return dataclasses.replace(
+        config, target_dtype=target, loop=dataclasses.replace(config.loop, precision=head)
+    )
 
 
 def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
@@ -298,7 +358,10 @@ def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
         own, _ = own_dtype(config.target, config.target_revision)
         target = dtype_name(own)
         if head == "float32" and target != "float32":
-            raise ValueError(f"loop.precision float32 needs target_dtype float32, not auto, which is {target} here")
+            raise ValueError(
+                f"loop.precision float32 needs target_dtype float32, not auto, which is {target}"
+                " here"
+            )
     if head != "auto":
         _warn_if_slow(head, device)
     elif target in ("bfloat16", "float16"):
@@ -308,18 +371,28 @@ def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
     if target != "fastest":
         return target, head
     own, shape = own_dtype(config.target, config.target_revision)
-    if head == "float32" or (device.type == "cpu" and own == torch.float16 and shape is not None and fits(shape)):
+    if head == "float32" or (
+        device.type == "cpu" and own == torch.float16 and shape is not None and fits(shape)
+    ):
         return "float32", head
     return dtype_name(own), head
 
 
 def _over_float32(device: torch.device) -> float:
-    """Time of a training step in bfloat16 over that in float32; not measured on accelerators, there 0.5 or 2."""
+    """Return the time of a training step in bfloat16 over that in float32.
+
+    It is measured on CPUs only. For accelerators it is 0.5, or 2 on a CUDA GPU without native
+    bfloat16.
+    """
     if device.type != "cpu":
         # A plan may be for a GPU that this machine lacks.
         present = device.type == "cuda" and torch.cuda.is_available()
-        return 2.0 if present and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
-    return measured_once(device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive)
+        return (
+            2.0 if present and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
+        )
+    return measured_once(
+        device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive
+    )
 
 
 def _warn_if_slow(precision: str, device: torch.device) -> None:
@@ -330,14 +403,20 @@ def _warn_if_slow(precision: str, device: torch.device) -> None:
     slower, other = (ratio, "float32") if precision == "bfloat16" else (1 / ratio, "bfloat16")
     if slower >= SLOW:
         tell_once(
-            f"on this machine training steps take {slower:.1f} times as long in {precision} as in {other}; "
-            "a new run with loop.precision auto takes that"
+            f"on this machine training steps take {slower:.1f} times as long in {precision} as in"
+            f" {other}; a new run with loop.precision auto takes that"
         )
 
 
 def _timed() -> float:
-    """Time a forward and a backward of two linear layers under autocast, over the same without it."""
-    weights = [torch.full(shape, 1 / INNER, requires_grad=True) for shape in ((INNER, WIDTH), (WIDTH, INNER))]
+    """Return the time of a training step under autocast over that without it.
+
+    The step is a forward and a backward of two linear layers; times are medians.
+    """
+    weights = [
+        torch.full(shape, 1 / INNER, requires_grad=True)
+        for shape in ((INNER, WIDTH), (WIDTH, INNER))
+    ]
     rows_RD = torch.ones(ROWS, WIDTH)
 
     def step(enabled: bool) -> None:
@@ -347,5 +426,7 @@ def _timed() -> float:
                 out_RD = F.linear(out_RD, weight_OI)
         torch.autograd.grad(out_RD.float().sum(), weights)
 
-    taken = seconds_in_turns({enabled: partial(step, enabled) for enabled in (True, False)}, REPEATS, LIMIT)
+    taken = seconds_in_turns(
+        {enabled: partial(step, enabled) for enabled in (True, False)}, REPEATS, LIMIT
+    )
     return statistics.median(taken[True]) / statistics.median(taken[False])

@@ -1,8 +1,11 @@
-"""Evaluation of a head: teacher-forced accuracy by rank, acceptance through the decoder itself, sample answers.
+"""Evaluation of a head: teacher-forced accuracy by rank, acceptance by decoding, sample answers.
 
-Processes share the conversations and the prompts, and each gets all results, in the order of a single process. A target
-that is sharded gathers its blocks in every forward, in which all processes take part: there each evaluates everything,
-and the number of forwards must not depend on what a process computes (see `ReplayTarget`).
+Acceptance is measured through the decoder itself.
+
+Processes share the conversations and the prompts, and each gets all results, in the order of a
+single process. A target that is sharded gathers its blocks in every forward, in which all processes
+take part: there each evaluates everything, and the number of forwards must not depend on what a
+process computes (see `ReplayTarget`).
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ from .features.stored import StoredReplay
 BATCH_SIZE = 8
 """Conversations of a teacher-forced forward."""
 RANKS = 10
-"""Ranks of a head's tokens whose accuracy is measured: the most children that a node of a calibrated tree has."""
+"""Ranks of a head's tokens whose accuracy is measured: the most children that a node of a
+calibrated tree has."""
 
 
 Sums = tuple[Tensor, Tensor, Tensor]
@@ -63,7 +67,8 @@ class Evaluation:
     accuracy_KI: list[list[float]]
     """Share of positions at each depth at which the true token is the head's i-th best."""
     policies: dict[str, TreePolicy]
-    """A chain as deep as the head, the best static tree for these accuracies, and a dynamic one of the same size."""
+    """A chain as deep as the head, the best static tree for these accuracies, and a dynamic one of
+    the same size."""
     trees: dict[str, Stats]
     """Statistics of greedy decoding on held-out prompts with each of them."""
     best: str = field(init=False)
@@ -85,10 +90,12 @@ class Evaluation:
         return self.trees[self.best].tokens_and_rounds
 
     def shorter_than(self, others: list[list[int]]) -> bool:
-        """Whether acceptance is shorter than in an earlier evaluation, beyond chance; `others` are its `prompts`.
+        """Whether acceptance is shorter than in an earlier evaluation, beyond chance.
 
-        The 95 % confidence interval of the difference decides, over the prompts that both answered; with fewer than
-        two, the difference itself.
+        `others` are the `prompts` of the earlier one.
+
+        The 95 % confidence interval of the difference decides, over the prompts that both answered;
+        with fewer than two, the difference itself.
         """
         low, high = difference_interval(self.prompts, others)
         return high < 0 if low <= high else False
@@ -118,9 +125,10 @@ def evaluate(
 ) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
-    The processes of `accelerator`, all of which have the same head and conversations, share the work.
-    None on all of them if `stop` is wanted on any: it is looked at before the losses and before each
-    tree. `features` are those of the held-out conversations; None if the target computes them.
+    The processes of `accelerator`, all of which have the same head and conversations, share the
+    work. None on all of them if `stop` is wanted on any: it is looked at before the losses and
+    before each tree. `features` are those of the held-out conversations; None if the target
+    computes them.
     """
     served = copy.deepcopy(head).to(target.dtype).eval()
     together = is_sharded(target)
@@ -152,10 +160,13 @@ def difference_interval(
 ) -> tuple[float, float]:
     """Confidence interval of the difference of two acceptance lengths on the same prompts, paired.
 
-    Tokens and rounds of each prompt are clusters of two ratio estimates, as in `Stats.acceptance_length_interval`. With
-    one prompt both ends are the difference; NaN without a round.
+    Tokens and rounds of each prompt are clusters of two ratio estimates, as in
+    `Stats.acceptance_length_interval`. With one prompt both ends are the difference; NaN without a
+    round.
     """
-    pairs = [(own, other) for own, other in zip(prompts, others, strict=False) if own[1] and other[1]]
+    pairs = [
+        (own, other) for own, other in zip(prompts, others, strict=False) if own[1] and other[1]
+    ]
     if not pairs:
         return float("nan"), float("nan")
     means = []
@@ -167,7 +178,11 @@ def difference_interval(
         means.append(float(mean))
     count = len(pairs)
     deviations = NormalDist().inv_cdf((1 + confidence) / 2)
-    half = 0.0 if count == 1 else deviations * float((apart_N.square().sum() * count / (count - 1)).sqrt())
+    half = (
+        0.0
+        if count == 1
+        else deviations * float((apart_N.square().sum() * count / (count - 1)).sqrt())
+    )
     difference = means[0] - means[1]
     return difference - half, difference + half
 
@@ -187,15 +202,18 @@ def judged(held_out: list[Example], config: EvalConfig) -> list[Example]:
 
 
 def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) -> list[Tensor]:
-    """Return the first held-out prompts that leave room for an answer; a ValueError if none does."""
+    """Return the first held-out prompts that leave room for an answer; a ValueError if none do."""
     if isinstance(target, StoredReplay):
         held_out = target.usable(held_out, config)
     prompts = [prompt_of(example) for example in held_out]
-    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens]
+    fitting = [
+        prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens
+    ]
     if not fitting:
         raise ValueError(
-            f"none of the {len(held_out)} held-out prompts leaves room for {config.new_tokens} new tokens in the "
-            f"{target.max_positions} positions of {target.name!r}; lower eval.new_tokens or hold out more"
+            f"none of the {len(held_out)} held-out prompts leaves room for {config.new_tokens} new"
+            f" tokens in the {target.max_positions} positions of {target.name!r}; lower"
+            " eval.new_tokens or hold out more"
         )
     return fitting[: config.prompts]
 
@@ -228,7 +246,10 @@ def sums_of(
 
 
 def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[float]]]:
-    """Average loss per depth, and accuracy per depth and rank; batches of short conversations have fewer depths."""
+    """Average the loss per depth, and the accuracy per depth and rank.
+
+    Batches of short conversations have fewer depths.
+    """
     losses, counts = torch.zeros(2, max_depth)
     hits = torch.zeros(max_depth, sums[0][2].shape[1])
     for losses_K, counts_K, hits_KI in sums:
@@ -255,14 +276,20 @@ def greedy_answers(
     With a `ReplayTarget`, prompts that it knows cost drafts alone.
     """
     if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
-        with ProgressBar("answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)) as bar:
+        with ProgressBar(
+            "answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)
+        ) as bar:
             target.learn(unknown, new_tokens, [TokensShown(bar)])
     # Not compiled: the head's weights change before the next evaluation.
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False
+    )
     input_ids, mask = left_padded(prompts, target.device)
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
         lm.observers.append(TokensShown(bar))
-        return lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+        return lm.generate(
+            input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
+        )
 
 
 class TokensShown(RoundObserver):
@@ -290,16 +317,24 @@ class Sample:
 
     prompt: str
     pieces: list[tuple[str, bool]]
-    """The answer in pieces of text, each with whether its tokens were drafts that the target accepted."""
+    """The answer in pieces of text, each with whether its tokens were drafts that the target
+    accepted."""
     acceptance_length: float
     """Tokens per round."""
 
     def html(self, tag: str) -> str:
-        """Return prompt and answer with accepted drafts inside an HTML tag, such as mark or strong."""
+        """Return prompt and answer as HTML, with accepted drafts inside a tag.
+
+        The tag is, for example, mark or strong.
+        """
         answer = "".join(
-            f"<{tag}>{html.escape(text)}</{tag}>" if accepted else html.escape(text) for text, accepted in self.pieces
+            f"<{tag}>{html.escape(text)}</{tag}>" if accepted else html.escape(text)
+            for text, accepted in self.pieces
         )
-        return f"<p>{html.escape(self.prompt)}</p><p>{answer}</p><p>acceptance length {self.acceptance_length:.2f}</p>"
+        return (
+            f"<p>{html.escape(self.prompt)}</p><p>{answer}</p><p>acceptance length"
+            f" {self.acceptance_length:.2f}</p>"
+        )
 
 
 def sample_answers(
@@ -310,7 +345,10 @@ def sample_answers(
     new_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Sample]:
-    """Answer prompts (token ids, each [time]) greedily with a copy of the head in the target's dtype."""
+    """Answer prompts greedily with a copy of the head in the target's dtype.
+
+    Each prompt is a tensor [time] of token ids.
+    """
     served = copy.deepcopy(head).to(target.dtype).eval()
     out = greedy_answers(target, served, tree, prompts, new_tokens)
     width = max(map(len, prompts))  # prompts are padded on the left to the longest
@@ -324,10 +362,15 @@ def sample_answers(
     ]
 
 
-def marked(tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Split an answer, perhaps padded on the right, into pieces, each with whether its tokens were accepted drafts.
+def marked(
+    tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, bool]]:
+    """Split an answer into pieces of text, each with whether its tokens were accepted drafts.
 
-    The first token is the prefill's; each round returned accepted drafts and then, unless truncated, a bonus token.
+    The answer may be padded on the right.
+
+    The first token is the prefill's; each round returned accepted drafts and then, unless
+    truncated, a bonus token.
     """
     accepted = [False]
     for record in records:

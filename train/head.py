@@ -14,13 +14,19 @@ from .config import TrainConfig, head_options
 
 
 def head_of(config: TrainConfig, target: TargetInfo, target_config: PreTrainedConfig) -> DraftHead:
-    """A new head for a target with this text config; a ValueError for options that are invalid or do not fit it."""
+    """Return a new head for a target with this text config.
+
+    Options that are invalid or do not fit the target raise a ValueError.
+    """
     name, options = head_options(config)
     head_config(name, options)
     return build_head(name, HEADS[name].options_for(options, described(target_config)), target)
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """The objective: the head's own where the config says nothing; a ValueError if it cannot be trained on it."""
+    """Return the config's objective; where the config says nothing, the head's own.
+
+    An objective on which the head cannot be trained raises a ValueError.
+    """
     name, options = head_options(config)
     return build_objective(name, options, dataclasses.asdict(config.objective))

@@ -1,9 +1,10 @@
-"""The training loop: conversations -> the frozen target's features -> the head's loss -> an optimizer step.
+"""The training loop: conversations -> frozen target's features -> head's loss -> optimizer step.
 
     accelerate launch scripts/train.py --config configs/smollm2-medusa.yaml
 
-Started again, a run resumes from its newest checkpoint and ends with the weights that it would have had without the
-interruption. Callbacks run code of the caller's own between steps; `train(config, callbacks=[Stop()])` runs this one:
+Started again, a run resumes from its newest checkpoint and ends with the weights that it would have
+had without the interruption. Callbacks run code of the caller's own between steps; `train(config,
+callbacks=[Stop()])` runs this one:
 
     class Stop(Callback):
         def on_evaluation(self, progress, row):
@@ -108,28 +109,37 @@ SAMPLE = 4
 class Callback:
     """Methods that a run calls, on its main process only; a subclass overrides those that it needs.
 
-    Each gets a copy of the run's state. An exception ends the run as Ctrl-C does: `train` writes a checkpoint from
-    which the same options resume, and raises it again. A callback raises `Stopped` to end the run. Losses and weights
-    do not depend on callbacks, unless they draw from torch's global generator.
+    Each gets a copy of the run's state. An exception ends the run as Ctrl-C does: `train` writes a
+    checkpoint from which the same options resume, and raises it again. A callback raises `Stopped`
+    to end the run. Losses and weights do not depend on callbacks, unless they draw from torch's
+    global generator.
     """
 
     def on_step(self, progress: Progress, row: dict[str, Any] | None) -> None:
-        """Called after each optimizer step, with its line of log.jsonl if it wrote one (`loop.log_every`)."""
+        """Called after each optimizer step.
+
+        `row` is the step's line of log.jsonl; None if it wrote none (`loop.log_every`).
+        """
 
     def on_evaluation(self, progress: Progress, row: dict[str, Any]) -> None:
-        """Called after each evaluation, once the best head has been saved, with its line of log.jsonl.
+        """Called after each evaluation, with its line of log.jsonl.
+
+        The best head has been saved by then.
 
         The row holds `eval`, `held_out_loss` and `tree`.
         """
 
     def on_save(self, progress: Progress, checkpoint: Path) -> None:
-        """Called after a checkpoint to resume from has been written to a folder, with the state that it holds.
+        """Called after a checkpoint to resume from has been written, with the state that it holds.
 
         Some steps later, if it was written in the background (`loop.save_in_background`).
         """
 
     def on_end(self, progress: Progress, folder: Path) -> None:
-        """Called once all steps are done and best/, last/ and report.md are written; not if the run was stopped."""
+        """Called once all steps are done, unless the run was stopped.
+
+        best/, last/ and report.md have been written by then.
+        """
 
 
 @dataclass
@@ -141,7 +151,10 @@ class Callbacks:
     error: Exception | None = None
 
     def call(self, name: str, progress: Progress, given: Any, stop: StopFlag | None = None) -> None:
-        """Call a method of all callbacks; the first exception sets `stop`, and no callback is called after it."""
+        """Call a method of all callbacks, on the main process.
+
+        The first exception sets `stop`, and no callback is called after it.
+        """
         for callback in self.callbacks if self.main_process else ():
             if self.error is not None:
                 return
@@ -154,7 +167,9 @@ class Callbacks:
                     stop.wanted = True
 
 
-def train(config: TrainConfig, callbacks: Sequence[Callback] = (), source: OpenSource | None = None) -> Path:
+def train(
+    config: TrainConfig, callbacks: Sequence[Callback] = (), source: OpenSource | None = None
+) -> Path:
     """Run or resume a training run; return its folder.
 
     Args:
@@ -164,7 +179,8 @@ def train(config: TrainConfig, callbacks: Sequence[Callback] = (), source: OpenS
             cached; None for the target itself, or the folder of `features`.
 
     Raises:
-        ValueError: invalid options or data, a tracker that cannot run, or a run that cannot be resumed.
+        ValueError: invalid options or data, a tracker that cannot run, or a run that cannot be
+            resumed.
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
         Exception: a callback's, once a checkpoint has been written.
     """
@@ -224,7 +240,8 @@ def run_steps(
 ) -> str | None:
     """Make a run's remaining steps, with evaluations and checkpoints between them.
 
-    Ctrl-C and SIGTERM set a flag, which is looked at after each step and between the parts of an evaluation.
+    Ctrl-C and SIGTERM set a flag, which is looked at after each step and between the parts of an
+    evaluation.
 
     Returns:
         How far the run is if it was stopped, once a checkpoint has been written; else None.
@@ -237,29 +254,46 @@ def run_steps(
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
     state = build_state(run, share, inputs, config, steps)
     run.check_space(checkpoint_bytes(state.module), config.loop.keep)
-    torch.manual_seed(config.loop.seed + share.process)  # random draws of heads while training differ by process
+    # random draws of heads while training differ by process
+    torch.manual_seed(config.loop.seed + share.process)
     settings = settings_of(state.schedule)
     progress = run.resume(actual_engine(state.module))
     apply_settings(state.schedule, settings)
     tracker.start(config, progress.step)
-    if 0 < config.loop.patience <= progress.falling:  # it had stopped early, and was killed before its last evaluation
+    # it had stopped early, and was killed before its last evaluation
+    if 0 < config.loop.patience <= progress.falling:
         steps = progress.step
     log.info(
-        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover {inputs.coverage:.2%} "
-        f"of the answers; {len(training)} sequences to train on, {len(inputs.held_out)} held out; {progress.engine}; "
-        f"step {progress.step} of {steps}"
+        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover"
+        f" {inputs.coverage:.2%} of the answers; {len(training)} sequences to train on,"
+        f" {len(inputs.held_out)} held out; {progress.engine}; step {progress.step} of {steps}"
     )
     epochs = steps / inputs.order.steps_in(0)
     features = feature_source(
-        accelerator, target, head, inputs.provenance, training, config, epochs, inputs.source, source
+        accelerator,
+        target,
+        head,
+        inputs.provenance,
+        training,
+        config,
+        epochs,
+        inputs.source,
+        source,
     )
-    cached, adapted = config.features.mode in ("cached", "stored", "served"), config.adapter.rank > 0
+    cached, adapted = (
+        config.features.mode in ("cached", "stored", "served"),
+        config.adapter.rank > 0,
+    )
     # Of a target that is here, without its cache, which counting must not fill.
     features_of = partial(online_features, target, head) if inputs.source is None else features
     flops = count_flops(features_of, head, inputs.objective, training[:SAMPLE], cached, adapted)
-    metrics = MetricsLogger(run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops)
+    metrics = MetricsLogger(
+        run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops
+    )
     joint_from = round(config.adapter.heads_first * steps)
-    profiler = StepProfiler(config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1)
+    profiler = StepProfiler(
+        config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
+    )
     # As long as the deepest draft, so that every depth gives every process a gradient.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
     workers = config.data.workers
@@ -270,7 +304,8 @@ def run_steps(
 
     def save(background: bool) -> None:
         nonlocal saved_at
-        features.settle(accelerator)  # a run that resumes from here finds the states that it has trained on
+        # a run that resumes from here finds the states that it has trained on
+        features.settle(accelerator)
         run.wait()
         tell_of_saves()  # before the next one removes an older one
         run.save(progress, config.loop.keep, background)
@@ -288,18 +323,27 @@ def run_steps(
     with stop_on_signals() as stop, worker_deaths_explained():
         with (
             ProgressBar("training steps", steps, progress.step) as bar,
-            closing(loaded(reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda")) as batches,
+            closing(
+                loaded(
+                    reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda"
+                )
+            ) as batches,
         ):
             last_epoch = None
             stopping = saving = False
             while True:
-                if due(progress.step, config.loop.eval_every) and progress.judged < progress.step < steps:
+                if (
+                    due(progress.step, config.loop.eval_every)
+                    and progress.judged < progress.step < steps
+                ):
                     found = evaluate_and_save(state, metrics, stop, callbacks)
                     if found is None:
                         break
                     if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
                         steps = progress.step
-                if (saving or due(progress.step, config.loop.save_every)) and 0 < progress.step < steps:
+                if (
+                    saving or due(progress.step, config.loop.save_every)
+                ) and 0 < progress.step < steps:
                     save(config.loop.save_in_background)
                 if accelerator.num_processes == 1:
                     stopping = stop.wanted
@@ -313,9 +357,12 @@ def run_steps(
                 last_epoch = data.epoch
                 number = progress.step + 1
                 adapt = progress.step >= joint_from
-                # Processes agree on both in the sum of the loss: the one exchange that a step has anyway.
+                # Processes agree on both in the sum of the loss: the one exchange that a step has
+                # anyway.
                 wishes = Wishes(stop.wanted, save_is_due() or run.failed())
-                outputs, norm, agreement = gradients(state, data, features, metrics.clock, number, adapt, wishes)
+                outputs, norm, agreement = gradients(
+                    state, data, features, metrics.clock, number, adapt, wishes
+                )
                 stopping = agreement.stop
                 saving = agreement.save
                 lr = update(state)
@@ -327,10 +374,14 @@ def run_steps(
                 bar.update(progress.step, metrics.note)
         profiler.close()
         if inputs.source is not None and metrics.stepped > 0:
-            log.info(f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states")
+            log.info(
+                f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states"
+            )
         save(background=False)
         if progress.step < steps:
-            return f"stopped at step {progress.step} of {steps}; the same command resumes from there"
+            return (
+                f"stopped at step {progress.step} of {steps}; the same command resumes from there"
+            )
         if evaluate_and_save(state, metrics, stop, callbacks, last=True) is None:
             return "stopped in the last evaluation; the same command resumes from there"
         if accelerator.is_main_process:
@@ -372,21 +423,25 @@ def load_inputs(
     outer: bool | None = None,
     outside: OpenSource | None = None,
 ) -> Inputs:
-    """Load data, target and head; invalid options or data raise a ValueError before the target is loaded.
+    """Load data, target and head.
 
-    Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no more of the target
-    than its outer modules, and opens no source of states; None does as `features.mode` says, with the source from
-    `outside` if it is given.
+    Invalid options or data raise a ValueError before the target is loaded.
+
+    Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no
+    more of the target than its outer modules, and opens no source of states; None does as
+    `features.mode` says, with the source from `outside` if it is given.
     """
     if outer is None:
         check_outside_source(config, outside)
-    objective = objective_of(config)  # mistakes in the options are reported before a model is loaded
+    # mistakes in the options are reported before a model is loaded
+    objective = objective_of(config)
     sources = open_sources(config.data.sources, config.data.max_conversations)
     tokenizer = load_tokenizer(config.target, config.target_revision)
     check_renders(tokenizer, sources, config.target)
     if accelerator.is_main_process:
         warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
-    # The data before the target, whose loading takes minutes, unless only loading it tells how they are read.
+    # The data before the target, whose loading takes minutes, unless only loading it tells how they
+    # are read.
     without_blocks = needs_no_target(config) if outer is None else outer
     load = partial(load_target, config, accelerator, without_blocks)
     known = target_facts(config.target, config.target_revision) or load()
@@ -405,15 +460,17 @@ def load_inputs(
     replay: ReplayTarget | None = None
     source: StateSource | None = None
     if not isinstance(target, OuterTarget):
-        # A sharded target, too: plain answers take a fixed number of forwards, whatever a process computes. With
-        # drafts a token that rounding decides would give one process a round more, in which it waits for ever.
+        # A sharded target, too: plain answers take a fixed number of forwards, whatever a process
+        # computes. With drafts a token that rounding decides would give one process a round more,
+        # in which it waits for ever.
         replay = None if config.adapter.rank > 0 else ReplayTarget(target)
     elif outer is None:
         source = open_source(config, accelerator, target, head, provenance, outside)
         held_out = judged(held_out, config.eval)
         check_source(source, accelerator, target, training, held_out)
         replay = StoredReplay(target, source, held_out)
-    eval_prompts(replay or target, held_out, config.eval)  # fails now and not at the first evaluation
+    # fails now and not at the first evaluation
+    eval_prompts(replay or target, held_out, config.eval)
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
@@ -422,17 +479,21 @@ def load_inputs(
     mask_token = getattr(head, "mask_token", None)
     if mask_token is not None and counts_V[mask_token]:
         log.info(
-            f"the mask token, {mask_token}, stands {int(counts_V[mask_token])} times in the answers: better "
-            "head.mask_token_id is a token that no text holds"
+            f"the mask token, {mask_token}, stands {int(counts_V[mask_token])} times in the"
+            " answers: better head.mask_token_id is a token that no text holds"
         )
     covered = counts_V[head.vocabulary()].sum() / counts_V.sum()
     data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
     lengths = lengths_of(training)
-    order = Order(lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens)
-    weighted = "" if data.weights is None else str(own)  # which source a sequence is of matters for nothing else
+    order = Order(
+        lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens
+    )
+    # which source a sequence is of matters for nothing else
+    weighted = "" if data.weights is None else str(own)
     digests = {
         "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
-        "weights": str(provenance.get("weights", "unknown")),  # by names that files of some models lack
+        # by names that files of some models lack
+        "weights": str(provenance.get("weights", "unknown")),
         "tokenizer": str(provenance["tokenizer"]),
     }
     return Inputs(
@@ -452,9 +513,13 @@ def load_inputs(
 
 
 def load_data(
-    config: TrainConfig, accelerator: Accelerator, sources: list[Source], how: Rendering, folder: Path | None
+    config: TrainConfig,
+    accelerator: Accelerator,
+    sources: list[Source],
+    how: Rendering,
+    folder: Path | None,
 ) -> tuple[TokenCache, TokenizedSequences, list[Example]]:
-    """Tokenize the sources, check their rows, and split the sequences into those to train on and those held out."""
+    """Tokenize the sources, check their rows, and split off the held-out sequences."""
     cache = cached_sequences(sources, how, config.data.cache, config.data.num_proc)
     settle_unused_rows(cache, config.data, how.max_length, folder, accelerator.is_main_process)
     training, held_out = split_cache(cache, config)
@@ -462,13 +527,16 @@ def load_data(
     return cache, training, held_out
 
 
-def warm_start(head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]) -> None:
+def warm_start(
+    head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]
+) -> None:
     """Start from the weights of another head, or of the MTP head that the target brings, "mtp".
 
     A ValueError if it does not fit.
 
-    The draft vocabulary follows the data: it is the most frequent tokens of these answers, then those of the other
-    head. A token that the other head cannot draft begins as training is expected to have left it.
+    The draft vocabulary follows the data: it is the most frequent tokens of these answers, then
+    those of the other head. A token that the other head cannot draft begins as training is expected
+    to have left it.
     """
     if source == NATIVE:
         other: DraftHead = native_head(target)
@@ -480,15 +548,22 @@ def warm_start(head: DraftHead, source: str, target: Target, counts_V: Tensor, p
     trained = metadata.provenance.get("tokenizer")
     if trained not in (None, provenance["tokenizer"]):
         raise ValueError(
-            f"init_from {source!r} was trained with tokenizer {trained}, not {provenance['tokenizer']}: its draft "
-            "vocabulary means other tokens; choose a head of the same tokenizer, or null"
+            f"init_from {source!r} was trained with tokenizer {trained}, not"
+            f" {provenance['tokenizer']}: its draft vocabulary means other tokens; choose a head of"
+            " the same tokenizer, or null"
         )
-    if head.draft_vocab_size < head.target.vocab_size or other.draft_vocab_size < other.target.vocab_size:
+    if (
+        head.draft_vocab_size < head.target.vocab_size
+        or other.draft_vocab_size < other.target.vocab_size
+    ):
         head.initialize(target.modules, favouring(counts_V, other.vocabulary()))
     for name in head.computes:
         own, theirs = (getattr(each.config, name) for each in (head, other))
         if own != theirs:
-            raise ValueError(f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has {own!r}")
+            raise ValueError(
+                f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has"
+                f" {own!r}"
+            )
     try:
         copy_weights(head, other)
     except ValueError as error:
@@ -513,7 +588,9 @@ class TrainState:
     schedule: LRScheduler
 
 
-def build_state(run: RunFolder, share: Share, inputs: Inputs, config: TrainConfig, steps: int) -> TrainState:
+def build_state(
+    run: RunFolder, share: Share, inputs: Inputs, config: TrainConfig, steps: int
+) -> TrainState:
     """Hand head and optimizer to the engine that the launch file chose."""
     accelerator = run.accelerator
     trained: nn.Module = inputs.head
@@ -548,8 +625,12 @@ NO_WISHES = Wishes()
 
 
 def checkpoint_bytes(module: nn.Module) -> int:
-    """About what a checkpoint takes on disk: weights and two states of the optimizer for each that is trained."""
-    return sum(3 * weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
+    """Estimate a checkpoint's bytes on disk: trained weights with two optimizer states for each."""
+    return sum(
+        3 * weight.numel() * weight.element_size()
+        for weight in module.parameters()
+        if weight.requires_grad
+    )
 
 
 def gradients(
@@ -561,16 +642,22 @@ def gradients(
     adapt: bool,
     wishes: Wishes = NO_WISHES,
 ) -> tuple[list[HeadOutput], float, Wishes]:
-    """Run the forwards and backwards of a step. Weights do not change, unless the engine is DeepSpeed.
+    """Run the forwards and backwards of a step.
 
-    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the gradient norm, and what
-    any process wishes, as this one does `wishes`.
+    Weights do not change, unless the engine is DeepSpeed.
+
+    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the
+    gradient norm, and what any process wishes, as this one does `wishes`.
     """
     accelerator, module, batches = state.run.accelerator, state.module, data.batches
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    # The loss is a mean over the step's answer tokens. Engines average gradients over processes, DeepSpeed over
-    # forwards, too; the scale turns that into a sum.
-    scale = state.share.processes * (state.share.forwards if deepspeed else 1) / max(data.answer_tokens, 1)
+    # The loss is a mean over the step's answer tokens. Engines average gradients over processes,
+    # DeepSpeed over forwards, too; the scale turns that into a sum.
+    scale = (
+        state.share.processes
+        * (state.share.forwards if deepspeed else 1)
+        / max(data.answer_tokens, 1)
+    )
     outputs: list[HeadOutput] = []
     given: tuple[Any, ...]
     loss = 0.0
@@ -606,7 +693,7 @@ def gradients(
 
 
 def update(state: TrainState) -> float:
-    """Make the optimizer's step, and those of the average and the schedule; return the learning rate of the step."""
+    """Step the optimizer, the weight average and the schedule; return the step's learning rate."""
     lr = float(state.schedule.get_last_lr()[0])
     with record_function("optimizer"):
         state.optimizer.step()
@@ -618,9 +705,15 @@ def update(state: TrainState) -> float:
 
 
 def evaluate_and_save(
-    state: TrainState, metrics: MetricsLogger, stop: StopFlag, callbacks: Callbacks, last: bool = False
+    state: TrainState,
+    metrics: MetricsLogger,
+    stop: StopFlag,
+    callbacks: Callbacks,
+    last: bool = False,
 ) -> Evaluation | None:
-    """Measure the head's acceptance; save it, with its adapter, if it is the best so far, or the last.
+    """Measure the head's acceptance; save the head if it is the best so far, or the last.
+
+    Its adapter, if there is one, is saved with it.
 
     None if the evaluation was stopped, on all processes.
     """
@@ -628,21 +721,28 @@ def evaluate_and_save(
     accelerator, target = run.accelerator, inputs.target
     copy = head_of(config, target.info, target.config)
     trained = state.averaged.module if state.averaged else inputs.head
-    copy.load_state_dict(get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True)))
+    copy.load_state_dict(
+        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
+    )
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
     replay = inputs.replay or target
     read = None
     if isinstance(target, OuterTarget) and inputs.source is not None:
         read = StoredFeatures(target, copy, inputs.source)
-    found = evaluate(replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read)
+    found = evaluate(
+        replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read
+    )
     if found is None:
         return None
-    found = from_main(accelerator, found)  # the best head and early stopping follow from it, on all processes
+    # the best head and early stopping follow from it, on all processes
+    found = from_main(accelerator, found)
     samples = []
     if config.loop.tracker != "none" and config.tracking.samples > 0:
         prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
         tree = found.policies[found.best]
-        samples = sample_answers(replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer)
+        samples = sample_answers(
+            replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer
+        )
     measured = {"coverage": inputs.coverage, **found.measured(config.eval)}
     probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
     if probe is not None:
@@ -655,7 +755,9 @@ def evaluate_and_save(
         adapted=state.adapted is not None,
     )
     # Other processes may look for it once the main process has saved it already.
-    better = from_main(accelerator, not found.shorter_than(progress.longest_prompts) or not run.best.exists())
+    better = from_main(
+        accelerator, not found.shorter_than(progress.longest_prompts) or not run.best.exists()
+    )
     if better:
         progress.best_step, progress.best_length = progress.step, found.acceptance_length
     if found.acceptance_length > progress.longest_length:
@@ -670,7 +772,10 @@ def evaluate_and_save(
 
 
 def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> dict[str, Any]:
-    """How a head was trained, for its checkpoint: versions, options, the options that changed on the way, progress."""
+    """Return how a head was trained, for its checkpoint.
+
+    The record holds versions, options, the options that changed on the way, and progress.
+    """
     so_far = dataclasses.asdict(progress)
     del so_far["longest_prompts"]
     record = {**provenance(), "config": dataclasses.asdict(config), **so_far}
@@ -679,7 +784,10 @@ def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> 
 
 
 def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
-    """Whether acceptance was below the best in `patience` evaluations in a row while the held-out loss fell."""
+    """Whether acceptance has stayed below its best while the held-out loss fell.
+
+    It must have done so in `patience` evaluations in a row, which `progress` counts.
+    """
     loss = sum(found.loss_K)
     fell, progress.held_out_loss = loss < progress.held_out_loss, loss
     shorter = found.acceptance_length < progress.longest_length
@@ -703,7 +811,9 @@ def agreed(
     return total, own, Wishes(stopping > 0, saving > 0)
 
 
-def check_finite(what: str, value: float, batches: list[Batch], step: int, state: TrainState) -> None:
+def check_finite(
+    what: str, value: float, batches: list[Batch], step: int, state: TrainState
+) -> None:
     """Raise a ValueError before a step that would spoil the weights."""
     if math.isfinite(value):
         return
@@ -712,24 +822,32 @@ def check_finite(what: str, value: float, batches: list[Batch], step: int, state
     newest = state.run.newest()
     lower = f"{state.config.optim.lr / 2:g}"
     advice = (
-        "a lower optim.lr or a larger optim.warmup often helps: to resume from there, set optim.lr to "
-        f"{lower} in {state.run.folder / 'config.yaml'} and give the same command with --optim.lr {lower}"
+        "a lower optim.lr or a larger optim.warmup often helps: to resume from there, set optim.lr"
+        f" to {lower} in {state.run.folder / 'config.yaml'} and give the same command with"
+        f" --optim.lr {lower}"
     )
     if newest is None:
-        advice = "a lower optim.lr or a larger optim.warmup often helps: nothing was saved yet, so begin with that"
+        advice = (
+            "a lower optim.lr or a larger optim.warmup often helps: nothing was saved yet, so begin"
+            " with that"
+        )
     raise ValueError(
-        f"step {step}: the {what} is {value}; training stops. Its batch held the conversations {numbers} (counted from "
-        f"0 over all sources). The newest checkpoint is {newest or 'not yet written'}; {advice}"
+        f"step {step}: the {what} is {value}; training stops. Its batch held the conversations"
+        f" {numbers} (counted from 0 over all sources). The newest checkpoint is"
+        f" {newest or 'not yet written'}; {advice}"
     )
 
 
 def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
     """Raise a ValueError if processes read different data: their shares would not make up steps."""
-    own = torch.tensor([len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device)
+    own = torch.tensor(
+        [len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device
+    )
     everyone = accelerator.gather(own).view(-1, 2).tolist()
     for process, (count, found) in enumerate(everyone):
         if [count, found] != everyone[0]:
             raise ValueError(
-                f"process {process} reads other data than process 0: {count} and {everyone[0][0]} sequences to train "
-                "on; give every process the same data.sources, tokenizer and options"
+                f"process {process} reads other data than process 0: {count} and {everyone[0][0]}"
+                " sequences to train on; give every process the same data.sources, tokenizer and"
+                " options"
             )

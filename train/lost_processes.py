@@ -10,14 +10,22 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-OF_GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+OF_GLOO = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "gloo",
+)
 """Words in the RuntimeErrors of gloo; those of NCCL have a class of their own."""
 PACKAGES = ("heads", "inference", "train", "scripts")
 """Folders of this project; others beside them, such as an environment's, are not its own."""
 
 
 @contextmanager
-def lost_processes_explained(accelerator: Accelerator, newest: Callable[[], Path | None]) -> Iterator[None]:
+def lost_processes_explained(
+    accelerator: Accelerator, newest: Callable[[], Path | None]
+) -> Iterator[None]:
     """Explain in one message that another process has died, or did not come to an exchange in time.
 
     Args:
@@ -33,19 +41,25 @@ def lost_processes_explained(accelerator: Accelerator, newest: Callable[[], Path
         if accelerator.num_processes == 1 or not of_other_processes(error):
             raise
         raise ConnectionError(
-            f"rank {accelerator.process_index} lost another process while it stood at {own_place(error)}: one has "
-            f"died, or came to no exchange within loop.timeout ({' '.join(str(error).split())[:160]}); the same "
-            f"command resumes from {newest() or 'the start: there is no checkpoint yet'}"
+            f"rank {accelerator.process_index} lost another process while it stood at"
+            f" {own_place(error)}: one has died, or came to no exchange within loop.timeout"
+            f" ({' '.join(str(error).split())[:160]}); the same command resumes from"
+            f" {newest() or 'the start: there is no checkpoint yet'}"
         ) from error
 
 
 def of_other_processes(error: RuntimeError) -> bool:
     """Whether an error of torch's exchange means that another process is gone, or late."""
-    return isinstance(error, torch.distributed.DistError) or any(words in str(error) for words in OF_GLOO)
+    return isinstance(error, torch.distributed.DistError) or any(
+        words in str(error) for words in OF_GLOO
+    )
 
 
 def own_place(error: BaseException) -> str:
-    """The innermost line of this project at which an error was raised, such as train/engines.py:216 in any_process."""
+    """Return the innermost line of this project in an error's traceback.
+
+    For example, train/engines.py:216 in any_process.
+    """
     root = Path(__file__).resolve().parents[1]
     places = ["an unknown place"]
     for frame in traceback.extract_tb(error.__traceback__):

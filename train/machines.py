@@ -14,28 +14,34 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SECONDS = 20.0
-"""Longest time in which a file must appear on another machine; network file systems keep listings for seconds."""
+"""Longest time in which a file must appear on another machine; network file systems keep listings
+for seconds."""
 
 GROUPS: list[Any] = []
-"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: if that were the last one,
-it would wait for gloo's thread, which may wait for the lock."""
+"""Process groups that were joined. DDP drops its own reference while it holds Python's lock: if
+that were the last one, it would wait for gloo's thread, which may wait for the lock."""
 
 
 def shard_mesh(accelerator: Accelerator, over: Literal["machine", "all"]) -> DeviceMesh:
     """The processes over which a module is sharded, and those that hold copies of the same shard.
 
-    Within a machine, whose devices exchange weights fast, with a copy on every machine (HSDP); or over all processes.
+    Within a machine, whose devices exchange weights fast, with a copy on every machine (HSDP); or
+    over all processes.
     """
     processes = accelerator.num_processes
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     kind = accelerator.device.type
     if over == "all" or processes % local != 0 or local == processes:
         return init_device_mesh(kind, (processes,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (processes // local, local), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        kind, (processes // local, local), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def require_shared(accelerator: Accelerator, folder: Path, option: str) -> None:
-    """Refuse a folder that is another one on another machine: the main process writes a file, which all must see.
+    """Refuse a folder that is not the same one on all machines.
+
+    The main process writes a file, which every process must see.
 
     Raises:
         ValueError: naming the processes that do not see it, their machines, and the option.
@@ -53,13 +59,19 @@ def require_shared(accelerator: Accelerator, folder: Path, option: str) -> None:
     deadline = time.monotonic() + SECONDS
     while not (seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    everyone: list[tuple[int, str, str, bool]] = gather_object([(accelerator.process_index, host, str(folder), seen)])
+    everyone: list[tuple[int, str, str, bool]] = gather_object(
+        [(accelerator.process_index, host, str(folder), seen)]
+    )
     if accelerator.is_main_process:
         path.unlink(missing_ok=True)
-    blind = [f"process {process} on {where} ({place})" for process, where, place, found in everyone if not found]
+    blind = [
+        f"process {process} on {where} ({place})"
+        for process, where, place, found in everyone
+        if not found
+    ]
     if blind:
         _, main_host, main_place, _ = everyone[0]
         raise ValueError(
-            f"{option} must be a folder that all machines share: {', '.join(blind)} did not find within {SECONDS:g} s "
-            f"what process 0 on {main_host} wrote to {main_place}"
+            f"{option} must be a folder that all machines share: {', '.join(blind)} did not find"
+            f" within {SECONDS:g} s what process 0 on {main_host} wrote to {main_place}"
         )

@@ -1,7 +1,7 @@
-"""Memory plan of a training run, computed before anything is loaded: `headstart train --config ... --plan`.
+"""Memory plan of a run, computed before anything is loaded: `headstart train --config ... --plan`.
 
-Parameters are counted on models without weights. Activations are counted on a head of the same kind that is a
-fraction as wide, which keeps tensors for its backward in the same proportion.
+Parameters are counted on models without weights. Activations are counted on a head of the same kind
+that is a fraction as wide, which keeps tensors for its backward in the same proportion.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ SCALE = 16
 SAMPLE = 32
 """Tokens of the shorter of the narrow head's two rows."""
 CHUNK_COPIES = 5
-"""Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the target's
-probabilities and a product of two of them."""
+"""Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the
+target's probabilities and a product of two of them."""
 BUCKET = 50_000_000
 """reduce_bucket_size of the files in configs/deepspeed."""
 PACKED_BITS = {"int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0}
 """Bits of a weight, scales included, by words in the name of a quantization."""
 FLOAT = 4
 """Bytes of a float32: weights, gradients and optimizer states of a head."""
-ENGINES = {"one": "one process", "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp2": "FSDP2"}
+ENGINES = {
+    "one": "one process",
+    "ddp": "DDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "fsdp2": "FSDP2",
+}
 """Launch files of configs/accelerate, and the engines that they give."""
 
 
@@ -72,27 +78,34 @@ class Plan:
     checkpoint_bytes: int
     """Bytes of a checkpoint to resume from."""
     copied_bytes: int = 0
-    """Bytes of the copy in host memory from which such a checkpoint is written in the background; with DDP only the
-    main process has one."""
+    """Bytes of the copy in host memory from which such a checkpoint is written in the background;
+    with DDP only the main process has one."""
 
 
 def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
-    """Count for the launch that `config.plan` names; an unknown one, or invalid options, raise a ValueError.
+    """Plan the memory of the launch that `config.plan` names.
 
-    `device` is what the processes run on; None for the CPU if there is one process and no accelerator here, else CUDA.
+    An unknown launch or invalid options raise a ValueError.
+
+    `device` is what the processes run on; None for the CPU if there is one process and no
+    accelerator here, else CUDA.
     """
     launch, _, number = str(config.plan).partition(":")
     processes = int(number or 1) if (number or "1").isdigit() else 0
     if launch not in ENGINES or processes < 1 or (launch == "one") != (processes == 1):
         raise ValueError(
-            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their number of "
-            "processes, such as zero2:8"
+            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their"
+            " number of processes, such as zero2:8"
         )
     engine = ENGINES[launch]
     check_engine(engine, config)
     share = Share.of_loop(config.loop, 0, processes)
     length = config.data.pack or config.data.max_length
-    step_rows = config.loop.batch_size if config.loop.batch_tokens is None else config.loop.batch_tokens // length
+    step_rows = (
+        config.loop.batch_size
+        if config.loop.batch_tokens is None
+        else config.loop.batch_tokens // length
+    )
     rows = max(1, step_rows // (processes * share.forwards))
     on_cpu = processes == 1 and not torch.accelerator.is_available()
     here = device or torch.device("cpu" if on_cpu else "cuda")
@@ -109,18 +122,25 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     if needs_no_target(config):
         on_device = outer_size(target.modules) * dtype.itemsize
     elif config.target_placement == "shard":
-        blocks = [sum(sizes[id(weight)] for weight in block.parameters()) for block in target.modules.blocks]
-        on_device += -sum(blocks) + sum(blocks) // processes + max(blocks)  # one block is gathered at a time
+        blocks = [
+            sum(sizes[id(weight)] for weight in block.parameters())
+            for block in target.modules.blocks
+        ]
+        # one block is gathered at a time
+        on_device += -sum(blocks) + sum(blocks) // processes + max(blocks)
     weights = FLOAT * size
     muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
     states = FLOAT * (2 * (size - muon) + muon)
     tokens, info = rows * length, target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
     read_in = state_dtype(config.loop.precision, dtype).itemsize
-    in_16_bits = 0 if config.loop.precision == "float32" else 2 * size  # what autocast keeps for the backward
+    # what autocast keeps for the backward
+    in_16_bits = 0 if config.loop.precision == "float32" else 2 * size
     shards = engine_memory(engine, processes, weights, states, here)
     # The target's states, and their copy in the dtype that the head reads.
-    features = tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
+    features = (
+        tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
+    )
     memory = {
         "target": on_device,
         "features": features,
@@ -132,18 +152,48 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         memory["optimizer"] += weights
     between = config.loop.save_minutes is not None or config.loop.save_every > 0
     part = processes if engine == "FSDP2" else 1
-    copied = (weights + states) // part if between and config.loop.save_in_background and "ZeRO" not in engine else 0
+    copied = (
+        (weights + states) // part
+        if between and config.loop.save_in_background and "ZeRO" not in engine
+        else 0
+    )
     if here.type == "cpu" and copied > 0:
         memory["copy to save"] = copied  # training goes on while it is written
-    standing = on_device + memory["head"] + memory["optimizer"] + (memory["exchange"] if engine == "DDP" else 0)
-    # The head's copy, and one in the target's dtype; under FSDP2 what it is gathered from before that.
+    standing = (
+        on_device
+        + memory["head"]
+        + memory["optimizer"]
+        + (memory["exchange"] if engine == "DDP" else 0)
+    )
+    # The head's copy, and one in the target's dtype; under FSDP2 what it is gathered from before
+    # that.
     copies = weights + max(size * dtype.itemsize, weights if engine == "FSDP2" else 0)
-    moments = {"training": sum(memory.values()), "evaluation": standing + copies, "saving": standing}
-    dtypes, per_token = (config.target_dtype, config.loop.precision), cache_bytes(head, config.features.format)
-    return Plan(engine, processes, whole, size, *dtypes, memory, moments, per_token, weights + states, copied)
+    moments = {
+        "training": sum(memory.values()),
+        "evaluation": standing + copies,
+        "saving": standing,
+    }
+    dtypes, per_token = (
+        (config.target_dtype, config.loop.precision),
+        cache_bytes(head, config.features.format),
+    )
+    return Plan(
+        engine,
+        processes,
+        whole,
+        size,
+        *dtypes,
+        memory,
+        moments,
+        per_token,
+        weights + states,
+        copied,
+    )
 
 
-def engine_memory(engine: str, processes: int, weights: int, states: int, device: torch.device) -> dict[str, int]:
+def engine_memory(
+    engine: str, processes: int, weights: int, states: int, device: torch.device
+) -> dict[str, int]:
     """Bytes of an engine for a head in float32, measured by benchmarks/memory_plan.py.
 
     Args:
@@ -156,19 +206,20 @@ def engine_memory(engine: str, processes: int, weights: int, states: int, device
     shard = weights // processes
     head, gradients, optimizer, exchange = weights, weights, states, 0
     if engine == "DDP":
-        # The reducer's buckets, which hold the gradients (gradient_as_bucket_view). A weight that several steps of
-        # training-time test read has a gradient of its own until they are summed.
+        # The reducer's buckets, which hold the gradients (gradient_as_bucket_view). A weight that
+        # several steps of training-time test read has a gradient of its own until they are summed.
         exchange = weights
     elif engine.startswith("ZeRO"):
-        # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of the own part (`single_partition_of_fp32_
-        # groups`), its averaged gradients, and buffers of reduce_bucket_size numbers that `setup_buckets` allocates
-        # whole, two of them with overlap_comm. A CPU has pages of them only where gradients were moved to.
+        # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of the own part
+        # (`single_partition_of_fp32_ groups`), its averaged gradients, and buffers of
+        # reduce_bucket_size numbers that `setup_buckets` allocates whole, two of them with
+        # overlap_comm. A CPU has pages of them only where gradients were moved to.
         optimizer = states // processes + shard
         gradients = weights + shard
         exchange = 0 if device.type == "cpu" else FLOAT * BUCKET * (2 if engine == "ZeRO-2" else 1)
     elif engine == "FSDP2":
-        # torch/distributed/fsdp/_fully_shard: weights are whole for a step, and freed before `foreach_reduce` copies
-        # whole gradients into its input, which is as large.
+        # torch/distributed/fsdp/_fully_shard: weights are whole for a step, and freed before
+        # `foreach_reduce` copies whole gradients into its input, which is as large.
         head = shard
         optimizer = states // processes
         gradients = weights + shard
@@ -176,15 +227,22 @@ def engine_memory(engine: str, processes: int, weights: int, states: int, device
     return {"head": head, "gradients": gradients, "optimizer": optimizer, "exchange": exchange}
 
 
-def packed_bytes(model: PreTrainedModel, packing: dict[str, Any], dtype: torch.dtype) -> dict[int, int]:
-    """Bytes of each parameter of the target, by its id, where the weights of its linear layers are packed.
+def packed_bytes(
+    model: PreTrainedModel, packing: dict[str, Any], dtype: torch.dtype
+) -> dict[int, int]:
+    """Return the bytes of each parameter of the target, by its id.
 
-    bitsandbytes keeps a float32 scale for 64 weights in 4 bits (arXiv:2305.14314, section 3), 0.127 bits each with
-    double quantization; GPTQ and AWQ keep a 16-bit scale and a zero for each group. The LM head is not packed.
+    The weights of linear layers are packed if `packing` is not empty.
+
+    bitsandbytes keeps a float32 scale for 64 weights in 4 bits (arXiv:2305.14314, section 3), 0.127
+    bits each with double quantization; GPTQ and AWQ keep a 16-bit scale and a zero for each group.
+    The LM head is not packed.
     """
     bits = packed_bits(packing)
     head = model.get_output_embeddings()
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = [
+        module for module in model.modules() if isinstance(module, nn.Linear) and module is not head
+    ]
     packed = {id(module.weight) for module in linear}
     sizes = {}
     for parameter in model.parameters():
@@ -210,18 +268,30 @@ def packed_bits(packing: dict[str, Any]) -> float | None:
     for words, bits in PACKED_BITS.items():
         if words in text:
             return bits
-    log.warning(f"the quantization {packing} is unknown to the plan, which counts the weights as not packed")
+    log.warning(
+        f"the quantization {packing} is unknown to the plan, which counts the weights as not packed"
+    )
     return None
 
 
 def outer_size(modules: TargetModules) -> int:
-    """Count the parameters of what a run without the target's blocks loads: embedding, final norm and LM head."""
+    """Count the parameters that a run without the target's blocks loads.
+
+    They are those of the embedding, the final norm and the LM head.
+    """
     outer = (modules.embed, modules.norm, modules.lm_head)
-    return sum(weight.numel() for weight in nn.ModuleList(cast(list[nn.Module], outer)).parameters())
+    return sum(
+        weight.numel() for weight in nn.ModuleList(cast(list[nn.Module], outer)).parameters()
+    )
 
 
-def loss_chunk(head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device) -> int:
-    """Count bytes of the loss's chunk: the target's logits in its dtype, the draft's with their copies in float32."""
+def loss_chunk(
+    head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device
+) -> int:
+    """Count the bytes of one chunk of the loss.
+
+    The target's logits are in its dtype, the draft's and their copies in float32.
+    """
     drafted = head.draft_vocab_size
     target = objective.target_logits(head.target.vocab_size, drafted)
     positions = min(tokens, positions_at_once(device, max(target, drafted)))
@@ -231,18 +301,23 @@ def loss_chunk(head: DraftHead, objective: Objective, tokens: int, itemsize: int
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
     """Estimate the bytes that the head keeps for its backward.
 
-    On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the caller; a grows
-    with the width. No attention keeps scores.
+    On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the
+    caller; a grows with the width. No attention keeps scores.
     """
     short, long = (kept(config, info, i * SAMPLE) for i in (1, 2))
     return round((long - short) / SAMPLE * SCALE * rows * length)
 
 
 def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
-    """Count the bytes that a head of 1/`scale` of the width keeps for the backward of one row of `time` tokens."""
+    """Count the bytes that a narrow head keeps for the backward of one row of `time` tokens.
+
+    The head has 1/`scale` of the real width.
+    """
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
-    narrow = dataclasses.replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
+    narrow = dataclasses.replace(
+        info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths}
+    )
     options |= {name: options[name] // scale for name in widths if options.get(name)}
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)
@@ -260,7 +335,10 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
         loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
         modules=modules,
     )
-    own = {parameter.untyped_storage().data_ptr() for parameter in (*head.parameters(), *modules.lm_head.parameters())}
+    own = {
+        parameter.untyped_storage().data_ptr()
+        for parameter in (*head.parameters(), *modules.lm_head.parameters())
+    }
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
 
     def keep(tensor: Tensor) -> _Saved:
@@ -285,12 +363,16 @@ class _Saved:
 
 
 def show_plan(config: TrainConfig, arguments: list[str]) -> None:
-    """Print the plan, and the command that begins the run; `arguments` are those of the command line."""
+    """Print the plan, and the command that begins the run.
+
+    `arguments` are those of the command line.
+    """
     plan = plan_run(config)
     log.info(
-        f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}: {plan.head_parameters:,}; "
-        f"{plan.engine}, {plan.processes} {'process' if plan.processes == 1 else 'processes'}, target "
-        f"{config.target_placement} in {plan.target_dtype}, arithmetic in {plan.precision}"
+        f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}:"
+        f" {plan.head_parameters:,}; {plan.engine}, {plan.processes}"
+        f" {'process' if plan.processes == 1 else 'processes'}, target {config.target_placement} in"
+        f" {plan.target_dtype}, arithmetic in {plan.precision}"
     )
     table = Table("on each process", "GiB")
     for name, size in plan.memory.items():
@@ -301,9 +383,10 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
     console.print(table)
     output = Path(config.output)
     log.info(
-        f"a checkpoint takes {plan.checkpoint_bytes / 2**30:.2f} GiB on disk, loop.keep {config.loop.keep} of them and "
-        f"one that is written {(config.loop.keep + 1) * plan.checkpoint_bytes / 2**30:.2f}; {output} has "
-        f"{free_bytes(output) / 2**30:.2f} GiB free"
+        f"a checkpoint takes {plan.checkpoint_bytes / 2**30:.2f} GiB on disk, loop.keep"
+        f" {config.loop.keep} of them and one that is written"
+        f" {(config.loop.keep + 1) * plan.checkpoint_bytes / 2**30:.2f}; {output} has"
+        f" {free_bytes(output) / 2**30:.2f} GiB free"
     )
     if plan.copied_bytes > 0:
         copied = f"{plan.copied_bytes / 2**30:.2f} GiB of host memory"
@@ -312,13 +395,20 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
         folder = Path(config.features.folder or output / "features")
         free = free_bytes(folder)
         log.info(
-            f"states on disk: {plan.cache_bytes:,} bytes a token; {folder} has {free / 2**30:.2f} GiB free, for "
-            f"{free // plan.cache_bytes:,} tokens"
+            f"states on disk: {plan.cache_bytes:,} bytes a token; {folder} has {free / 2**30:.2f}"
+            f" GiB free, for {free // plan.cache_bytes:,} tokens"
         )
-    place = next(i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--plan")
-    others = shlex.join(arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :])
+    place = next(
+        i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--plan"
+    )
+    others = shlex.join(
+        arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
+    )
     begin = "headstart train"
     if plan.processes > 1:
         file = f"configs/accelerate/{str(config.plan).partition(':')[0]}.yaml"
-        begin = f"accelerate launch --config_file {file} --num_processes {plan.processes} scripts/train.py"
+        begin = (
+            f"accelerate launch --config_file {file} --num_processes {plan.processes}"
+            " scripts/train.py"
+        )
     log.info(f"to begin: {begin} {others}")

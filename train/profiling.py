@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch's profiler: `--loop.profile 10:12` writes those of steps 10 to 12."""
+"""Traces of a few steps by torch's profiler: `--loop.profile 10:12` traces steps 10 to 12."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ ROWS = 12
 
 
 class StepProfiler:
-    """Profiles the steps of a window, after one step to warm up, and writes a trace on each process."""
+    """Profiles the steps of a window after one warm-up step, and writes a trace per process."""
 
     def __init__(self, window: str | None, folder: Path, process: int, next_step: int) -> None:
-        """Prepare for a window such as "10:12"; one that the run, which goes on with `next_step`, has passed is left.
+        """Prepare for a window such as "10:12"; None profiles nothing.
+
+        A window that begins before `next_step`, with which the run goes on, is skipped.
 
         Traces go to `folder`, one of each process.
         """
@@ -44,8 +46,12 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first step of a run has none before it to warm up
-            steps = schedule(wait=0, warmup=self._warm_up, active=self.last - self.first + 1, repeat=1)
-        self._profile = profile(activities=activities, schedule=steps, on_trace_ready=self._write, acc_events=True)
+            steps = schedule(
+                wait=0, warmup=self._warm_up, active=self.last - self.first + 1, repeat=1
+            )
+        self._profile = profile(
+            activities=activities, schedule=steps, on_trace_ready=self._write, acc_events=True
+        )
         self._profile.start()
 
     def end(self, step: int) -> None:
@@ -69,7 +75,10 @@ class StepProfiler:
         profiled.export_chrome_trace(str(self.path))
         if self.process == 0:
             where = "cuda" if torch.cuda.is_available() else "cpu"
-            table = profiled.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=ROWS)
+            table = profiled.key_averages().table(
+                sort_by=f"self_{where}_time_total", row_limit=ROWS
+            )
             log.info(
-                f"steps {self.first} to {self.last}, traced to {self.path} (open it with ui.perfetto.dev):\n{table}"
+                f"steps {self.first} to {self.last}, traced to {self.path} (open it with"
+                f" ui.perfetto.dev):\n{table}"
             )

@@ -1,4 +1,4 @@
-"""Metrics of a run while it trains, on screen, in log.jsonl and to a tracker; report.md at its end."""
+"""Metrics of a run, on screen, in log.jsonl and to a tracker; report.md at its end."""
 
 from __future__ import annotations
 
@@ -49,21 +49,22 @@ PEAK_TFLOPS = {
     r"AMD Instinct MI300X( OAM)?": 1307,
     r"AMD Instinct MI300A": 980,
 }
-"""Peak dense bfloat16 arithmetic in TFLOP/s, without sparsity, by a pattern of the device's whole name as torch gives
-it. One chip has several peaks (H100 SXM, PCIe, NVL), and part of a name would also match slower devices (RTX 4090
-Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device that is not listed has no peak."""
+"""Peak dense bfloat16 arithmetic in TFLOP/s, without sparsity, by a pattern of the device's whole
+name as torch gives it. One chip has several peaks (H100 SXM, PCIe, NVL), and part of a name would
+also match slower devices (RTX 4090 Laptop GPU, RTX 4090 D, a MIG slice of an A100), so a device
+that is not listed has no peak."""
 PARTS = ("data", "target", "head", "optimizer")
-"""Parts of a step: waiting for its batch and for other processes; the target's states, computed or read from a cache;
-the head's forward and backward with the exchange of gradients; clipping and the optimizer. With an adapter the target's
-forward belongs to the head's."""
+"""Parts of a step: waiting for its batch and for other processes; the target's states, computed or
+read from a cache; the head's forward and backward with the exchange of gradients; clipping and the
+optimizer. With an adapter the target's forward belongs to the head's."""
 
 
 @dataclass
 class StepClock:
     """Times the parts of steps, by the device's own clock where its work is asynchronous.
 
-    The host's clock would measure how long launching the work takes. Time in which the device waits for the host counts
-    for the part in which it waits.
+    The host's clock would measure how long launching the work takes. Time in which the device waits
+    for the host counts for the part in which it waits.
     """
 
     device: torch.device
@@ -85,10 +86,13 @@ class StepClock:
     def totals(self) -> dict[str, float]:
         """Return seconds by part over all steps that ended since the last call."""
         if self._done and self.device.type != "cpu":
-            self._done[-1][2].synchronize()  # sync: for the end of the newest step, once for several steps
+            # sync: for the end of the newest step, once for several steps
+            self._done[-1][2].synchronize()
         seconds = dict.fromkeys(PARTS, 0.0)
         for name, begin, end in self._done:
-            seconds[name] += end - begin if self.device.type == "cpu" else begin.elapsed_time(end) / 1000
+            seconds[name] += (
+                end - begin if self.device.type == "cpu" else begin.elapsed_time(end) / 1000
+            )
         self._done = []
         return seconds
 
@@ -113,11 +117,20 @@ class MetricsLogger:
         progress: Progress,
         flops_per_token: float,
     ) -> None:
-        """Begin where a run stands; `every` counts steps between two lines, `steps` those of the whole run.
+        """Begin where a run stands.
 
-        `progress.seconds` is counted here; `flops_per_token` is the arithmetic of a step for each answer token.
+        `every` counts the steps between two lines, `steps` those of the whole run.
+
+        `progress.seconds` is counted here; `flops_per_token` is the arithmetic of a step for each
+        answer token.
         """
-        self.run, self.tracker, self.every, self.steps, self.progress = run, tracker, every, steps, progress
+        self.run, self.tracker, self.every, self.steps, self.progress = (
+            run,
+            tracker,
+            every,
+            steps,
+            progress,
+        )
         self.clock = StepClock(run.accelerator.device)
         self.note = ""
         self.waited = 0.0
@@ -148,7 +161,10 @@ class MetricsLogger:
         parts = self.clock.totals()
         self.waited += parts["data"]
         self.stepped += sum(parts.values())
-        axes = {"epoch": self._epochs_per_step * progress.step, "answer_tokens": progress.answer_tokens}
+        axes = {
+            "epoch": self._epochs_per_step * progress.step,
+            "answer_tokens": progress.answer_tokens,
+        }
         row: dict[str, Any] = {
             "step": progress.step,
             **axes,
@@ -176,8 +192,11 @@ class MetricsLogger:
         return row
 
     def log_evaluation(self, found: Evaluation, samples: list[Sample]) -> dict[str, Any]:
-        """Log an evaluation, on the main process; return the line of log.jsonl, on every process."""
-        step, rows = self.progress.step, {name: acceptance_figures(stats) for name, stats in found.trees.items()}
+        """Log an evaluation on the main process; return its line of log.jsonl on every process."""
+        step, rows = (
+            self.progress.step,
+            {name: acceptance_figures(stats) for name, stats in found.trees.items()},
+        )
         row: dict[str, Any] = json_ready(
             {"step": step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
         )
@@ -193,17 +212,27 @@ class MetricsLogger:
             curves[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
         axes = {"epoch": self._epochs_per_step * step, "answer_tokens": self.progress.answer_tokens}
         self.tracker.log({**axes, "eval": curves}, step)
-        self.tracker.show({tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()}, samples, step)
+        self.tracker.show(
+            {tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()},
+            samples,
+            step,
+        )
         self.run.log(row)
         log.info(
             f"step {step}  acceptance length: "
-            + ", ".join(f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items())
-            + f" on {len(found.trees['chain'].rows)} held-out prompts; best/ is that of step {self.progress.best_step}"
+            + ", ".join(
+                f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items()
+            )
+            + f" on {len(found.trees['chain'].rows)} held-out prompts; best/ is that of step"
+            f" {self.progress.best_step}"
         )
         return row
 
     def _costs(self, rate: float, parts: dict[str, float]) -> dict[str, float | list[float] | None]:
-        """Compute costs per device: rate, arithmetic, memory, and the shares of time that the head waits."""
+        """Compute costs per device: rate, arithmetic, memory, and shares of waiting time.
+
+        Waiting time is that in which the head waits for features or data.
+        """
         devices = self.run.accelerator.num_processes
         tflops = rate / devices * self._flops_per_token / 1e12
         peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
@@ -238,15 +267,25 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status")
-    if status.exists():  # on Linux getrusage also counts the process that started this one, before it ran its own code
-        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM"))
+    # on Linux getrusage also counts the process that started this one, before it ran its own code
+    if status.exists():
+        line = next(
+            line
+            for line in status.read_text(encoding="utf-8").splitlines()
+            if line.startswith("VmHWM")
+        )
         return int(line.split()[1]) * 1024 / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    """Count the arithmetic of attention from shapes; torch's own formula refused grouped queries before 2.13."""
+def attention_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Count the arithmetic of attention, in FLOP, from its shapes.
+
+    Torch's own formula refused grouped queries before 2.13.
+    """
     return 2 * query.numel() // query[-1] * key[-2] * (query[-1] + value[-1])
 
 
@@ -272,8 +311,9 @@ def count_flops(
 ) -> float:
     """Count the arithmetic of a training step for each answer token, in FLOP, on some sequences.
 
-    A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache no forward either.
-    Not counted while training: the counter changes the dispatch of operations, and thereby their last digits.
+    A backward takes twice the arithmetic of its forward; a frozen target has none, and with a cache
+    no forward either. Not counted while training: the counter changes the dispatch of operations,
+    and thereby their last digits.
     """
     batch = collate(examples)
     with torch.random.fork_rng(), torch.no_grad():
@@ -286,8 +326,10 @@ def count_flops(
 
 
 def peak_tflops(name: str) -> float | None:
-    """Return a device's peak dense bfloat16 arithmetic in TFLOP/s, or None if its name is unknown."""
-    return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
+    """Return a device's peak dense bfloat16 rate in TFLOP/s; None if its name is unknown."""
+    return next(
+        (peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None
+    )
 
 
 def due(step: int, every: int) -> bool:
@@ -296,8 +338,13 @@ def due(step: int, every: int) -> bool:
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.md with its curves, from a run's log.jsonl and config.yaml alone; return its path."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Write report.md with its curves; return its path.
+
+    It needs only log.jsonl and config.yaml in the run's folder.
+    """
+    rows = [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval" in row]
     plots = folder / "plots"
@@ -311,7 +358,10 @@ def write_report(folder: Path) -> Path:
     curves: dict[str, tuple[str, dict[str, list[tuple[int, float]]]]] = {
         "loss": ("loss (nats a token)", by_depth(steps, "loss")),
         "accuracy": ("accuracy", by_depth(steps, "accuracy")),
-        "acceptance": ("acceptance length (tokens a round)", {**lengths, "estimated, chain": estimated}),
+        "acceptance": (
+            "acceptance length (tokens a round)",
+            {**lengths, "estimated, chain": estimated},
+        ),
         "rate": ("answer tokens a second", {"": rates}),
     }
     for name, (title, shown) in curves.items():
@@ -324,15 +374,23 @@ def write_report(folder: Path) -> Path:
 def by_depth(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple[int, float]]]:
     """Return a curve of points (step, value) for each depth."""
     depths = max((len(row[name]) for row in rows), default=0)
-    return {f"depth {k}": [(row["step"], row[name][k]) for row in rows if len(row[name]) > k] for k in range(depths)}
+    return {
+        f"depth {k}": [(row["step"], row[name][k]) for row in rows if len(row[name]) > k]
+        for k in range(depths)
+    }
 
 
-def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[str]:
+def _page(
+    folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> list[str]:
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     lines = [f"# {config['head']['type']} for {config['target']}", ""]
     trees = list(evaluations[-1]["eval"])
     lines += ["## Real acceptance length on held-out prompts", ""]
-    lines += ["| step | held-out loss by depth | " + " | ".join(trees) + " |", "|---|---|" + "---|" * len(trees)]
+    lines += [
+        "| step | held-out loss by depth | " + " | ".join(trees) + " |",
+        "|---|---|" + "---|" * len(trees),
+    ]
     for row in evaluations:
         losses = " ".join(map(number, row["held_out_loss"]))
         lengths = []
@@ -341,9 +399,26 @@ def _page(folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str,
             lengths.append(f"{number(found['acceptance_length'], 3)} ({low} to {high})")
         lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
-    lines += ["![loss](plots/loss.png)", "", "![accuracy](plots/accuracy.png)", "", "![rate](plots/rate.png)", ""]
+    lines += [
+        "![loss](plots/loss.png)",
+        "",
+        "![accuracy](plots/accuracy.png)",
+        "",
+        "![rate](plots/rate.png)",
+        "",
+    ]
     if steps:
-        costs = {name: value for name, value in steps[-1]["costs"].items() if isinstance(value, float)}
+        costs = {
+            name: value for name, value in steps[-1]["costs"].items() if isinstance(value, float)
+        }
         lines += ["| at the last step | |", "|---|---|"]
         lines += [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in costs.items()]
-    return [*lines, "", "## Options", "", "```yaml", yaml.safe_dump(config, sort_keys=False).rstrip(), "```"]
+    return [
+        *lines,
+        "",
+        "## Options",
+        "",
+        "```yaml",
+        yaml.safe_dump(config, sort_keys=False).rstrip(),
+        "```",
+    ]

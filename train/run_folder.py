@@ -1,11 +1,15 @@
 """The folder of a training run, which survives a kill.
 
-config.yaml        the resolved options; a run resumes with the same ones, but for those that change no weights
-inputs.json        digests of its data, target and tokenizer, which may be found at other paths when it resumes
-changes.jsonl      options that changed when it resumed: the step, the name, the values before and after
-log.jsonl          losses, accuracies and measured acceptance, one line each
-checkpoints/step-N all that resuming needs: weights, optimizer, schedule, random state, position in the data
-best/, last/       head checkpoints: of the longest acceptance length, and after the last step
+config.yaml         the resolved options, with which a run resumes; those may differ that
+                    change no weights
+inputs.json         digests of its data, target and tokenizer, which may lie at other paths
+                    when it resumes
+changes.jsonl       options that changed when it resumed: the step, the name, the values
+                    before and after
+log.jsonl           losses, accuracies and measured acceptance, one line each
+checkpoints/step-N  all that resuming needs: weights, optimizer, schedule, random state,
+                    position in the data
+best/, last/        head checkpoints: of the longest acceptance length, and after the last step
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ FREE_TO_CHANGE = (
     "init_from",
     "tracking",
 )
-"""Options, or groups of them, that may differ when a run resumes: they change its weights by no more than rounding."""
+"""Options, or groups of them, that may differ when a run resumes: they change its weights by no
+more than rounding."""
 BY_DIGEST = ("data.sources", "target", "target_revision")
 """Options that may differ if what they name has not changed, by the digests in inputs.json."""
 NO_CHANGE = (
@@ -101,7 +106,7 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested options or numbers to one level of dotted names, without those that are None."""
+    """Flatten nested options or numbers to one level of dotted names, leaving out None."""
     if isinstance(value, dict):
         children: Any = value.items()
     elif isinstance(value, list) and any(isinstance(item, float) for item in value):
@@ -138,7 +143,8 @@ class Progress:
     held_out_loss: float = math.inf
     """At the last evaluation, summed over depths."""
     judged: int = 0
-    """The step of the last evaluation; one that was interrupted is repeated when the run resumes."""
+    """The step of the last evaluation; one that was interrupted is repeated when the run
+    resumes."""
     processes: int = 1
     """Number of processes that wrote the checkpoint."""
     engine: str = "one process"
@@ -148,15 +154,20 @@ class Progress:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run's folder that were written completely, oldest first.
 
-    Other trainers name theirs the same: only a folder with a run's progress is one, and may be removed.
+    Other trainers name theirs the same: only a folder with a run's progress is one, and may be
+    removed.
     """
-    found = [path for path in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    found = [
+        path
+        for path in (folder / "checkpoints").glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name)
+    ]
     ours = [path for path in found if (path / "progress.json").is_file()]
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
-    """Read the options, by dotted names, of the run that a folder holds; none while it has no checkpoint."""
+    """Read the options, by dotted names, of a folder's run; empty while it has no checkpoint."""
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
@@ -190,14 +201,20 @@ def _refuse_foreign_config(path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError):
         found = None
     if not isinstance(found, dict) or not {"target", "head", "loop", "optim"} <= found.keys():
-        raise ValueError(f"{path} is not the config of a run, which would replace it: choose another output folder")
+        raise ValueError(
+            f"{path} is not the config of a run, which would replace it: choose another output"
+            " folder"
+        )
 
 
 class RunFolder:
     """One run's files. Only the main process writes, except in `save`."""
 
     def __init__(self, folder: Path, accelerator: Accelerator, timeout: float = 30.0) -> None:
-        """Take a folder for the processes of an accelerator, which wait for each other's files `timeout` minutes."""
+        """Take a folder for the processes of an accelerator.
+
+        They wait `timeout` minutes for each other's files.
+        """
         self.folder = folder
         self.accelerator = accelerator
         self.timeout = timeout
@@ -205,7 +222,11 @@ class RunFolder:
         self._group: Any = None
         self._in_flight: Future[None] | None = None
         self._written: deque[tuple[Progress, Path]] = deque()
-        self.best, self.last, self.checkpoints = folder / "best", folder / "last", folder / "checkpoints"
+        self.best, self.last, self.checkpoints = (
+            folder / "best",
+            folder / "last",
+            folder / "checkpoints",
+        )
 
     def claim(self, config: TrainConfig) -> None:
         """Save the options, or check that they are those of the run that is already there.
@@ -228,7 +249,7 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def settle(self, config: TrainConfig, inputs: Mapping[str, str]) -> None:
-        """Check that data, target and tokenizer are those of the run, by their digests; keep options that have changed.
+        """Check the digests of data, target and tokenizer, and record options that have changed.
 
         Raises:
             ValueError: others than the run began with.
@@ -240,9 +261,9 @@ class RunFolder:
             for name, option in OF_INPUTS.items():
                 if before.get(name) != inputs.get(name):
                     raise ValueError(
-                        f"{self.folder} holds a run whose {name} had the digest {before.get(name)}; with {option} "
-                        f"{attrgetter(option)(config)!r} it is {inputs.get(name)}: give what the run began with, or "
-                        "choose another output folder"
+                        f"{self.folder} holds a run whose {name} had the digest {before.get(name)};"
+                        f" with {option} {attrgetter(option)(config)!r} it is {inputs.get(name)}:"
+                        " give what the run began with, or choose another output folder"
                     )
         self.accelerator.wait_for_everyone()  # all have read what is now written
         if self.accelerator.is_main_process:
@@ -262,8 +283,13 @@ class RunFolder:
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) == now.get(name) or named_by(NO_CHANGE, name):
                 continue
-            changes.append({"step": step, "name": name, "before": before.get(name), "now": now.get(name)})
-            log.info(f"from step {step} on with {name} {now.get(name)!r}; before it was {before.get(name)!r}")
+            changes.append(
+                {"step": step, "name": name, "before": before.get(name), "now": now.get(name)}
+            )
+            log.info(
+                f"from step {step} on with {name} {now.get(name)!r}; before it was"
+                f" {before.get(name)!r}"
+            )
         with (self.folder / CHANGES).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(change) + "\n" for change in changes)
         write_whole(self.folder / "config.yaml", yaml.safe_dump(options, sort_keys=False))
@@ -271,28 +297,41 @@ class RunFolder:
     def changes(self) -> list[dict[str, Any]]:
         """Options that have changed since the run began, with the steps from which on they hold."""
         path = self.folder / CHANGES
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
 
     def resume(self, engine: str) -> Progress:
-        """Load the newest complete checkpoint, if there is one; a ValueError if this engine cannot resume from it."""
+        """Load the newest complete checkpoint, if there is one; return the run's progress.
+
+        A checkpoint from which this engine cannot resume raises a ValueError.
+        """
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
         whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]  # the main process's
         for half in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{half} is half-written and skipped")
         if whole:
-            found = Progress(**json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8")))
+            found = Progress(
+                **json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8"))
+            )
             written = f"{whole[-1]} was written by {found.engine} on {found.processes} processes"
-            movable = {found.engine, engine} <= {"one process", "DDP"} or found.engine == engine == "FSDP2"
+            movable = {found.engine, engine} <= {
+                "one process",
+                "DDP",
+            } or found.engine == engine == "FSDP2"
             if (found.engine, found.processes) != (engine, processes):
                 if not movable:
                     raise ValueError(
-                        f"{written}, which {engine} on {processes} cannot resume from; launch it as before, or begin a "
-                        f"new run with init_from {self.best}"
+                        f"{written}, which {engine} on {processes} cannot resume from; launch it as"
+                        f" before, or begin a new run with init_from {self.best}"
                     )
                 log.info(
-                    f"{written}: the data continues at the same place, but sums in another order and random draws of "
-                    f"other processes make the weights of {engine} on {processes} differ in their last digits"
+                    f"{written}: the data continues at the same place, but sums in another order"
+                    f" and random draws of other processes make the weights of {engine} on"
+                    f" {processes} differ in their last digits"
                 )
             self.accelerator.load_state(str(whole[-1]))
             progress = dataclasses.replace(found, processes=processes, engine=engine)
@@ -306,7 +345,9 @@ class RunFolder:
         return progress
 
     def check_space(self, size: int, keep: int) -> None:
-        """Refuse a disk without room for a checkpoint of about `size` bytes; warn where `keep` and one more do not fit.
+        """Refuse a disk without room for a checkpoint of about `size` bytes.
+
+        Warn if `keep` checkpoints and one more do not fit.
 
         Raises:
             OSError: what it takes, and what is free.
@@ -318,8 +359,9 @@ class RunFolder:
         free = free_bytes(self.folder)
         if (keep + 1) * size - present > free:
             log.warning(
-                f"{keep + 1} checkpoints of about {size / 2**30:.2f} GiB (loop.keep, and the one that is written) do "
-                f"not fit into the {free / 2**30:.2f} GiB that are free at {self.folder}; lower loop.keep"
+                f"{keep + 1} checkpoints of about {size / 2**30:.2f} GiB (loop.keep, and the one"
+                f" that is written) do not fit into the {free / 2**30:.2f} GiB that are free at"
+                f" {self.folder}; lower loop.keep"
             )
 
     def newest(self) -> Path | None:
@@ -329,8 +371,8 @@ class RunFolder:
     def save(self, progress: Progress, keep: int, background: bool = False) -> None:
         """Write a checkpoint completely or not at all, and remove all but the newest `keep`.
 
-        Waits for the one before. With `background` a thread writes a copy of the state, and steps may go on; `wait`
-        raises its errors. DeepSpeed writes its own files, before this returns.
+        Waits for the one before. With `background` a thread writes a copy of the state, and steps
+        may go on; `wait` raises its errors. DeepSpeed writes its own files, before this returns.
 
         Raises:
             OSError: this checkpoint, or the one before, cannot be written.
@@ -342,7 +384,9 @@ class RunFolder:
             self._written.append((saved, final))
             return
         if broadcast_object_list([final.exists()])[0]:
-            raise ValueError(f"{final} is there and was not written by this run: choose another output folder")
+            raise ValueError(
+                f"{final} is there and was not written by this run: choose another output folder"
+            )
         if self._group is None:
             self._group = writers_group(self.timeout)
         half = final.with_name(final.name + ".partial")
@@ -358,7 +402,7 @@ class RunFolder:
         self._in_flight = self._writer.submit(self._write, write, saved, half, final, keep)
 
     def _begin(self, half: Path, final: Path) -> None:
-        """Make the folder in which a checkpoint is written, on the main process, if there is room for it."""
+        """Make the folder of a new checkpoint, on the main process, if there is room for it."""
         if not self.accelerator.is_main_process:
             return
         shutil.rmtree(half, ignore_errors=True)
@@ -367,8 +411,13 @@ class RunFolder:
             require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
         half.mkdir(parents=True)
 
-    def _write(self, write: Callable[[], None], progress: Progress, half: Path, final: Path, keep: int) -> None:
-        """Write a checkpoint in the folder `half`, which is renamed once all processes have written their parts."""
+    def _write(
+        self, write: Callable[[], None], progress: Progress, half: Path, final: Path, keep: int
+    ) -> None:
+        """Write a checkpoint to the folder `half`, and rename that to `final`.
+
+        It is renamed once all processes have written their parts.
+        """
         try:
             together(write, self._group)
             together(partial(self._complete, progress, half, final, keep), self._group)
@@ -379,10 +428,15 @@ class RunFolder:
         self._written.append((progress, final))
 
     def _complete(self, progress: Progress, half: Path, final: Path, keep: int) -> None:
-        """Make a written checkpoint one to resume from, and remove older ones, on the main process."""
+        """Make a written checkpoint one to resume from, and remove older ones.
+
+        Only the main process does so.
+        """
         if not self.accelerator.is_main_process:
             return
-        (half / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
+        (half / "progress.json").write_text(
+            json.dumps(dataclasses.asdict(progress)), encoding="utf-8"
+        )
         half.rename(final)
         for old in whole_checkpoints(self.folder)[:-keep]:
             shutil.rmtree(old)
@@ -406,16 +460,26 @@ class RunFolder:
                 log.info(f"waited {waited:.1f} s for the checkpoint before to be written")
 
     def failed(self) -> bool:
-        """Whether the checkpoint in flight cannot be written, which the next `save` or `wait` raises."""
-        return self._in_flight is not None and self._in_flight.done() and self._in_flight.exception() is not None
+        """Whether the checkpoint in flight has failed; the next `save` or `wait` then raises."""
+        return (
+            self._in_flight is not None
+            and self._in_flight.done()
+            and self._in_flight.exception() is not None
+        )
 
     def written(self) -> Iterator[tuple[Progress, Path]]:
-        """Checkpoints that have become complete since the last call, with the state of the run that they hold."""
+        """Yield progress and folder of each checkpoint completed since the last call.
+
+        The progress is the run's state that the checkpoint holds.
+        """
         while self._written:
             yield self._written.popleft()
 
     def close(self) -> None:
-        """Let the checkpoint in flight become complete although the run ends by an error; its own is a warning."""
+        """Let the checkpoint in flight become complete, even if the run ends with an error.
+
+        An error of the checkpoint itself is only logged as a warning.
+        """
         try:
             self.wait()
         except (OSError, RuntimeError) as error:

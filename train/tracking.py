@@ -1,8 +1,9 @@
-"""Experiment trackers: numbers under train/ and eval/, acceptance by depth, sample answers, the best head.
+"""Experiment trackers: train/ and eval/ numbers, acceptance by depth, sample answers, best head.
 
-accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by their own functions.
-A tracker that cannot be reached does not end training: log.jsonl has all numbers, and wandb's offline mode
-(`WANDB_MODE=offline`, then `wandb sync`) is for machines without a network.
+accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by
+their own functions. A tracker that cannot be reached does not end training: log.jsonl has all
+numbers, and wandb's offline mode (`WANDB_MODE=offline`, then `wandb sync`) is for machines without
+a network.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ REFUSALS = r"\b40[0134]\b|permission|not found"
 
 
 class Tracker:
-    """The tracker that `loop.tracker` names. Only the main process sends; `start` is called on every process.
+    """The tracker that `loop.tracker` names.
 
-    After a failure nothing more is sent: the run goes on without its tracker, and log.jsonl has all numbers.
+    Only the main process sends; `start` is called on every process.
+
+    After a failure nothing more is sent: the run goes on without its tracker, and log.jsonl has all
+    numbers.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -47,7 +51,9 @@ class Tracker:
         self._sends = False
 
     def start(self, config: TrainConfig, step: int) -> None:
-        """Begin the tracker's run, or resume it at `step`: its id is the output folder's name and a digest of its path.
+        """Begin the tracker's run, or resume it at `step`.
+
+        By default its id is the output folder's name and a digest of its path.
 
         A tracker that refuses a key or an option raises a ValueError, on every process.
         """
@@ -68,11 +74,13 @@ class Tracker:
         for name, value in flat(json_ready(values)).items():
             by_name[name.replace(".", "/")] = value
         try:
-            if self._name == "wandb":  # its own steps may not repeat, as those of a run that was killed do
+            # its own steps may not repeat, as those of a run that was killed do
+            if self._name == "wandb":
                 self.accelerator.log({"step": step, **by_name})
             else:
                 self.accelerator.log(by_name, step=step)
-        except Exception as error:  # trackers raise errors of their own, by network, disk or account
+        # trackers raise errors of their own, by network, disk or account
+        except Exception as error:
             self._go_on_without(self._name, error)
 
     def show(self, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
@@ -97,7 +105,10 @@ class Tracker:
         self._sends = False
 
     def _begin(self, config: TrainConfig, step: int) -> str | None:
-        """Begin the tracker's run; return the message of a refusal, which is an error of the user's."""
+        """Begin the tracker's run; return the message of a refusal, else None.
+
+        A refusal is an error of the user's, such as a wrong key.
+        """
         name = config.loop.tracker
         folder = Path(config.output)
         digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
@@ -107,8 +118,8 @@ class Tracker:
             self.accelerator.trackers = []
             if _refuses(name, error):
                 return (
-                    f"loop.tracker {name} refuses this run: {error}; correct its key or the options tracking.*, or "
-                    "choose WANDB_MODE=offline or loop.tracker none"
+                    f"loop.tracker {name} refuses this run: {error}; correct its key or the options"
+                    " tracking.*, or choose WANDB_MODE=offline or loop.tracker none"
                 )
             self._go_on_without(name, error)
             return None
@@ -119,10 +130,12 @@ class Tracker:
 
     def _go_on_without(self, name: str, error: Exception) -> None:
         self._sends = False
-        advice = "; WANDB_MODE=offline keeps a run on disk for `wandb sync`" if name == "wandb" else ""
+        advice = (
+            "; WANDB_MODE=offline keeps a run on disk for `wandb sync`" if name == "wandb" else ""
+        )
         log.warning(
-            f"the tracker {name} cannot be reached: {error}. Training continues without it, and log.jsonl has all "
-            f"numbers{advice}"
+            f"the tracker {name} cannot be reached: {error}. Training continues without it, and"
+            f" log.jsonl has all numbers{advice}"
         )
 
     def _init(self, config: TrainConfig, run_id: str, step: int) -> None:
@@ -142,30 +155,47 @@ class Tracker:
                 "tags": names.tags or None,
             }
         elif tracker == "trackio":
-            more = {"name": names.name or run_id, "resume": "allow", **({"group": names.group} if names.group else {})}
+            more = {
+                "name": names.name or run_id,
+                "resume": "allow",
+                **({"group": names.group} if names.group else {}),
+            }
         elif step > 0:
-            more = {"purge_step": step + 1}  # a killed run's rows after its checkpoint are sent again
+            # a killed run's rows after its checkpoint are sent again
+            more = {"purge_step": step + 1}
         self.accelerator.init_trackers(
-            project, config=options if tracker == "wandb" else flat(options), init_kwargs={tracker: more}
+            project,
+            config=options if tracker == "wandb" else flat(options),
+            init_kwargs={tracker: more},
         )
         if tracker == "wandb":
-            self.accelerator.get_tracker("wandb", unwrap=True).define_metric("*", step_metric="step")
+            self.accelerator.get_tracker("wandb", unwrap=True).define_metric(
+                "*", step_metric="step"
+            )
 
     def _forgiven(self, send: Callable[[], object]) -> None:
         try:
             send()
         except Exception as error:  # as in `log`
-            log.warning(f"the tracker {self._name} did not take all that was sent; training continues: {error}")
+            log.warning(
+                f"the tracker {self._name} did not take all that was sent; training continues:"
+                f" {error}"
+            )
 
 
 def check_tracker(config: TrainConfig) -> None:
-    """Raise a ValueError, before any long work, for a tracker without its package, and for wandb without a key."""
+    """Refuse a tracker without its package, and wandb without a key, before any long work.
+
+    It raises a ValueError.
+    """
     name = config.loop.tracker
     if name == "none":
         return
     if name not in map(str, get_available_trackers()):
         package = "headstart[wandb]" if name == "wandb" else name
-        raise ValueError(f"loop.tracker {name} needs a package that is not installed: pip install '{package}'")
+        raise ValueError(
+            f"loop.tracker {name} needs a package that is not installed: pip install '{package}'"
+        )
     if name != "wandb":
         return
     import wandb
@@ -176,8 +206,8 @@ def check_tracker(config: TrainConfig) -> None:
         wandb.login(verify=False)  # checks that there is a key, without asking the server
     except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         raise ValueError(
-            f"loop.tracker wandb has no key that it could use: {error} Run `wandb login`, set WANDB_API_KEY, or choose "
-            "WANDB_MODE=offline or loop.tracker none"
+            f"loop.tracker wandb has no key that it could use: {error} Run `wandb login`, set"
+            " WANDB_API_KEY, or choose WANDB_MODE=offline or loop.tracker none"
         ) from error
 
 
@@ -189,13 +219,20 @@ def _refuses(name: str, error: Exception) -> bool:
 
     if isinstance(error, (wandb.errors.UsageError, wandb.errors.AuthenticationError)):
         return True
-    return isinstance(error, wandb.errors.CommError) and bool(re.search(REFUSALS, str(error), re.IGNORECASE))
+    return isinstance(error, wandb.errors.CommError) and bool(
+        re.search(REFUSALS, str(error), re.IGNORECASE)
+    )
 
 
-def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
+def _show_in_wandb(
+    run: WandbRun, rates: dict[str, list[float | None]], samples: list[Sample], step: int
+) -> None:
     import wandb
 
-    points = [[(depth, rate) for depth, rate in enumerate(curve, 1) if rate is not None] for curve in rates.values()]
+    points = [
+        [(depth, rate) for depth, rate in enumerate(curve, 1) if rate is not None]
+        for curve in rates.values()
+    ]
     chart = wandb.plot.line_series(
         [[depth for depth, _ in curve] for curve in points],
         [[rate for _, rate in curve] for curve in points],
@@ -210,17 +247,30 @@ def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], samples:
             answer = "".join(f"⟦{text}⟧" if accepted else text for text, accepted in sample.pieces)
             rows.append([step, sample.prompt, answer, sample.acceptance_length])
         shown["eval/samples"] = wandb.Table(
-            columns=["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"], data=rows
+            columns=["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"],
+            data=rows,
         )
-        shown["eval/answers"] = wandb.Html("<hr>".join(sample.html("mark") for sample in samples), inject=False)
+        shown["eval/answers"] = wandb.Html(
+            "<hr>".join(sample.html("mark") for sample in samples), inject=False
+        )
     run.log(shown)
 
 
-def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-    figure = plotted("depth", "acceptance rate", {tree: list(enumerate(curve, 1)) for tree, curve in rates.items()})
+def _show_in_tensorboard(
+    writer: Any, rates: dict[str, list[float | None]], samples: list[Sample], step: int
+) -> None:
+    figure = plotted(
+        "depth",
+        "acceptance rate",
+        {tree: list(enumerate(curve, 1)) for tree, curve in rates.items()},
+    )
     writer.add_figure("eval/acceptance_rate_by_depth", figure, global_step=step)
     if samples:
-        writer.add_text("eval/samples", "<hr>".join(sample.html("strong") for sample in samples), global_step=step)
+        writer.add_text(
+            "eval/samples",
+            "<hr>".join(sample.html("strong") for sample in samples),
+            global_step=step,
+        )
     writer.flush()
 
 
@@ -228,6 +278,8 @@ def _upload(run: WandbRun, best: Path) -> None:
     import wandb
 
     name = re.sub(r"[^\w.-]", "-", f"{run.id}-head")
-    artifact = wandb.Artifact(name, "model", description="the head with the longest acceptance on held-out prompts")
+    artifact = wandb.Artifact(
+        name, "model", description="the head with the longest acceptance on held-out prompts"
+    )
     artifact.add_dir(str(best))
     run.log_artifact(artifact, aliases=["best"])

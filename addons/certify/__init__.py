@@ -1,1 +1,1 @@
-"""Certificates: whether an engine that decodes this target is lossless, judged by the target's own scores."""
+"""Certificates of losslessness: an engine's output, judged by its target's own scores."""

@@ -1,23 +1,27 @@
-"""Whether an engine is lossless: what it generated, judged by scores of a reference of the same target.
+"""Whether an engine is lossless, judged by reference scores of its output from the same target.
 
-Greedy. The reference reads an engine's own answer in one forward and says at every position how far the engine's token
-lies below its best one: the margin, 0 where the token is the best. Rounding may exchange two tokens that are nearly
-equally good. By how much it changes the gap between two tokens is measured: the same weights read the same answer token
-by token in the engine's dtype, and e is the largest change found. A margin above e is not a matter of rounding. Nor are
-many small ones, where one-token forwards hardly ever choose another token than the reference.
+Greedy. The reference reads an engine's own answer in one forward and says at every position how far
+the engine's token lies below its best one: the margin, 0 where the token is the best. Rounding may
+exchange two tokens that are nearly equally good. By how much it changes the gap between two tokens
+is measured: the same weights read the same answer token by token in the engine's dtype, and e is
+the largest change found. A margin above e is not a matter of rounding. Nor are many small ones,
+where one-token forwards hardly ever choose another token than the reference.
 
-Sampling. An engine draws short continuations of fixed prompts. Given the tokens before it, the token at a position has
-the reference's distribution, so that counts of tokens after the same path are compared with it by Pearson's chi-square:
+Sampling. An engine draws short continuations of fixed prompts. Given the tokens before it, the
+token at a position has the reference's distribution, so that counts of tokens after the same path
+are compared with it by Pearson's chi-square:
 
     X² = Σ_bins (observed - n p)² / (n p)
 
-A bin is a token, or all the unlikely ones together. An engine that rounds has a distribution that differs by a little,
-p' instead of p. So X² is compared with a noncentral chi-square distribution, whose noncentrality is that of twice the
-difference measured in the engine's dtype: n Σ (2 (p' - p))² / p. Of all distributions at a total variation t from p,
-those of the least noncentrality have 4 n t²: from this follows the smallest t that is detected with a given power.
+A bin is a token, or all the unlikely ones together. An engine that rounds has a distribution that
+differs by a little, p' instead of p. So X² is compared with a noncentral chi-square distribution,
+whose noncentrality is that of twice the difference measured in the engine's dtype: n Σ (2 (p' -
+p))² / p. Of all distributions at a total variation t from p, those of the least noncentrality have
+4 n t²: from this follows the smallest t that is detected with a given power.
 
-What bins do not see, the surprise does: the sum of -log p over all draws of a position has the sum of the entropies as
-its mean, and a known variance. Its distribution is nearly normal, and is corrected for its skewness.
+What bins do not see, the surprise does: the sum of -log p over all draws of a position has the sum
+of the entropies as its mean, and a known variance. Its distribution is nearly normal, and is
+corrected for its skewness.
 
 Letters in tensor names: T positions of an answer, V vocabulary, K best tokens that are kept.
 """
@@ -34,11 +38,13 @@ import torch
 from torch import Tensor
 
 ALPHA = 0.01
-"""Probability that an exact engine is called "not lossless", for the greedy part and for the sampling part each."""
+"""Probability that an exact engine is called "not lossless", for the greedy part and for the
+sampling part each."""
 POWER = 0.9
 """Probability with which the stated smallest difference would have been detected."""
 EXPECTED = 10.0
-"""Least expected count of a bin, for which chi-square's distribution is close at the levels that are used."""
+"""Least expected count of a bin, for which chi-square's distribution is close at the levels that
+are used."""
 ENOUGH = 100
 """Least number of draws for a test of their surprise."""
 KEPT = 64
@@ -46,7 +52,8 @@ KEPT = 64
 CONTENDERS = 20
 """Best tokens of each position whose distance from the best one says what rounding changes."""
 TOLERATED = 2.0
-"""Factor of the measured rounding that is still called rounding: another engine adds up in another order."""
+"""Factor of the measured rounding that is still called rounding: another engine adds up in another
+order."""
 
 GreedyVerdict = Literal["identical", "identical up to ties", "not lossless"]
 Path = tuple[int, ...]
@@ -54,7 +61,10 @@ Path = tuple[int, ...]
 
 
 def chi_square_tail(statistic: float, freedom: int, noncentrality: float = 0.0) -> float:
-    """P(X > statistic) of a chi-square variable, central or not: a Poisson mixture of central ones."""
+    """Return P(X > statistic) of a central or noncentral chi-square variable.
+
+    The noncentral distribution is a Poisson mixture of central ones.
+    """
     half = noncentrality / 2
     last = int(half + 12 * math.sqrt(half) + 40) if half > 0 else 0
     mixed_M = torch.arange(last + 1, dtype=torch.float64)
@@ -87,7 +97,9 @@ def holm(p_values: Sequence[float], level: float = ALPHA) -> list[bool]:
 def detectable_noncentrality(freedom: int, allowance: float, level: float) -> float:
     """Noncentrality that a test at this level detects with probability POWER."""
     critical = _bisected(lambda x: chi_square_tail(x, freedom, allowance) <= level)
-    return _bisected(lambda noncentrality: chi_square_tail(critical, freedom, noncentrality) >= POWER)
+    return _bisected(
+        lambda noncentrality: chi_square_tail(critical, freedom, noncentrality) >= POWER
+    )
 
 
 def _bisected(holds: Callable[[float], bool]) -> float:
@@ -128,7 +140,8 @@ class JudgedAnswer:
     best: list[int]
     """The reference's best token after the engine's own text."""
     margins: list[float]
-    """By how much the engine's token scores below the best one; 0 where it is the best, or as good."""
+    """By how much the engine's token scores below the best one; 0 where it is the best, or as
+    good."""
     unprocessed: list[float]
     """The same without logits processors."""
     changes: list[float]
@@ -178,7 +191,7 @@ def _margins(scores_TV: Tensor, tokens_T1: Tensor) -> Tensor:
 
 
 def _gap_changes(scores_TV: Tensor, rounded: BestScores) -> Tensor:
-    """Largest change, over the best tokens, of their distance from the reference's best one, [T]."""
+    """Return rounding's largest change of a top token's gap to the reference's best token, [T]."""
     tokens_TK = rounded.tokens_TK[:, :CONTENDERS].to(scores_TV.device)
     all_tokens_TK = rounded.tokens_TK.to(scores_TV.device)
     rounded_TK = rounded.scores_TK.to(scores_TV.device, scores_TV.dtype)
@@ -186,7 +199,9 @@ def _gap_changes(scores_TV: Tensor, rounded: BestScores) -> Tensor:
     is_best_TK = all_tokens_TK == best_T1
     # A best token that is not even among the kept ones scores less than all of them.
     rounded_best_T = torch.where(
-        is_best_TK.any(-1), torch.where(is_best_TK, rounded_TK, -torch.inf).amax(-1), rounded_TK[:, -1]
+        is_best_TK.any(-1),
+        torch.where(is_best_TK, rounded_TK, -torch.inf).amax(-1),
+        rounded_TK[:, -1],
     )
     gaps_TK = scores_TV.gather(1, best_T1) - scores_TV.gather(1, tokens_TK)
     rounded_gaps_TK = rounded_best_T[:, None] - rounded_TK[:, :CONTENDERS]
@@ -226,14 +241,15 @@ class GreedyResult:
     exact_answers: int
     """Answers whose every token is the reference's best one."""
     divergences: list[Divergence]
-    """Every token that is not the best one; after the first in an answer the reference goes on from the engine's
-    text."""
+    """Every token that is not the best one; after the first in an answer the reference goes on from
+    the engine's text."""
     tie: float
     """e: the largest change of a gap by rounding."""
     changes: dict[str, float]
     """Quantiles of the change over all positions."""
     rounded_divergences: int
-    """Positions where one-token forwards in the engine's dtype choose another token than the reference."""
+    """Positions where one-token forwards in the engine's dtype choose another token than the
+    reference."""
     rounded_largest: float
     """The largest margin of those."""
     engine_only: int
@@ -241,7 +257,8 @@ class GreedyResult:
     rounded_only: int
     """Positions where they do and the engine does not."""
     p_more_than_rounding: float
-    """Probability of so many positions of the engine alone, if it rounded twice as much as one-token forwards."""
+    """Probability of so many positions of the engine alone, if it rounded twice as much as
+    one-token forwards."""
     unexplained: list[Divergence]
     """Divergences whose margin exceeds e."""
     reasons: list[str]
@@ -258,7 +275,9 @@ class GreedyResult:
 
 def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     """Verdict on all greedy answers of an engine."""
-    changes = torch.tensor([change for answer in answers for change in answer.changes], dtype=torch.float64)
+    changes = torch.tensor(
+        [change for answer in answers for change in answer.changes], dtype=torch.float64
+    )
     tie = float(changes.max()) if len(changes) else 0.0
     divergences = []
     rounded_count = 0
@@ -275,20 +294,28 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     chance = TOLERATED / (1 + TOLERATED)
     p_more = binomial_tail(engine_only, engine_only + rounded_only, chance)
     unexplained = [each for each in divergences if each.margin > tie]
-    reasons = [f"answer {number} {answer.wrong_end}" for number, answer in enumerate(answers, 1) if answer.wrong_end]
+    reasons = [
+        f"answer {number} {answer.wrong_end}"
+        for number, answer in enumerate(answers, 1)
+        if answer.wrong_end
+    ]
     if unexplained:
         worst = max(unexplained, key=lambda each: each.margin)
         reasons.append(
-            f"{len(unexplained)} of {len(changes)} tokens lie further below the best one than rounding explains, which "
-            f"changes gaps by {tie:.2g} at most; the worst by {worst.margin:.3g}, token {worst.position + 1} of answer "
-            f"{worst.answer + 1}"
+            f"{len(unexplained)} of {len(changes)} tokens lie further below the best one than"
+            f" rounding explains, which changes gaps by {tie:.2g} at most; the worst by"
+            f" {worst.margin:.3g}, token {worst.position + 1} of answer {worst.answer + 1}"
         )
         if _explained_without_processors(answers, unexplained, tie):
-            reasons.append("each of these tokens is the best one without the logits processors: they were not applied")
+            reasons.append(
+                "each of these tokens is the best one without the logits processors: they were not"
+                " applied"
+            )
     if p_more < ALPHA:
         reasons.append(
-            f"{engine_only + rounded_only} tokens differ from the reference's in the engine or in one-token forwards "
-            f"of its dtype alone, {engine_only} of them in the engine: more than rounding explains (p = {p_more:.1g})"
+            f"{engine_only + rounded_only} tokens differ from the reference's in the engine or in"
+            f" one-token forwards of its dtype alone, {engine_only} of them in the engine: more"
+            f" than rounding explains (p = {p_more:.1g})"
         )
     verdict: GreedyVerdict = "identical"
     if reasons:
@@ -303,9 +330,15 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         exact_answers=sum(not any(answer.margins) and not answer.wrong_end for answer in answers),
         divergences=divergences,
         tie=tie,
-        changes={name: float(changes.quantile(share)) for name, share in shares.items()} if len(changes) else {},
+        changes=(
+            {name: float(changes.quantile(share)) for name, share in shares.items()}
+            if len(changes)
+            else {}
+        ),
         rounded_divergences=rounded_count,
-        rounded_largest=max((margin for answer in answers for margin in answer.rounded_margins), default=0.0),
+        rounded_largest=max(
+            (margin for answer in answers for margin in answer.rounded_margins), default=0.0
+        ),
         engine_only=engine_only,
         rounded_only=rounded_only,
         p_more_than_rounding=p_more,
@@ -314,7 +347,9 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     )
 
 
-def _explained_without_processors(answers: Sequence[JudgedAnswer], unexplained: list[Divergence], tie: float) -> bool:
+def _explained_without_processors(
+    answers: Sequence[JudgedAnswer], unexplained: list[Divergence], tie: float
+) -> bool:
     """Whether all these tokens are the best ones by the logits alone."""
     return all(answers[each.answer].unprocessed[each.position] <= tie for each in unexplained)
 
@@ -336,7 +371,8 @@ class NextToken:
     drawn: dict[int, float]
     """Probabilities of the tokens that the engine drew."""
     first_excluded: int | None = None
-    """The likeliest token that the logits processors exclude: rounding may move the limit by one token."""
+    """The likeliest token that the logits processors exclude: rounding may move the limit by one
+    token."""
 
     @classmethod
     def after_paths(
@@ -359,7 +395,9 @@ class NextToken:
         third_moment_N = (p_NV * centred_NV.pow(3)).sum(-1)
         best = p_NV.topk(min(keep, p_NV.shape[-1]), dim=-1)
         excluded_NV = p_NV == 0
-        first_excluded_N = torch.where(excluded_NV, logits_NV.double(), -torch.inf).argmax(-1).tolist()
+        first_excluded_N = (
+            torch.where(excluded_NV, logits_NV.double(), -torch.inf).argmax(-1).tolist()
+        )
         any_excluded_N = excluded_NV.any(-1).tolist()
         found = []
         for index, tokens in enumerate(drawn):
@@ -397,12 +435,17 @@ class SamplingTest:
 
     @property
     def p_value(self) -> float:
-        """Probability of a statistic at least as large, if the engine samples exactly or only rounds."""
+        """Probability of a statistic this large or larger if the engine is exact up to rounding."""
         return chi_square_tail(self.statistic, self.freedom, self.allowance)
 
     def detectable(self, level: float) -> float:
-        """Smallest total variation that a test at this level detects with probability POWER, whatever its form."""
-        return math.sqrt(detectable_noncentrality(self.freedom, self.allowance, level) / (4 * self.draws))
+        """Return the smallest total variation that a test at this level detects.
+
+        It is detected with probability POWER, whatever the form of the difference.
+        """
+        return math.sqrt(
+            detectable_noncentrality(self.freedom, self.allowance, level) / (4 * self.draws)
+        )
 
 
 @dataclass(frozen=True)
@@ -417,7 +460,7 @@ class Impossible:
 
 @dataclass
 class Surprise:
-    """How much less likely the tokens drawn at a position are than the reference's own draws would be."""
+    """Excess surprise of the tokens drawn at a position, relative to draws from the reference."""
 
     draws: int = 0
     excess: float = 0.0
@@ -438,7 +481,7 @@ class Surprise:
         return math.sqrt(self.variance) / max(self.draws, 1)
 
     def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
-        """Count the tokens after one path, but for those with probability 0, which are reported by themselves."""
+        """Count the tokens after one path; those with probability 0 are reported separately."""
         for token, draws in counts.items():
             p = reference.drawn[token]
             if p > 0:
@@ -449,7 +492,10 @@ class Surprise:
                 self.change += draws * abs(rounded.entropy - reference.entropy)
 
     def test(self, position: int) -> SamplingTest | None:
-        """None where there are too few draws, or all are certain, for a distribution that is nearly normal."""
+        """Return the surprise test, or None where its distribution is far from normal.
+
+        This happens with too few draws or too small a variance, as where all draws are certain.
+        """
         if self.draws < ENOUGH or self.variance < EXPECTED:
             return None
         deviation = math.sqrt(self.variance)
@@ -484,7 +530,9 @@ class SamplingResult:
         return [test for test in self.tests if test.position == position and test.kind == "tokens"]
 
     def detectable_everywhere(self, position: int) -> float | None:
-        """Smallest total variation, the same after every prompt, that is detected with probability POWER.
+        """Return the smallest detectable total variation of a difference common to all prompts.
+
+        It is detected with probability POWER.
 
         None where there are too few draws for a test.
         """
@@ -492,7 +540,11 @@ class SamplingResult:
         return tests[0].detectable(ALPHA / len(self.tests)) if tests else None
 
     def detectable_at_one_prompt(self, position: int) -> float | None:
-        """The same for a difference after one prompt, the one where least is seen of those that have a test."""
+        """Return the smallest detectable total variation after one prompt, in the worst case.
+
+        The prompt is the least sensitive of those that have a test; None if there is none. The
+        difference is detected with probability POWER.
+        """
         tests = [test for test in self.of_tokens(position) if test.prompt is not None]
         return max((test.detectable(ALPHA / len(self.tests)) for test in tests), default=None)
 
@@ -534,7 +586,9 @@ def judge_sampling(
                 allowance += found.allowance
                 draws += found.draws
             if freedom:
-                parts.append(SamplingTest("tokens", prompt, position, draws, statistic, freedom, allowance))
+                parts.append(
+                    SamplingTest("tokens", prompt, position, draws, statistic, freedom, allowance)
+                )
         by_prompt += parts
         surprises.append(surprise)
         likely = surprise.test(position)
@@ -546,7 +600,10 @@ def judge_sampling(
             pooled.append(_together(everything, position))
     tests = [*pooled, *by_prompt]
     rejected = holm([test.p_value for test in tests])
-    tests = [SamplingTest(**{**vars(test), "rejected": verdict}) for test, verdict in zip(tests, rejected, strict=True)]
+    tests = [
+        SamplingTest(**{**vars(test), "rejected": verdict})
+        for test, verdict in zip(tests, rejected, strict=True)
+    ]
     result = SamplingResult(
         draws=sum(map(len, rows)),
         tests=tests,
@@ -566,11 +623,17 @@ def counts_by_path(continuations: Sequence[Path], position: int) -> dict[Path, C
     return found
 
 
-def path_test(counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> SamplingTest | None:
-    """Pearson's statistic of the tokens after one path; None where fewer than two bins can be expected to fill."""
+def path_test(
+    counts: Mapping[int, int], reference: NextToken, rounded: NextToken
+) -> SamplingTest | None:
+    """Return Pearson's test of the tokens after one path.
+
+    None where fewer than two bins can be expected to fill.
+    """
     draws = sum(counts.values())
     alone = sum(draws * p >= EXPECTED for p in reference.probs)
-    while alone and 1e-9 < 1 - sum(reference.probs[:alone]) < EXPECTED / draws:  # the rest fills no bin by itself
+    # the rest fills no bin by itself
+    while alone and 1e-9 < 1 - sum(reference.probs[:alone]) < EXPECTED / draws:
         alone -= 1
     rest = max(0.0, 1 - sum(reference.probs[:alone]))
     bins = alone + (rest > 1e-9)
@@ -594,7 +657,7 @@ def path_test(counts: Mapping[int, int], reference: NextToken, rounded: NextToke
 
 @dataclass
 class _LeftOver:
-    """Paths with too few draws for a test of their own: how often their likeliest token came, together."""
+    """Paths with too few draws for separate tests, pooled: how often their likeliest token came."""
 
     draws: int = 0
     seen: int = 0
@@ -605,7 +668,9 @@ class _LeftOver:
     def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
         draws = sum(counts.values())
         p = reference.probs[0]
-        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(reference.tokens[0], 0.0)
+        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(
+            reference.tokens[0], 0.0
+        )
         self.draws += draws
         self.seen += counts.get(reference.tokens[0], 0)
         self.expected += draws * p
@@ -646,24 +711,30 @@ def _impossible(
 
 
 def _sampling_reasons(
-    result: SamplingResult, rows: Sequence[Sequence[Path]], reference: Sequence[Mapping[Path, NextToken]]
+    result: SamplingResult,
+    rows: Sequence[Sequence[Path]],
+    reference: Sequence[Mapping[Path, NextToken]],
 ) -> list[str]:
     reasons = []
     if result.impossible:
         draws = sum(each.draws for each in result.impossible)
         reasons.append(
-            f"{draws} draws are tokens to which the target, after the logits processors, gives probability 0"
+            f"{draws} draws are tokens to which the target, after the logits processors, gives"
+            " probability 0"
         )
     rejected = [test for test in result.tests if test.rejected]
     if rejected:
         worst = min(rejected, key=lambda test: test.p_value)
         where = "all prompts together" if worst.prompt is None else f"prompt {worst.prompt + 1}"
         reasons.append(
-            f"{len(rejected)} of {len(result.tests)} tests reject the target's distribution; clearest at token "
-            f"{worst.position + 1} after {where}: chi-square {worst.statistic:.4g} of the {worst.kind} with "
-            f"{worst.freedom} degrees of freedom, p = {worst.p_value:.1g}"
+            f"{len(rejected)} of {len(result.tests)} tests reject the target's distribution;"
+            f" clearest at token {worst.position + 1} after {where}: chi-square"
+            f" {worst.statistic:.4g} of the {worst.kind} with {worst.freedom} degrees of freedom, p"
+            f" = {worst.p_value:.1g}"
         )
     single = all(len(row) > 1 and len(set(row)) == 1 for row in rows)
     if reasons and single and any(distributions[()].entropy > 0.1 for distributions in reference):
-        reasons.append("every prompt has a single continuation, whatever the seed: the rule draws nothing")
+        reasons.append(
+            "every prompt has a single continuation, whatever the seed: the rule draws nothing"
+        )
     return reasons

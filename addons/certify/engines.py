@@ -125,7 +125,9 @@ class LocalEngine:
         found: list[Path] = []
         while len(found) < count:
             rows = min(fitting, count - len(found))
-            found += [self._until_end(row) for row in self._new_tokens(ids_1T.expand(rows, -1), settings)]
+            found += [
+                self._until_end(row) for row in self._new_tokens(ids_1T.expand(rows, -1), settings)
+            ]
         return found
 
     def _new_tokens(self, ids_BT: Tensor, settings: dict[str, Any]) -> list[list[int]]:
@@ -160,7 +162,7 @@ def transformers_engine(target: Target, asked: Asked, assistant: Target | None) 
 
 
 def headstart_engine(lm: SpeculativeLM, asked: Asked) -> LocalEngine:
-    """A `SpeculativeLM` as the engine of a certificate, without defaults of its generation config."""
+    """Return a `SpeculativeLM` as a certificate's engine, without generation config defaults."""
     target = lm.target
     without_defaults(target)
     generator = torch.Generator(target.device).manual_seed(asked.seed)
@@ -172,7 +174,7 @@ def headstart_engine(lm: SpeculativeLM, asked: Asked) -> LocalEngine:
 
 
 def without_defaults(target: Target) -> None:
-    """Take a model's own logits processors away: some engines would apply them and others would not."""
+    """Remove a model's own logits processors, which only some engines would apply."""
     ends = target.end_tokens
     target.model.generation_config = GenerationConfig(
         eos_token_id=sorted(ends) or None, pad_token_id=min(ends, default=0)
@@ -196,7 +198,10 @@ def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[
 
 
 class ServerEngine:
-    """An engine behind an OpenAI-compatible server (vLLM, SGLang), which is asked for answers and log-probabilities."""
+    """An engine behind an OpenAI-compatible server (vLLM, SGLang).
+
+    The server is asked for answers and log-probabilities.
+    """
 
     def __init__(
         self,
@@ -208,7 +213,9 @@ class ServerEngine:
         end_tokens: frozenset[int],
         template: dict[str, Any],
     ) -> None:
-        """Connect; `template` are variables for the chat template of a server that renders prompts itself.
+        """Connect to the server.
+
+        `template` holds chat template variables, for a server that renders prompts itself.
 
         Raises:
             ValueError: the server cannot be reached, or does not serve the model.
@@ -229,7 +236,9 @@ class ServerEngine:
         served = [row.get("id") for row in _rows(reply, "data")]
         if self.model not in served:
             names = ", ".join(map(str, served)) or "none"
-            raise ValueError(f"{self.server.name} does not serve {self.model!r}; choose from {names}")
+            raise ValueError(
+                f"{self.server.name} does not serve {self.model!r}; choose from {names}"
+            )
 
     def greedy(self, prompt: Prompt) -> Answer:
         body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
@@ -237,10 +246,15 @@ class ServerEngine:
         return self._answer(choice)
 
     def draws(self, prompt: Prompt, count: int) -> list[Path]:
-        """Continuations; a ValueError if the server gives text alone, whose tokens are not known for certain."""
+        """Draw `count` continuations of a prompt, as token ids.
+
+        A ValueError is raised if the server gives text alone, whose tokens are not known for
+        certain.
+        """
         found: list[Path] = []
         while len(found) < count:
-            # vLLM on a CPU ends at some requests with a seed, and draws without one are as independent.
+            # vLLM on a CPU ends at some requests with a seed, and draws without one are as
+            # independent.
             seed = {"seed": self.asked.seed + len(found)} if self.asked.seed else {}
             body = {
                 "temperature": self.asked.temperature,
@@ -285,8 +299,9 @@ class ServerEngine:
         read = reply.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
         if isinstance(read, list) and read != prompt.ids:
             raise ValueError(
-                f"{self.server.name} read a prompt as {len(read)} other tokens than the target's chat template makes "
-                f"here ({len(prompt.ids)}); is it the same model, and the same chat template?"
+                f"{self.server.name} read a prompt as {len(read)} other tokens than the target's"
+                f" chat template makes here ({len(prompt.ids)}); is it the same model, and the same"
+                " chat template?"
             )
         return choices
 
@@ -298,7 +313,9 @@ class ServerEngine:
             told = " ".join(error.told.split())[:SHOWN]
             if error.status is None:
                 raise ValueError(f"{self.server.name} {told}") from None
-            raise ValueError(f"{self.server.name}{path} answered with status {error.status}: {told}") from None
+            raise ValueError(
+                f"{self.server.name}{path} answered with status {error.status}: {told}"
+            ) from None
         try:
             reply = json.loads(text)
         except ValueError:
@@ -332,7 +349,8 @@ class ServerEngine:
         size = len(self.tokenizer)
         if any(not 0 <= token < max(size, self.tokenizer.vocab_size) for token in ids):
             raise ValueError(
-                f"{self.server.name} answered with token {max(ids)}, outside of the target's {size}: another model?"
+                f"{self.server.name} answered with token {max(ids)}, outside of the target's"
+                f" {size}: another model?"
             )
         if values is None or len(values) != len(ids):
             values = None
@@ -390,7 +408,10 @@ def _ids(choice: dict[str, Any], logprobs: Any, texts: list[str] | None) -> list
 
 
 def _log_probs(logprobs: Any) -> tuple[list[str] | None, list[float] | None, list[float] | None]:
-    """Texts of an answer's tokens, their log-probabilities, and those of the best tokens; None for what is missing."""
+    """Return an answer's token texts, log-probabilities and best log-probabilities.
+
+    The last are those of the best token at each position. None stands for what is missing.
+    """
     if not isinstance(logprobs, dict):
         return None, None, None
     texts: Any = logprobs.get("tokens")

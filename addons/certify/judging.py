@@ -1,4 +1,7 @@
-"""The judgement: what an engine generated, read again by the target, in its dtype for rounding and in float32."""
+"""The judgement: the target rereads an engine's output in the engine's dtype and in float32.
+
+The reading in the engine's dtype measures rounding.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Weights:
-    """The target as it judges: its model in the engine's dtype, without what an engine adds to it."""
+    """The judging target: its model in the engine's dtype, without what an engine adds to it."""
 
     model: Any
     end_tokens: frozenset[int]
@@ -74,7 +77,9 @@ def generate_all(engine: Engine, prompts: list[Prompt], asked: Asked) -> Generat
         for prompt in counted(prompts[: asked.sample_prompts], "sampled prompts"):
             rows.append(engine.draws(prompt, asked.draws))
     except UnknownTokens as error:
-        return Generated(answers, [], [f"sampling: {error}, and the tokens of a text are not known for certain"])
+        return Generated(
+            answers, [], [f"sampling: {error}, and the tokens of a text are not known for certain"]
+        )
     return Generated(answers, rows, [])
 
 
@@ -104,7 +109,9 @@ def judge(
     gc.collect()  # the engine is gone
     model = weights.model
     greedily = greedy_processors(asked.repetition_penalty)
-    warped = sampling_processors(asked.temperature or 1.0, asked.top_k, asked.top_p, asked.repetition_penalty)
+    warped = sampling_processors(
+        asked.temperature or 1.0, asked.top_k, asked.top_p, asked.repetition_penalty
+    )
     sampled = list(zip(prompts, generated.rows, strict=False))
     answered = list(zip(prompts, generated.answers, strict=True))
 
@@ -133,12 +140,21 @@ def judge(
             answer = dataclasses.replace(answer, tokens=[*answer.tokens[:-1], end])
             answers[index] = answer
         judged.append(
-            judge_answer(answer.tokens, scores_TV, logits_TV, rounded[index], weights.end_tokens, asked.new_tokens)
+            judge_answer(
+                answer.tokens,
+                scores_TV,
+                logits_TV,
+                rounded[index],
+                weights.end_tokens,
+                asked.new_tokens,
+            )
         )
         if answer.log_probs is not None and len(answer.log_probs) == len(answer.tokens):
             chosen_T1 = torch.tensor(answer.tokens, device=logits_TV.device)[:, None]
             own_T = logits_TV.log_softmax(-1).gather(1, chosen_T1)[:, 0].tolist()
-            differences += [abs(one - other) for one, other in zip(own_T, answer.log_probs, strict=True)]
+            differences += [
+                abs(one - other) for one, other in zip(own_T, answer.log_probs, strict=True)
+            ]
     greedy = judge_greedy(judged)
     if not sampled:
         return Judgement(greedy, None, answers, differences)

@@ -1,4 +1,4 @@
-"""A certificate for reading: lines for the console, and a page in Markdown, of a report of `headstart certify`."""
+"""A certificate as text: console lines and a Markdown page from a `headstart certify` report."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ def summary(report: dict[str, Any]) -> list[str]:
     ]
     rounding = greedy["rounding"]
     lines.append(
-        f"rounding in {report['engine']['dtype']} changes a gap between two logits by {greedy['tie']:.2g} at most (e), "
-        f"median {rounding['change_of_a_gap'].get('median', 0):.2g}; one-token forwards choose "
-        f"{rounding['one_token_forwards_not_best']} tokens that are not the best one, by "
-        f"{rounding['one_token_forwards_largest_margin']:.2g} at most"
+        f"rounding in {report['engine']['dtype']} changes a gap between two logits by"
+        f" {greedy['tie']:.2g} at most (e), median"
+        f" {rounding['change_of_a_gap'].get('median', 0):.2g}; one-token forwards choose"
+        f" {rounding['one_token_forwards_not_best']} tokens that are not the best one, by"
+        f" {rounding['one_token_forwards_largest_margin']:.2g} at most"
     )
     told = greedy["engine_tells"]
     if "log_prob_difference" in told:
         difference = told["log_prob_difference"]
         lines.append(
-            f"the engine's log-probabilities differ from the target's by {difference['median']:.2g} (median), "
-            f"{difference['largest']:.2g} (largest)"
+            f"the engine's log-probabilities differ from the target's by {difference['median']:.2g}"
+            f" (median), {difference['largest']:.2g} (largest)"
         )
     if report["sampling"] is not None:
         lines += _sampling_lines(report["sampling"])
     lines += [f"not tested: {reason}" for reason in report["untested"]]
     if "ids_by" in report["engine"] and "text" in report["engine"]["ids_by"]:
         lines.append(
-            "the server gives neither token ids nor log-probabilities: its tokens were derived from the text, in the "
-            "way that suits the target best"
+            "the server gives neither token ids nor log-probabilities: its tokens were derived from"
+            " the text, in the way that suits the target best"
         )
     lines += [f"reason: {reason}" for reason in report["reasons"]]
     lines.append(f"verdict: {verdict_words(report)}")
@@ -61,17 +62,25 @@ def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
     draws = sampling["prompts"] * sampling["draws_of_each"]
     found = [row["detectable_everywhere"] for row in sampling["positions"]]
     measured = [value for value in found if value is not None]
-    tested = [row["token"] for row in sampling["positions"] if row["detectable_everywhere"] is not None]
-    head = f"sampling: {draws} continuations of {sampling['prompts']} prompts, {sampling['tests']} tests"
+    tested = [
+        row["token"] for row in sampling["positions"] if row["detectable_everywhere"] is not None
+    ]
+    head = (
+        f"sampling: {draws} continuations of {sampling['prompts']} prompts, {sampling['tests']}"
+        " tests"
+    )
     if not measured:
         return [f"{head}: too few draws to say anything"]
     partly = "" if len(tested) == len(found) else f" at tokens {', '.join(map(str, tested))} alone"
     lines = [
-        f"{head}; a difference of {max(measured):.2f} in total variation, the same everywhere, is seen with "
-        f"probability {sampling['power']}{partly}"
+        f"{head}; a difference of {max(measured):.2f} in total variation, the same everywhere, is"
+        f" seen with probability {sampling['power']}{partly}"
     ]
     if max(measured) > WEAK:
-        lines.append("these are few draws: only coarse differences would be seen; raise samples or sample_prompts")
+        lines.append(
+            "these are few draws: only coarse differences would be seen; raise samples or"
+            " sample_prompts"
+        )
     return lines
 
 
@@ -83,7 +92,11 @@ def page(report: dict[str, Any]) -> str:
     parts = [f"# Certificate: {verdict_words(report)}", ""]
     parts += [f"- {reason}" for reason in report["reasons"]]
     parts += ["", "| | |", "|---|---|"]
-    named = [f"{key} {value}" for key, value in engine.items() if key not in ("kind", "lossy", "dtype") and value]
+    named = [
+        f"{key} {value}"
+        for key, value in engine.items()
+        if key not in ("kind", "lossy", "dtype") and value
+    ]
     rows = {
         "engine": ", ".join([engine["kind"], *named]),
         "dtype of the engine": engine["dtype"],
@@ -92,7 +105,9 @@ def page(report: dict[str, Any]) -> str:
         "prompts": f"{report['prompts']['count']} of {', '.join(report['prompts']['files'])}",
         "greedy tokens": f"{report['options']['max_new_tokens']} for each prompt at most",
         "hardware": report["hardware"],
-        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version),
+        "versions": ", ".join(
+            f"{name} {version}" for name, version in report["versions"].items() if version
+        ),
     }
     parts += [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     parts += ["", "## Greedy", ""]
@@ -100,15 +115,22 @@ def page(report: dict[str, Any]) -> str:
     if greedy["first_divergences"]:
         parts += [
             "",
-            "Where answers leave the target's own first, counted from 1; from there on the target judges the engine's "
-            "text.",
+            (
+                "Where answers leave the target's own first, counted from 1; from there on the"
+                " target judges the engine's text."
+            ),
             "",
             "| prompt | token | chosen | best | margin |",
             "|---|---|---|---|---|",
         ]
         parts += [_divergence(each) for each in greedy["first_divergences"]]
     if greedy["unexplained"]:
-        parts += ["", "Tokens that rounding does not explain.", "", "| prompt | token | chosen | best | margin |"]
+        parts += [
+            "",
+            "Tokens that rounding does not explain.",
+            "",
+            "| prompt | token | chosen | best | margin |",
+        ]
         parts += ["|---|---|---|---|---|"]
         parts += [_divergence(each) for each in greedy["unexplained"]]
     if report["sampling"] is not None:
@@ -129,13 +151,19 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
         "",
         "## Sampling",
         "",
-        f"{sampling['draws_of_each']} continuations of each of {sampling['prompts']} prompts, {warpers}; "
-        f"{sampling['tests']} tests, a false alarm in {sampling['false_alarms']:.0%} of all certificates of "
-        "exact engines. Detectable is the smallest total variation that is seen with probability "
-        f"{sampling['power']}, if it is the same after every prompt, or after one alone. Surprise is by how many nats "
-        "the drawn tokens are less likely than the target's own draws.",
+        (
+            f"{sampling['draws_of_each']} continuations of each of {sampling['prompts']} prompts,"
+            f" {warpers}; {sampling['tests']} tests, a false alarm in"
+            f" {sampling['false_alarms']:.0%} of all certificates of exact engines. Detectable is"
+            f" the smallest total variation that is seen with probability {sampling['power']}, if"
+            " it is the same after every prompt, or after one alone. Surprise is by how many nats"
+            " the drawn tokens are less likely than the target's own draws."
+        ),
         "",
-        "| token | draws | chi-square | freedom | p | surprise | p | rejected tests | detectable | at one prompt |",
+        (
+            "| token | draws | chi-square | freedom | p | surprise | p | rejected tests |"
+            " detectable | at one prompt |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sampling["positions"]:
@@ -161,13 +189,19 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
             "|---|---|---|---|",
         ]
         for each in sampling["impossible"]:
-            parts.append(f"| {each['prompt']} | {_text(each['after'])} | {_text(each['token'])} | {each['draws']} |")
+            parts.append(
+                f"| {each['prompt']} | {_text(each['after'])} | {_text(each['token'])} |"
+                f" {each['draws']} |"
+            )
     return parts
 
 
 def _divergence(row: dict[str, Any]) -> str:
     margin = _figure(row["margin"], "{:.3g}")
-    return f"| {row['prompt']} | {row['token']} | {_text(row['chosen'])} | {_text(row['best'])} | {margin} |"
+    return (
+        f"| {row['prompt']} | {row['token']} | {_text(row['chosen'])} | {_text(row['best'])} |"
+        f" {margin} |"
+    )
 
 
 def _figure(value: float | None, form: str) -> str:

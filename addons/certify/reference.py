@@ -1,4 +1,4 @@
-"""Scores by which a certificate judges: a whole text in one forward, token by token, and after many short paths."""
+"""Scores that a certificate judges by: in one forward, token by token, and after short paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def greedy_processors(repetition_penalty: float) -> LogitsProcessorList:
     return processors
 
 
-def sampling_processors(temperature: float, top_k: int, top_p: float, repetition_penalty: float) -> LogitsProcessorList:
+def sampling_processors(
+    temperature: float, top_k: int, top_p: float, repetition_penalty: float
+) -> LogitsProcessorList:
     """Logits processors of sampling, in transformers' order."""
     processors = greedy_processors(repetition_penalty)
     if temperature != 1.0:
@@ -39,7 +41,10 @@ def sampling_processors(temperature: float, top_k: int, top_p: float, repetition
 
 
 def processed(processors: LogitsProcessorList, text_T: Tensor, logits_NV: Tensor) -> Tensor:
-    """Scores after the processors, in at least float32, before each of the N tokens that follow the text's last N."""
+    """Apply the processors to the logits after each of a text's last N tokens.
+
+    The scores are in at least float32.
+    """
     scores_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if all(isinstance(each, PREFIX_FREE) for each in processors):
         nothing: Any = text_T[:0].expand(len(scores_NV), -1)
@@ -56,7 +61,9 @@ def processed(processors: LogitsProcessorList, text_T: Tensor, logits_NV: Tensor
 def whole_logits(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """Logits [T, V] before each token of an answer, by one forward over prompt and answer."""
     text_1T = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    logits_1TV: Tensor = model(input_ids=text_1T, use_cache=False, logits_to_keep=len(answer)).logits
+    logits_1TV: Tensor = model(
+        input_ids=text_1T, use_cache=False, logits_to_keep=len(answer)
+    ).logits
     return logits_1TV[0]
 
 
@@ -91,19 +98,30 @@ def one_token_scores(
         unread = [tokens[place]]
         text.append(tokens[place])
         place += 1
-    together = BestScores(torch.cat([each.tokens_TK for each in found]), torch.cat([each.scores_TK for each in found]))
+    together = BestScores(
+        torch.cat([each.tokens_TK for each in found]), torch.cat([each.scores_TK for each in found])
+    )
     return tokens, together
 
 
-def _split_anew(tokenizer: PreTrainedTokenizerBase, tokens: list[int], place: int, choice: int) -> list[int]:
-    """The tokens with `choice` at `place`, if the text from there on begins with it; else as they are."""
+def _split_anew(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], place: int, choice: int
+) -> list[int]:
+    """Return the tokens with `choice` at `place`, if the text from there on begins with it.
+
+    The text after it is tokenized anew. Otherwise the tokens are returned unchanged.
+    """
     if choice == tokens[place]:
         return tokens
     rest = str(tokenizer.decode(tokens[place:]))
     piece = str(tokenizer.decode([choice]))
     if not piece or "\ufffd" in piece or not rest.startswith(piece):
         return tokens
-    return [*tokens[:place], choice, *tokenizer.encode(rest[len(piece) :], add_special_tokens=False)]
+    return [
+        *tokens[:place],
+        choice,
+        *tokenizer.encode(rest[len(piece) :], add_special_tokens=False),
+    ]
 
 
 @torch.inference_mode()
@@ -114,7 +132,7 @@ def next_tokens(
     processors: LogitsProcessorList,
     positions: int,
 ) -> dict[Path, NextToken]:
-    """The distribution of the next token after every path that the continuations of a prompt begin with."""
+    """Return the next-token distribution after every prefix of a prompt's continuations."""
     drawn: dict[Path, list[int]] = {}
     for position in range(positions):
         for path, counts in counts_by_path(continuations, position).items():
@@ -124,7 +142,8 @@ def next_tokens(
         if path:
             ends.discard(path[:-1])
     rows = sorted(ends, key=len)
-    keep = max(1, len(continuations) // 4)  # tokens beyond that cannot be expected often enough to be bins
+    # tokens beyond that cannot be expected often enough to be bins
+    keep = max(1, len(continuations) // 4)
     cache = None
     if len(prompt) > 1:
         read_1T = torch.tensor([prompt[:-1]], device=model.device)
@@ -133,11 +152,15 @@ def next_tokens(
     for start in range(0, len(rows), ROWS):
         batch = rows[start : start + ROWS]
         longest = max(map(len, batch))
-        ids_BT = torch.tensor([[prompt[-1], *row, *[0] * (longest - len(row))] for row in batch], device=model.device)
+        ids_BT = torch.tensor(
+            [[prompt[-1], *row, *[0] * (longest - len(row))] for row in batch], device=model.device
+        )
         copied = copy.deepcopy(cache)
         if copied is not None:
             copied.batch_repeat_interleave(len(batch))
-        logits_BTV = model(input_ids=ids_BT, past_key_values=copied, use_cache=copied is not None).logits
+        logits_BTV = model(
+            input_ids=ids_BT, past_key_values=copied, use_cache=copied is not None
+        ).logits
         for row, logits_TV in zip(batch, logits_BTV, strict=True):
             new = [length for length in range(len(row) + 1) if row[:length] not in found]
             text_T = torch.tensor([*prompt, *row], device=model.device)

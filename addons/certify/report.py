@@ -97,7 +97,9 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
     }
 
 
-def _sampling_figures(sampling: SamplingResult, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _sampling_figures(
+    sampling: SamplingResult, asked: Asked, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Figures of the draws for the report; prompts and tokens are counted from 1."""
     positions = []
     for position, surprise in enumerate(sampling.surprise):

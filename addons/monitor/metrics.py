@@ -34,14 +34,27 @@ COUNTERS = {
     "plain_rounds": ("Rounds without drafts.", ()),
     "drafts": ("Rounds with drafts.", ()),
     "draft_tokens": ("Depth of each round's draft tree; on a chain, the drafted tokens.", ()),
-    "draft_tokens_per_position": ("Rounds whose draft tree reaches this depth, counted from 0.", ("position",)),
+    "draft_tokens_per_position": (
+        "Rounds whose draft tree reaches this depth, counted from 0.",
+        ("position",),
+    ),
     "accepted_tokens": ("Drafted tokens that were accepted.", ()),
-    "accepted_tokens_per_position": ("Rounds that accepted a token at this depth, counted from 0.", ("position",)),
+    "accepted_tokens_per_position": (
+        "Rounds that accepted a token at this depth, counted from 0.",
+        ("position",),
+    ),
     "fallback_rounds": ("Rounds in which a drafter was not used, and why.", ("reason",)),
     "part_seconds": ("Time by part of the work.", ("part",)),
 }
 """Name, without prefix and suffix, to help and additional labels."""
-FALLBACKS = ("slower", "drafter_failed", "large_batch", "out_of_memory", "not_finite", "segment_border")
+FALLBACKS = (
+    "slower",
+    "drafter_failed",
+    "large_batch",
+    "out_of_memory",
+    "not_finite",
+    "segment_border",
+)
 """Reasons of `DraftTree.fallback`."""
 
 
@@ -49,7 +62,11 @@ class Monitor(RoundObserver):
     """Metrics of one decoder, or of several by their labels; threads may share it."""
 
     def __init__(
-        self, model: str = "", head: str = "", drafter: str = "", registry: CollectorRegistry | None = None
+        self,
+        model: str = "",
+        head: str = "",
+        drafter: str = "",
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """Register the metrics; the names are the values of their labels.
 
@@ -63,24 +80,35 @@ class Monitor(RoundObserver):
         self.values = (model, head, drafter)
         options: dict[str, Any] = {"namespace": "headstart", "registry": self.registry}
         self.counters = {
-            name: Counter(name, about, (*LABELS, *more), **options) for name, (about, more) in COUNTERS.items()
+            name: Counter(name, about, (*LABELS, *more), **options)
+            for name, (about, more) in COUNTERS.items()
         }
         of_process: dict[str, Any] = {**options, "multiprocess_mode": "liveall"}
         window = f"over the latest {WINDOW} rounds with drafts."
-        self.length = Gauge("acceptance_length", f"Tokens per round, {window}", LABELS, **of_process)
-        self.rate = Gauge("acceptance_rate", f"Share of draft tokens accepted, {window}", LABELS, **of_process)
+        self.length = Gauge(
+            "acceptance_length", f"Tokens per round, {window}", LABELS, **of_process
+        )
+        self.rate = Gauge(
+            "acceptance_rate", f"Share of draft tokens accepted, {window}", LABELS, **of_process
+        )
         about = "KV cache of the target, in the latest generation."
-        self.cache = Gauge("kv_cache_bytes", about, LABELS, **{**options, "multiprocess_mode": "livesum"})
+        self.cache = Gauge(
+            "kv_cache_bytes", about, LABELS, **{**options, "multiprocess_mode": "livesum"}
+        )
         about = "Time per returned token: its round's, over the tokens that the round returned."
-        self.token = Histogram("time_per_output_token_seconds", about, LABELS, buckets=TOKEN_SECONDS, **options)
+        self.token = Histogram(
+            "time_per_output_token_seconds", about, LABELS, buckets=TOKEN_SECONDS, **options
+        )
         about = "Time to the first token of a generation, in which its prompts were read."
-        self.first = Histogram("time_to_first_token_seconds", about, LABELS, buckets=FIRST_TOKEN_SECONDS, **options)
+        self.first = Histogram(
+            "time_to_first_token_seconds", about, LABELS, buckets=FIRST_TOKEN_SECONDS, **options
+        )
         self._latest: deque[RoundRecord] = deque(maxlen=WINDOW)
         self._lock = threading.Lock()
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Show counters before there is something to count: one that appears at 1 has not increased to Prometheus."""
+        """Show the counters at 0: Prometheus sees no increase in a counter that appears at 1."""
         for name, (_, more) in COUNTERS.items():
             if not more:
                 self.counters[name].labels(*self.values)
@@ -90,7 +118,11 @@ class Monitor(RoundObserver):
     def labelled(self, model: str = "", head: str = "", drafter: str = "") -> Self:
         """The same metrics for another decoder of the process."""
         other = copy.copy(self)
-        other.values, other._latest, other._lock = (model, head, drafter), deque(maxlen=WINDOW), threading.Lock()
+        other.values, other._latest, other._lock = (
+            (model, head, drafter),
+            deque(maxlen=WINDOW),
+            threading.Lock(),
+        )
         other._begin_at_zero()
         return other
 
@@ -112,14 +144,23 @@ class Monitor(RoundObserver):
         }
         for depth in range(stats.max_depth):
             position = str(depth)
-            amounts["draft_tokens_per_position", position] = sum(record.drafted > depth for record in records)
-            amounts["accepted_tokens_per_position", position] = sum(record.accepted > depth for record in records)
+            amounts["draft_tokens_per_position", position] = sum(
+                record.drafted > depth for record in records
+            )
+            amounts["accepted_tokens_per_position", position] = sum(
+                record.accepted > depth for record in records
+            )
         for reason in {record.fallback for record in records} - {""}:
-            amounts["fallback_rounds", reason] = sum(record.fallback == reason for record in records)
+            amounts["fallback_rounds", reason] = sum(
+                record.fallback == reason for record in records
+            )
         amounts |= {("part_seconds", part): seconds for part, seconds in stats.seconds.items()}
         for (name, *more), amount in amounts.items():
             self.counters[name].labels(*self.values, *more).inc(amount)
-        for histogram, values in ((self.token, stats.token_seconds), (self.first, stats.first_token_seconds)):
+        for histogram, values in (
+            (self.token, stats.token_seconds),
+            (self.first, stats.first_token_seconds),
+        ):
             child = histogram.labels(*self.values)
             for seconds in values:
                 child.observe(seconds)
@@ -129,11 +170,17 @@ class Monitor(RoundObserver):
             self._latest += [record for record in records if record.drafted]
             if self._latest:
                 rounds, drafted = len(self._latest), sum(record.drafted for record in self._latest)
-                self.length.labels(*self.values).set(sum(record.returned for record in self._latest) / rounds)
-                self.rate.labels(*self.values).set(sum(record.accepted for record in self._latest) / drafted)
+                self.length.labels(*self.values).set(
+                    sum(record.returned for record in self._latest) / rounds
+                )
+                self.rate.labels(*self.values).set(
+                    sum(record.accepted for record in self._latest) / drafted
+                )
 
     def serve(self, port: int, address: str = "127.0.0.1") -> int:
-        """Answer scrapes in a thread, at /metrics; "0.0.0.0" as address for scrapes from other machines.
+        """Answer scrapes at /metrics in a thread.
+
+        The address "0.0.0.0" also admits scrapes from other machines.
 
         Returns:
             The port, which is a free one if 0 was given.
@@ -148,5 +195,7 @@ class Monitor(RoundObserver):
         try:
             server, _ = start_http_server(port, address, registry)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"metrics cannot be served on port {port} of {address}: {error}") from error
+            raise ValueError(
+                f"metrics cannot be served on port {port} of {address}: {error}"
+            ) from error
         return server.server_port

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, one for each generation: `lm.observers.append(Spans(model="Qwen/Qwen3-8B"))`.
+"""OpenTelemetry spans, one per generation: `lm.observers.append(Spans(model="Qwen/Qwen3-8B"))`.
 
-Needs `pip install headstart[otel]` and a tracer provider of the application's. A span is a child of the one that is
-current where `generate` is called; it covers prefill and rounds.
+Needs `pip install headstart[otel]` and a tracer provider of the application's. A span is a child of
+the one that is current where `generate` is called; it covers prefill and rounds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ class Spans(RoundObserver):
     """Writes a span when a generation has ended."""
 
     def __init__(
-        self, model: str = "", head: str = "", drafter: str = "", provider: trace.TracerProvider | None = None
+        self,
+        model: str = "",
+        head: str = "",
+        drafter: str = "",
+        provider: trace.TracerProvider | None = None,
     ) -> None:
-        """Name the decoder, as for `Monitor`; `provider` is OpenTelemetry's global one if none is given."""
+        """Name the decoder, as for `Monitor`; `provider` defaults to OpenTelemetry's global one."""
         self.tracer = trace.get_tracer("headstart", tracer_provider=provider)
-        self.names = {"gen_ai.request.model": model, "headstart.head": head, "headstart.drafter": drafter}
+        self.names = {
+            "gen_ai.request.model": model,
+            "headstart.head": head,
+            "headstart.drafter": drafter,
+        }
 
     def end(self, stats: Stats, error: BaseException | None) -> None:
-        """Write the span of a generation, with attributes by OpenTelemetry's conventions where there are any."""
+        """Write a generation's span, with OpenTelemetry's standard attributes where they exist."""
         seconds, end = stats.seconds.get("prefill", 0.0) + sum(stats.round_seconds), time.time_ns()
         attributes: dict[str, str | int | float] = {
             **{name: value for name, value in self.names.items() if value},
             "gen_ai.operation.name": "text_completion",
-            "gen_ai.usage.output_tokens": stats.tokens + len(stats.rows),  # each prefill returns a token, too
+            # each prefill returns a token, too
+            "gen_ai.usage.output_tokens": stats.tokens + len(stats.rows),
             "headstart.sequences": len(stats.rows),
             "headstart.rounds": stats.rounds,
             "headstart.plain_rounds": stats.plain_rounds,
@@ -40,5 +49,7 @@ class Spans(RoundObserver):
         }
         if not math.isnan(stats.acceptance_length):
             attributes["headstart.acceptance_length"] = stats.acceptance_length
-        span = self.tracer.start_span("headstart.generate", start_time=end - int(seconds * 1e9), attributes=attributes)
+        span = self.tracer.start_span(
+            "headstart.generate", start_time=end - int(seconds * 1e9), attributes=attributes
+        )
         span.end(end_time=end)

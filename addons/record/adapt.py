@@ -34,7 +34,14 @@ from ...heads.checkpoints.save_load import load_head, save_head
 from ...heads.layers.draft_vocab import draft_ids
 from ...inference.feature_cache import FeatureCache
 from ...inference.targets.loading import locate
-from ...train.config import DataConfig, EvalConfig, FeaturesConfig, LoopConfig, OptimConfig, TrainConfig
+from ...train.config import (
+    DataConfig,
+    EvalConfig,
+    FeaturesConfig,
+    LoopConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from ...train.data.chat_template import Example
 from ...train.engines import start
 from ...train.features.online import CachedFeatures, lacking_in, open_cache
@@ -90,7 +97,9 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     is_folder = Path(first_name).exists()
     metadata.training[FIRST_HEAD] = str(Path(first_name).resolve()) if is_folder else first_name
     save_head(new, output / "new", metadata)
-    judgement = judge(config, manifest_of(recorded / "states"), rows_of(recorded / "judged.jsonl"), output / "new")
+    judgement = judge(
+        config, manifest_of(recorded / "states"), rows_of(recorded / "judged.jsonl"), output / "new"
+    )
     page = report(config, judgement)
     write_whole(output / "report.md", page)
     log.info(page)
@@ -100,7 +109,9 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
     return best
 
 
-def first_head(config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata) -> tuple[str, DraftHead]:
+def first_head(
+    config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
+) -> tuple[str, DraftHead]:
     """The head before all adaptations and its name, as given or as the old head's checkpoint says.
 
     Raises:
@@ -131,7 +142,9 @@ def fitting_head(name: str, config: AdaptConfig, old: DraftHead) -> DraftHead:
     """
     head, _ = load_head(name)
     if _architecture(head) != _architecture(old):
-        raise ValueError(f"{name!r} is no earlier or later {config.head!r}: kind, target or options differ")
+        raise ValueError(
+            f"{name!r} is no earlier or later {config.head!r}: kind, target or options differ"
+        )
     return head
 
 
@@ -147,7 +160,8 @@ def alone_in(output: Path) -> Iterator[None]:
             held.enter_context(WeakFileLock(output / "adapt.lock", timeout=LOCK_SECONDS))
         except Timeout:
             raise ValueError(
-                f"another process adapts a head in {str(output)!r}; wait for its end, or choose another output"
+                f"another process adapts a head in {str(output)!r}; wait for its end, or choose"
+                " another output"
             ) from None
         yield
 
@@ -217,7 +231,9 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
         return
     computed = dataclasses.replace(training.features, mode="cached")
     inputs = load_inputs(dataclasses.replace(training, features=computed), accelerator)
-    cache = open_cache(accelerator, inputs.head, inputs.provenance, training.features, Path(training.output))
+    cache = open_cache(
+        accelerator, inputs.head, inputs.provenance, training.features, Path(training.output)
+    )
     CachedFeatures(inputs.target, inputs.head, cache, accelerator).write(accelerator, examples)
 
 
@@ -235,7 +251,9 @@ def average_weights(head: DraftHead, earlier: DraftHead, share: float) -> None:
         if not own[name].is_floating_point():
             continue
         before = theirs[name].to(own[name])
-        has_row_for_each_token = any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
+        has_row_for_each_token = any(
+            name.startswith(f"{layer}.") for layer in head.vocabulary_layers
+        )
         if has_row_for_each_token:
             own[name][common_V] = own[name][common_V].lerp(before[places_V[common_V]], share)
         else:

@@ -65,20 +65,22 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     rows = _linked(config.recorded, states)
     if len(rows) < FEWEST:
         raise ValueError(
-            f"{config.recorded!r} holds {len(rows)} different answers; a head is adapted from {FEWEST} or more"
+            f"{config.recorded!r} holds {len(rows)} different answers; a head is adapted from"
+            f" {FEWEST} or more"
         )
     training, judged = divided(rows, config.held_out)
     if len(training) < 2:
         raise ValueError(
-            f"{config.recorded!r} holds {len(training)} answers to prompts other than the "
-            f"{len(judged)} newest of each kind, which are judged on; record more, or lower held_out"
+            f"{config.recorded!r} holds {len(training)} answers to prompts other than the"
+            f" {len(judged)} newest of each kind, which are judged on; record more, or lower"
+            " held_out"
         )
     kinds = {row["kind"] for row in rows}
     if len(kinds) == 1 and config.replay is None:
         log.warning(
-            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what "
-            "the new head does to others is not measured; record others too, or keep what the head "
-            "knows by older data (replay)"
+            f"all {len(rows)} answers in {config.recorded!r} are of one kind, {kinds.pop()!r}: what"
+            " the new head does to others is not measured; record others too, or keep what the"
+            " head knows by older data (replay)"
         )
     if config.replay is not None:
         judged += snapshot_replay(config, manifest, rows, training, judged, folder)
@@ -107,7 +109,9 @@ def snapshot_replay(
     prompts = {_prompt(row) for row in judged}
     replayed = [row for row in replayed if _prompt(row) not in prompts]
     if not replayed:
-        raise ValueError(f"{config.replay!r} holds no answers but those that are judged on; leave replay out")
+        raise ValueError(
+            f"{config.replay!r} holds no answers but those that are judged on; leave replay out"
+        )
     older: list[dict[str, Any]] = []
     if len(replayed) >= FEWEST:
         replayed, newest = divided(replayed, config.held_out)
@@ -117,7 +121,9 @@ def snapshot_replay(
     return older
 
 
-def divided(rows: list[dict[str, Any]], held_out: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def divided(
+    rows: list[dict[str, Any]], held_out: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Recorded answers to train on, and the newest ones of each kind to judge on.
 
     No prompt is on both sides.
@@ -156,9 +162,9 @@ def _replayed(
         return CONVERSATIONS, _conversations(config, manifest, longest)
     if not (given / MANIFEST).exists():
         raise ValueError(
-            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder of "
-            "recorded answers, or a file of conversations such as the head was trained on (JSON "
-            "Lines, Parquet)"
+            f"there is neither a recording nor a file at {config.replay!r}; replay takes a folder"
+            " of recorded answers, or a file of conversations such as the head was trained on"
+            " (JSON Lines, Parquet)"
         )
     _check_same_states(config.replay, manifest_of(config.replay), config.recorded, manifest)
     replayed = _linked(config.replay, states)
@@ -170,7 +176,9 @@ def _replayed(
     return REPLAYED, replayed
 
 
-def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) -> list[dict[str, Any]]:
+def _conversations(
+    config: AdaptConfig, manifest: dict[str, Any], longest: int
+) -> list[dict[str, Any]]:
     """Conversations of a file as rows of tokens, chosen at random.
 
     They are as many as training will see and as are judged on.
@@ -211,12 +219,17 @@ def _conversations(config: AdaptConfig, manifest: dict[str, Any], longest: int) 
             why = str(unusable[0])
         raise ValueError(f"{config.replay!r} holds no conversation that can be replayed: {why}")
     if unusable:
-        log.warning(f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first: {unusable[0]}")
+        log.warning(
+            f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first:"
+            f" {unusable[0]}"
+        )
     chance.shuffle(rows)  # files may have one source after another; the last rows are judged on
     return rows
 
 
-def _check_same_states(folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]) -> None:
+def _check_same_states(
+    folder: str, other: dict[str, Any], recorded: str, manifest: dict[str, Any]
+) -> None:
     """Refuse a folder of other states than those that were recorded.
 
     Raises:
@@ -271,7 +284,9 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     if not path.exists():
-        raise ValueError(f"no recorded answers in {str(folder)!r}; `headstart chat --record FOLDER` writes them")
+        raise ValueError(
+            f"no recorded answers in {str(folder)!r}; `headstart chat --record FOLDER` writes them"
+        )
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return manifest
 

@@ -119,7 +119,9 @@ class RecordedFolder:
                 continue
             files.setdefault(path.name.split("-")[2], []).append((path, bytes_of_file))
             total += bytes_of_file
-        taken = {name: sum(bytes_of_file for _, bytes_of_file in own) for name, own in files.items()}
+        taken = {
+            name: sum(bytes_of_file for _, bytes_of_file in own) for name, own in files.items()
+        }
         taken[_hashed(kind)] += size
         while total > self.max_bytes:
             largest = max((name for name in files if files[name]), key=lambda name: taken[name])

@@ -73,7 +73,9 @@ class Comparison:
     new: Lengths
 
     @classmethod
-    def merged(cls, kind: str, parts: Collection[Comparison], trees: Sequence[TreePolicy]) -> Comparison:
+    def merged(
+        cls, kind: str, parts: Collection[Comparison], trees: Sequence[TreePolicy]
+    ) -> Comparison:
         """Several comparisons in these trees together."""
         old = {tree: Stats.merged(part.old[tree] for part in parts) for tree in trees}
         new = {tree: Stats.merged(part.new[tree] for part in parts) for tree in trees}
@@ -157,7 +159,9 @@ class Judgement:
         return self.longer and self.faster and not self.worse
 
 
-def judge(config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str, Any]], new: Path) -> Judgement:
+def judge(
+    config: AdaptConfig, manifest: dict[str, Any], rows: Sequence[dict[str, Any]], new: Path
+) -> Judgement:
     """Let the head of a config and a new one draft along recorded answers.
 
     Args:
@@ -224,7 +228,9 @@ def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> l
     return [chain, *(tree for tree in others if tree != chain)]
 
 
-def known_costs(recorded: Path, target: Target, old: DraftHead, new: DraftHead) -> KnownCosts | None:
+def known_costs(
+    recorded: Path, target: Target, old: DraftHead, new: DraftHead
+) -> KnownCosts | None:
     """Costs of rounds with two heads, of the machine that recorded, else of this one.
 
     A head of another shape than the old one, whose costs are known, is taken to draft in proportion
@@ -284,7 +290,10 @@ def report(config: AdaptConfig, judgement: Judgement) -> str:
     lines = [
         f"# {config.head} adapted to {config.recorded}",
         "",
-        f"Acceptance along {judgement.whole.answers} of the newest answers, {config.new_tokens} tokens at most.",
+        (
+            f"Acceptance along {judgement.whole.answers} of the newest answers, {config.new_tokens}"
+            " tokens at most."
+        ),
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
@@ -336,9 +345,14 @@ def _changes(judgement: Judgement) -> list[str]:
     if too_few:
         lines.append(f"- Fewer than {FEWEST_OF_KIND} answers, not judged by themselves: {too_few}.")
     if judgement.new_tokens:
-        lines.append(f"- The draft vocabulary has {judgement.new_tokens} tokens that the old head could not draft.")
+        lines.append(
+            f"- The draft vocabulary has {judgement.new_tokens} tokens that the old head could not"
+            " draft."
+        )
     if len(judgement.kinds) == 1:
-        lines.append("- All answers are of one kind: what the new head does to others was not measured.")
+        lines.append(
+            "- All answers are of one kind: what the new head does to others was not measured."
+        )
     return lines
 
 
@@ -350,7 +364,9 @@ def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
     if high < 0:
         reasons.append("the new head accepts less")
     elif not judgement.longer:
-        reasons.append(f"the difference, {low:+.2f} to {high:+.2f}, does not exclude that nothing is gained")
+        reasons.append(
+            f"the difference, {low:+.2f} to {high:+.2f}, does not exclude that nothing is gained"
+        )
     worse = [_kind(each) for each in judgement.worse if each is not judgement.whole]
     if worse:
         reasons.append(f"it is worse beyond chance on {', '.join(worse)}")
@@ -362,7 +378,9 @@ def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
     if high >= 0:
         advice = f"Stay with {config.head}, record more, or train longer (steps)."
     if worse:
-        advice = f"Stay with {config.head}, record more of what got worse, or name older data (replay)."
+        advice = (
+            f"Stay with {config.head}, record more of what got worse, or name older data (replay)."
+        )
     return f"Not taken: {'; '.join(reasons)}. {advice}"
 
 

@@ -110,9 +110,14 @@ def record(
         warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=2)
         return Recording(target, None, kind, max_length, lm.observers)
     if isinstance(target, Seq2SeqTarget):
-        raise ValueError(f"{target.name!r} is an encoder-decoder, for which no head is trained: it is not recorded")
+        raise ValueError(
+            f"{target.name!r} is an encoder-decoder, for which no head is trained: it is not"
+            " recorded"
+        )
     if format not in FORMATS:
-        raise ValueError(f"unknown format {format!r} of recorded states; choose from {', '.join(FORMATS)}")
+        raise ValueError(
+            f"unknown format {format!r} of recorded states; choose from {', '.join(FORMATS)}"
+        )
     if max_length < 2 or max_bytes < 1:
         raise ValueError(
             "a recording needs a max_length of at least 2 tokens and max_bytes of at least 1, not "
@@ -125,7 +130,8 @@ def record(
             if isinstance(observer, Recording):
                 assert observer.folder is not None
                 raise ValueError(
-                    f"answers are recorded in {str(observer.folder.folder)!r} already; stop that recording first"
+                    f"answers are recorded in {str(observer.folder.folder)!r} already; stop that"
+                    " recording first"
                 )
         if _CHECKED.get(target) != target.engine.name:
             target.check_features()
@@ -153,7 +159,10 @@ def refuse_if_off(what: str) -> None:
         ValueError: it does.
     """
     if recording_is_off():
-        raise ValueError(f"{NO_RECORD} is set, and {what} would keep copies of recorded texts; unset it to allow that")
+        raise ValueError(
+            f"{NO_RECORD} is set, and {what} would keep copies of recorded texts; unset it to allow"
+            " that"
+        )
 
 
 @dataclass
@@ -234,7 +243,9 @@ class Recording(RoundObserver):
         self._waiting_bytes = 0
         self._lock = threading.Lock()
         self._stopped = folder is None
-        self._thread = threading.Thread(target=self._write_all, name="headstart recording", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_all, name="headstart recording", daemon=True
+        )
         if folder is not None:
             self.feature_layers = folder.layers
             observers.append(self)
@@ -272,9 +283,9 @@ class Recording(RoundObserver):
         if reason == OTHER_WEIGHTS and not self.skipped[reason]:
             assert self.folder is not None
             warnings.warn(
-                f"{reason}: answers are not recorded in {str(self.folder.folder)!r}, as a folder "
-                "belongs to one state of the weights. Stop this recording, and begin another one in a "
-                "folder of its own",
+                f"{reason}: answers are not recorded in {str(self.folder.folder)!r}, as a folder"
+                " belongs to one state of the weights. Stop this recording, and begin another one"
+                " in a folder of its own",
                 stacklevel=2,
             )
         self.skipped[reason] += 1
@@ -290,10 +301,10 @@ class Recording(RoundObserver):
             return
         if target.current_provenance()["weights"] != self.folder.weights:
             warnings.warn(
-                "the target's weights were changed during the recording in "
-                f"{str(self.folder.folder)!r} by writes that are not noticed on this device (through "
-                ".data): it may hold states of both, remove it. Call lm.refresh() after such writes, "
-                "or stop recording before them",
+                "the target's weights were changed during the recording in"
+                f" {str(self.folder.folder)!r} by writes that are not noticed on this device"
+                " (through .data): it may hold states of both, remove it. Call lm.refresh() after"
+                " such writes, or stop recording before them",
                 stacklevel=3,
             )
 

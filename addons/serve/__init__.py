@@ -1,1 +1,1 @@
-"""Servers of the target: training data from their answers and states, and heads as they run in them."""
+"""Servers of the target: training data from their answers and states, and heads run in them."""

@@ -1,12 +1,14 @@
-"""Answers from OpenAI-compatible servers (vLLM, SGLang, llama.cpp): concurrent requests, retried, resumable.
+"""Answers from OpenAI-compatible servers (vLLM, SGLang, llama.cpp): concurrent and resumable.
 
-Each server has `batch_size` workers, threads that take one prompt after the other. The prompts of a server that fails
-go to the others. A conversation is written as soon as it is answered, with the number of its prompt. Started again, the
-command requests the answers that the file lacks.
+Requests that fail are retried.
 
-vLLM (from 0.10.2) and SGLang return the token ids of prompt and answer, `return_token_ids`, and these are trained on.
-Of other servers only content and reasoning are known, which training renders by the chat template: what a template
-cannot render as it was written is refused.
+Each server has `batch_size` workers, threads that take one prompt after the other. The prompts of a
+server that fails go to the others. A conversation is written as soon as it is answered, with the
+number of its prompt. Started again, the command requests the answers that the file lacks.
+
+vLLM (from 0.10.2) and SGLang return the token ids of prompt and answer, `return_token_ids`, and
+these are trained on. Of other servers only content and reasoning are known, which training renders
+by the chat template: what a template cannot render as it was written is refused.
 """
 
 from __future__ import annotations
@@ -56,9 +58,18 @@ from ..openai_server import OpenAIServer, ServerError
 from .options import AnswersConfig
 
 RETRIES = 6
-"""Repetitions of a request after a transient error (429, 5xx, no connection), with exponential backoff."""
+"""Repetitions of a request after a transient error (429, 5xx, no connection), with exponential
+backoff."""
 FREE_TO_CHANGE = (
-    *("output", "conversations", "batch_size", "server", "tokenizer", "request_seconds", "allow_adapter"),
+    *(
+        "output",
+        "conversations",
+        "batch_size",
+        "server",
+        "tokenizer",
+        "request_seconds",
+        "allow_adapter",
+    ),
     *("bad_rows", "bad_rows_limit"),
 )
 """Options that may differ when the command resumes."""
@@ -121,20 +132,32 @@ def ask_servers(config: AnswersConfig) -> Path:
     settle_rejected_prompts(rejected, len(prompts), config)
     tokenizer = _tokenizer_of(config)
     fingerprint = None if tokenizer is None else tokenizer_provenance(tokenizer)["tokenizer"]
-    options = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE_TO_CHANGE}
+    options = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in FREE_TO_CHANGE
+    }
     answered: set[int] = set()
     with_tokens: bool | None = None
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(state_path(path), json.dumps({"format": FORMAT, "options": options}))
     elif not state_path(path).exists():
-        raise ValueError(f"{path} exists and was not written by this command; choose another output")
+        raise ValueError(
+            f"{path} exists and was not written by this command; choose another output"
+        )
     else:
         state = json.loads(state_path(path).read_text(encoding="utf-8"))
         if "progress" in state:
-            raise ValueError(f"{path} was begun with the model in this process, not a server; {RESUME_ADVICE}")
+            raise ValueError(
+                f"{path} was begun with the model in this process, not a server; {RESUME_ADVICE}"
+            )
         check_options(
-            f"{path} was started with", with_defaults(state["options"]), options, RESUME_ADVICE, FREE_TO_CHANGE
+            f"{path} was started with",
+            with_defaults(state["options"]),
+            options,
+            RESUME_ADVICE,
+            FREE_TO_CHANGE,
         )
         answered, of_tokenizer = _read_answered(path)
         if answered and len(answered) < len(prompts) - len(rejected):
@@ -147,31 +170,52 @@ def ask_servers(config: AnswersConfig) -> Path:
     rest = ((number, prompt) for number, prompt in given if number not in answered)
     bar = ProgressBar("conversations", len(given), len(answered))
     with path.open("a", encoding="utf-8") as file, stop_on_signals() as stop, bar:
-        work = _Work(config, servers, rest, file, stop, bar, tokenizer, fingerprint, with_tokens, done=len(answered))
+        work = _Work(
+            config,
+            servers,
+            rest,
+            file,
+            stop,
+            bar,
+            tokenizer,
+            fingerprint,
+            with_tokens,
+            done=len(answered),
+        )
         work.written = len(answered)
         work.run()
-    log.info(f"{path}: {work.written} conversations; {work.done - work.written} prompts dropped{work.why_dropped()}")
+    log.info(
+        f"{path}: {work.written} conversations; {work.done - work.written} prompts"
+        f" dropped{work.why_dropped()}"
+    )
     if stop.wanted and work.done < len(given):
-        raise Stopped(f"stopped after {work.done} of {len(given)} prompts; the same command resumes from there")
+        raise Stopped(
+            f"stopped after {work.done} of {len(given)} prompts; the same command resumes from"
+            " there"
+        )
     return path
 
 
 def _tokenizer_of(config: AnswersConfig) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of the servers' model; None if there is none at `target`, which the servers may call so."""
+    """Load the tokenizer of the servers' model, or return None if there is none at `target`.
+
+    `target` may be a name that only the servers know.
+    """
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
     try:
         return load_tokenizer(config.target)
     except ValueError:
         log.warning(
-            f"no tokenizer at {config.target!r}, so that only the text of answers is kept, and training renders it by "
-            "the chat template; name the model's folder or Hub id as tokenizer to keep the token ids that it wrote"
+            f"no tokenizer at {config.target!r}, so that only the text of answers is kept, and"
+            " training renders it by the chat template; name the model's folder or Hub id as"
+            " tokenizer to keep the token ids that it wrote"
         )
         return None
 
 
 def _read_answered(path: Path) -> tuple[set[int], str | None]:
-    """Cut off a conversation that is not whole; return the numbers of the others, and their tokenizer's fingerprint.
+    """Cut off an incomplete conversation; return the others' numbers and tokenizer fingerprint.
 
     It is None if the rows hold text alone.
     """
@@ -195,7 +239,7 @@ def _read_answered(path: Path) -> tuple[set[int], str | None]:
 
 @dataclass
 class _Work:
-    """State shared by the workers of all servers, which hold `changed` while they read or change it."""
+    """State shared by all servers' workers, which hold `changed` while they read or change it."""
 
     config: AnswersConfig
     servers: list[_Server]
@@ -236,7 +280,11 @@ class _Work:
 
     def why_dropped(self) -> str:
         """Say how many prompts were dropped for want of reasoning."""
-        return f", {self.unreasoned} of them because their reasoning is not known" if self.unreasoned else ""
+        return (
+            f", {self.unreasoned} of them because their reasoning is not known"
+            if self.unreasoned
+            else ""
+        )
 
     def _work(self, server: _Server) -> None:
         while (taken := self._take(server)) is not None:
@@ -253,7 +301,9 @@ class _Work:
                 self.changed.notify_all()
 
     def _take(self, server: _Server) -> tuple[int, dict[str, Any]] | None:
-        """The next prompt, for which a worker waits while any may come back from a failed server; None at the end.
+        """Return the next prompt, or None at the end.
+
+        A worker waits as long as prompts may come back from a failed server.
 
         Requests that are pending when a stop is wanted are still written.
         """
@@ -269,7 +319,9 @@ class _Work:
                     return None
                 self.changed.wait()
 
-    def _give_back(self, server: _Server, taken: tuple[int, dict[str, Any]], error: _ServerFailed) -> None:
+    def _give_back(
+        self, server: _Server, taken: tuple[int, dict[str, Any]], error: _ServerFailed
+    ) -> None:
         """Leave a failed server's prompt to the others, if there are any."""
         with self.changed:
             if not server.failed:
@@ -316,21 +368,24 @@ class _Work:
         return conversation
 
     def _answer(self, server: _Server, conversation: Conversation) -> Answer | None:
-        """Answer the next turn; None if the answer is not usable or the server refuses the prompt."""
+        """Answer the next turn; None if the answer is unusable or the server refuses the prompt."""
         sent = self._ask(server, conversation)
         if sent is None:
             return None
         with self.changed:  # tokenizers are not for several threads at once, either
             return self._usable_answer(server, conversation, sent)
 
-    def _usable_answer(self, server: _Server, conversation: Conversation, sent: str) -> Answer | None:
+    def _usable_answer(
+        self, server: _Server, conversation: Conversation, sent: str
+    ) -> Answer | None:
         """Read what a server sent for the next turn; None if it is not usable."""
         number = conversation.columns["number"]
         try:
             reply = parsed_reply(sent)
         except ValueError as error:
             raise _ServerFailed(
-                f"{server.name} answered prompt {number} with {_shown(sent)}, which is no chat completion: {error}"
+                f"{server.name} answered prompt {number} with {_shown(sent)}, which is no chat"
+                f" completion: {error}"
             ) from None  # the error itself holds what the server sent
         if reply.is_empty:
             return None
@@ -339,10 +394,15 @@ class _Work:
             self.with_tokens = gives_tokens
         if self.with_tokens and not gives_tokens:
             raise _ServerFailed(
-                f"{server.name} answered prompt {number} without token ids, which the other rows of "
-                f"{self.config.output} hold; start it as the server that wrote them, or choose another output"
+                f"{server.name} answered prompt {number} without token ids, which the other rows of"
+                f" {self.config.output} hold; start it as the server that wrote them, or choose"
+                " another output"
             )
-        answer = self._with_tokens(server, conversation, reply) if self.with_tokens else self._with_text(reply)
+        answer = (
+            self._with_tokens(server, conversation, reply)
+            if self.with_tokens
+            else self._with_text(reply)
+        )
         units: list[Any] = list(answer.tokens) or text_of(answer.message).split()
         said = text_of(answer.message) + ("a tool call" if "tool_calls" in answer.message else "")
         if not is_usable(said, units, answer.finished, self.config):
@@ -350,7 +410,7 @@ class _Work:
         return answer if self.with_tokens else self._checked_text(server, conversation, answer)
 
     def _ask(self, server: _Server, conversation: Conversation) -> str | None:
-        """The server's reply to the next turn, as it was sent; None if the server refuses the prompt."""
+        """Return the server's raw reply to the next turn; None if it refuses the prompt."""
         config = self.config
         number = conversation.columns["number"]
         body: dict[str, Any] = {
@@ -371,8 +431,9 @@ class _Work:
         except ServerError as error:
             if error.status != 400:
                 raise _ServerFailed(
-                    f"{server.name} failed at prompt {number}, after {RETRIES} more tries: {_shown(error)}; "
-                    f"what was answered is in {config.output}, and the same command resumes from there"
+                    f"{server.name} failed at prompt {number}, after {RETRIES} more tries:"
+                    f" {_shown(error)}; what was answered is in {config.output}, and the same"
+                    " command resumes from there"
                 ) from None
             if "return_token_ids" in body and "return_token_ids" in error.told:
                 server.returns_tokens = False  # it refuses options that it does not know
@@ -392,10 +453,14 @@ class _Work:
         if _can_be_read(reply.tool_calls):
             message = {**message, "content": reply.content, "tool_calls": reply.tool_calls}
         called = bool(reply.tool_calls) or calls_tool(tokenizer, reply.tokens)
-        return Answer(message, reply.finished, called, len(reply.tokens), reply.prompt, reply.tokens)
+        return Answer(
+            message, reply.finished, called, len(reply.tokens), reply.prompt, reply.tokens
+        )
 
-    def _compare(self, server: _Server, conversation: Conversation, reply: Reply, message: dict[str, Any]) -> None:
-        """Refuse token ids of another tokenizer; warn if the server renders prompts by another chat template."""
+    def _compare(
+        self, server: _Server, conversation: Conversation, reply: Reply, message: dict[str, Any]
+    ) -> None:
+        """Refuse another tokenizer's token ids; warn if the server's chat template differs."""
         tokenizer = self.tokenizer
         config = self.config
         assert tokenizer is not None
@@ -403,21 +468,25 @@ class _Work:
         told = _squeezed(reply.content)
         if "\ufffd" not in told and told not in _squeezed(text_of(message)):
             raise ValueError(
-                f"the token ids of {server.name} are those of another tokenizer than {name!r}: it answered "
-                f"{_shown(reply.content)}, and they decode to {_shown(text_of(message))}; name the served model's "
-                "tokenizer"
+                f"the token ids of {server.name} are those of another tokenizer than {name!r}: it"
+                f" answered {_shown(reply.content)}, and they decode to {_shown(text_of(message))};"
+                " name the served model's tokenizer"
             )
         if not tokenizer.chat_template:
             return
         rendered = prompt_ids(
-            tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools
+            tokenizer,
+            conversation.history,
+            config.thinking,
+            config.template_kwargs,
+            conversation.tools,
         )[0].tolist()
         if rendered != reply.prompt:
             log.warning(
-                f"{server.name} renders prompts otherwise than the chat template of {name!r}: its end is "
-                f"{_shown(tokenizer.decode(reply.prompt)[-60:])} there and "
-                f"{_shown(tokenizer.decode(rendered)[-60:])} here; training takes the server's, and decoding here "
-                "would take the other"
+                f"{server.name} renders prompts otherwise than the chat template of {name!r}: its"
+                f" end is {_shown(tokenizer.decode(reply.prompt)[-60:])} there and"
+                f" {_shown(tokenizer.decode(rendered)[-60:])} here; training takes the server's,"
+                " and decoding here would take the other"
             )
 
     def _with_text(self, reply: Reply) -> Answer:
@@ -430,11 +499,16 @@ class _Work:
         length = reply.length if reply.length is not None else len(text_of(message).split())
         return Answer(message, reply.finished, bool(reply.tool_calls), length)
 
-    def _checked_text(self, server: _Server, conversation: Conversation, answer: Answer) -> Answer | None:
-        """The answer, if its text says all that the model wrote; None for one that does not where others do.
+    def _checked_text(
+        self, server: _Server, conversation: Conversation, answer: Answer
+    ) -> Answer | None:
+        """Return the answer if its text holds all that the model wrote.
+
+        None for an answer that lacks the reasoning that others have, or was cut off within it.
 
         Raises:
-            ValueError: the servers keep the reasoning to themselves, or the chat template loses a part of the answer.
+            ValueError: the servers keep the reasoning to themselves, or the chat template loses a
+                part of the answer.
         """
         config = self.config
         variables = template_variables(config.thinking, config.template_kwargs)
@@ -444,10 +518,11 @@ class _Work:
         if thinks and not reasoned:
             if self.with_reasoning == 0:
                 raise ValueError(
-                    f"{server.name} answered prompt {conversation.columns['number']} without the reasoning that was "
-                    "asked for, neither as reasoning_content or reasoning nor within the answer, and it cannot be "
-                    "trained on without; start the server so that it returns token ids (vLLM, SGLang) or the reasoning "
-                    "(--reasoning-parser)"
+                    f"{server.name} answered prompt {conversation.columns['number']} without the"
+                    " reasoning that was asked for, neither as reasoning_content or reasoning nor"
+                    " within the answer, and it cannot be trained on without; start the server so"
+                    " that it returns token ids (vLLM, SGLang) or the reasoning"
+                    " (--reasoning-parser)"
                 )
             self.unreasoned += 1
             return None
@@ -456,15 +531,24 @@ class _Work:
             self.unreasoned += 1
             return None
         if self.tokenizer is not None and self.tokenizer.chat_template:
-            row = dataclasses.replace(conversation, answers=[*conversation.answers, answer]).text_row()
+            row = dataclasses.replace(
+                conversation, answers=[*conversation.answers, answer]
+            ).text_row()
             check_rendering(self.tokenizer, row, config)
         return answer
 
 
-def check_rendering(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: AnswersConfig) -> None:
-    """Refuse a conversation whose last answer loses a part where training renders it by the chat template."""
+def check_rendering(
+    tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], config: AnswersConfig
+) -> None:
+    """Refuse a conversation whose last answer would lose a part in training's rendering.
+
+    Training renders it by the chat template.
+    """
     ends = frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
-    advice = "take a server that returns token ids (vLLM, SGLang), on which training renders nothing"
+    advice = (
+        "take a server that returns token ids (vLLM, SGLang), on which training renders nothing"
+    )
     name = config.tokenizer or config.target
     try:
         examples = encode(row, tokenizer, ends, LONGEST, config.thinking, config.template_kwargs)
@@ -472,14 +556,16 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], con
         raise ValueError(f"the answers are known as text only, and {error}; {advice}") from error
     own: list[int] = []
     for example in examples:
-        own += [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
+        own += [
+            token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own
+        ]
     rendered = _squeezed(str(tokenizer.decode(own)))
     for part in ("reasoning_content", "content"):
         written = row["messages"][-1].get(part) or ""
         if _squeezed(written) not in rendered:
             raise ValueError(
-                f"the answers are known as text only, and the chat template of {name!r} leaves out their {part}, such "
-                f"as {_shown(written)}; {advice}"
+                f"the answers are known as text only, and the chat template of {name!r} leaves out"
+                f" their {part}, such as {_shown(written)}; {advice}"
             )
 
 
@@ -509,8 +595,11 @@ def parsed_reply(text: str) -> Reply:
     finished = choice.get("finish_reason") in ENDED
     tokens = _token_ids(choice.get("token_ids"), "token_ids")
     # vLLM names the prompt's once for all choices, SGLang with each choice.
-    prompt = _token_ids(choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), "prompt_token_ids")
-    stop = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's and SGLang's name of the token that ended it
+    prompt = _token_ids(
+        choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), "prompt_token_ids"
+    )
+    # vLLM's and SGLang's name of the token that ended it
+    stop = choice.get("stop_reason", choice.get("matched_stop"))
     if finished and tokens and type(stop) is int and tokens[-1] != stop:
         tokens = [*tokens, stop]
     return Reply(

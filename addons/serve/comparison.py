@@ -1,7 +1,7 @@
 """A head in vLLM and the same head here: the tokens that both give, and the rounds that both need.
 
-vLLM answers prompts greedily with the head as it would be published, in an environment of its own; headstart answers
-them with the same chain.
+vLLM answers prompts greedily with the head as it would be published, in an environment of its own;
+headstart answers them with the same chain.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def compare(
     """Each head in vLLM, all in one process, and here, on the same user messages.
 
     Raises:
-        ValueError: a head that vLLM has no method for, a chain longer than a head drafts, or vLLM failed.
+        ValueError: a head that vLLM has no method for, a chain longer than a head drafts, or vLLM
+            failed.
     """
     served = [served_head(name, draft_length) for name in heads]
     tokenizer = load_chat_tokenizer(target_name)
@@ -136,7 +137,9 @@ def served_head(name: str, draft_length: int | None) -> ServedHead:
     head, _ = load_head(name, dtype=torch.float32)
     method = head_name(head)
     if method not in METHODS:
-        raise ValueError(f"vLLM has no method for a head of type {method}; it has {', '.join(METHODS)}")
+        raise ValueError(
+            f"vLLM has no method for a head of type {method}; it has {', '.join(METHODS)}"
+        )
     length = draft_length or served_depth(vars(head.config))
     if length > head.max_depth:
         raise ValueError(f"draft_length is {length}, and {name} drafts at most {head.max_depth}")
@@ -146,12 +149,20 @@ def served_head(name: str, draft_length: int | None) -> ServedHead:
 
 
 def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[dict[str, Any]]:
-    """The runs of a request: without a head, and with each, written as `headstart push` uploads it."""
+    """Return the runs of a request: one without a head, and one for each head.
+
+    The heads are written as `headstart push` uploads them.
+    """
     runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
     lm_head_VD = target.modules.lm_head.weight.detach()
     for number, each in enumerate(served, start=1):
         place = folder / f"head-{number}"
-        publishable(local_folder(each.name), place, Listing(), dict.fromkeys(each.head.served_names, lm_head_VD))
+        publishable(
+            local_folder(each.name),
+            place,
+            Listing(),
+            dict.fromkeys(each.head.served_names, lm_head_VD),
+        )
         runs.append({"head": str(place), "method": each.method, "draft_length": each.length})
     return runs
 
@@ -176,7 +187,10 @@ def here(
     for ids_1T in counted(prompts, "answers"):
         outputs.append(lm.generate(ids_1T, max_new_tokens=max_new_tokens, do_sample=False))
     stats = Stats.merged(output.stats for output in outputs)
-    tokens = [output.sequences[0, ids.shape[1] :].tolist() for output, ids in zip(outputs, prompts, strict=True)]
+    tokens = [
+        output.sequences[0, ids.shape[1] :].tolist()
+        for output, ids in zip(outputs, prompts, strict=True)
+    ]
     records = [record for row in stats.rows for record in row]
     accepted = [sum(record.accepted > depth for record in records) for depth in range(length)]
     return tokens, Side(stats.rounds, accepted)
@@ -196,16 +210,22 @@ def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[
     except OSError as error:
         raise ValueError(f"python {str(python)!r} cannot be run: {error}") from error
     if done.returncode or not answer.exists():
-        lines = [re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()]
+        lines = [
+            re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()
+        ]
         told = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
-        raise ValueError(f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}")
+        raise ValueError(
+            f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}"
+        )
     try:
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         lists = [run["tokens"] for run in found["runs"] if "error" not in run]
         whole = len(found["runs"]) == len(request["runs"]) and isinstance(found["version"], str)
         whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the answer of vLLM's process cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"the answer of vLLM's process cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not whole:
         raise ValueError("the answer of vLLM's process is not whole: runs or prompts are missing")
     found["version"] = printable(found["version"])

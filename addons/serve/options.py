@@ -1,4 +1,4 @@
-"""Options of servers: those of `headstart data`, and those of `headstart train` and `headstart features`."""
+"""Server options of `headstart data`, `headstart train` and `headstart features`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class AnswersConfig(SelfMadeConfig):
     minimum: ClassVar[dict[str, float]] = {**SelfMadeConfig.minimum, "request_seconds": 1}
 
     server: str | list[str] | None = None
-    """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM, SGLang:
-    http://HOST:8000/v1) that answer the prompts, `batch_size` of them each at the same time; null for
-    the model in this process."""
+    """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM,
+    SGLang: http://HOST:8000/v1) that answer the prompts, `batch_size` of them each at the same
+    time; null for the model in this process."""
     tokenizer: str | None = None
-    """Where the tokenizer of the servers' model is, if `target` is a name that only the servers know."""
+    """Where the tokenizer of the servers' model is, if `target` is a name that only the servers
+    know."""
     request_seconds: float = 600.0
     """Longest time that a server may take for an answer, in seconds."""
 
@@ -40,11 +41,14 @@ class AnswersConfig(SelfMadeConfig):
         super().__post_init__()
         if self.server is not None and (self.prompts is None or self.head is not None):
             raise ValueError(
-                "a server answers given prompts in its own way: it needs prompts and takes no head, "
-                f"not {self.prompts!r} and {self.head!r}"
+                "a server answers given prompts in its own way: it needs prompts and takes no"
+                f" head, not {self.prompts!r} and {self.head!r}"
             )
         if self.tokenizer is not None and self.server is None:
-            raise ValueError(f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave it out")
+            raise ValueError(
+                f"tokenizer {self.tokenizer!r} is that of a server's model; without server, leave"
+                " it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,21 @@ class ServedFeaturesConfig(FeaturesConfig):
 
     from_server: str | None = None
     """Folder of states that a vLLM server made, in the files of the package speculators:
-    hs_NUMBER.safetensors for conversation NUMBER of all data.sources. Mode stored reads each file when
-    it is needed, those of held-out conversations too; mode cached copies them into the cache."""
+    hs_NUMBER.safetensors for conversation NUMBER of all data.sources. Mode stored reads each file
+    when it is needed, those of held-out conversations too; mode cached copies them into the
+    cache."""
     server: str | None = None
-    """URL of a running vLLM of the target that gives states, such as http://HOST:8000/v1. Mode served
-    trains on them; mode stored has `headstart features` write them to `folder`."""
+    """URL of a running vLLM of the target that gives states, such as http://HOST:8000/v1. Mode
+    served trains on them; mode stored has `headstart features` write them to `folder`."""
     server_layers: list[int] = field(default_factory=list)
-    """What the server or its files give of a token, in their order and in speculators' count: k is the
-    input of block k, and the number of blocks what leaves the last one, such as [2, 16, 29, 32] for 32
-    blocks."""
+    """What the server or its files give of a token, in their order and in speculators' count: k is
+    the input of block k, and the number of blocks what leaves the last one, such as [2, 16, 29, 32]
+    for 32 blocks."""
     server_model: str | None = None
     """The server's name of the target; null for one that ends like `target`."""
     server_folder: str | None = None
-    """Where this machine sees the folder to which the server writes; null for the server's own path."""
+    """Where this machine sees the folder to which the server writes; null for the server's own
+    path."""
     server_seconds: float = 300.0
     """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
 
@@ -100,16 +106,22 @@ def check_server(features: ServedFeaturesConfig) -> None:
             f"not {features.from_server!r}, {features.server!r} and {features.server_layers}"
         )
     if features.from_server is not None and features.mode not in ("cached", "stored"):
-        raise ValueError(f"features.from_server needs features.mode stored or cached, not {features.mode}")
+        raise ValueError(
+            f"features.from_server needs features.mode stored or cached, not {features.mode}"
+        )
     if features.server is not None and features.mode not in ("served", "stored"):
-        raise ValueError(f"features.server needs features.mode served or stored, not {features.mode}")
+        raise ValueError(
+            f"features.server needs features.mode served or stored, not {features.mode}"
+        )
     if features.mode == "served" and features.server is None:
         raise ValueError(
             "features.mode served needs features.server, the URL of a vLLM that gives states, and "
             "features.server_layers"
         )
     if features.server is not None and not features.server.startswith(("http://", "https://")):
-        raise ValueError(f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}")
+        raise ValueError(
+            f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}"
+        )
     if features.server_seconds <= 0:
         raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
@@ -150,4 +162,6 @@ def open_server(
         return FileStates(Path(features.from_server), server_layers)
     assert features.server is not None
     folder = None if features.server_folder is None else Path(features.server_folder)
-    return StateServer(features.server, server_layers, features.server_model, features.server_seconds, folder)
+    return StateServer(
+        features.server, server_layers, features.server_model, features.server_seconds, folder
+    )

@@ -1,13 +1,15 @@
 """States that a vLLM server wrote to files, in the layout of the package speculators.
 
-hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its conversation's, counted over all data.sources:
+hs_NUMBER.safetensors holds one sequence of T tokens; NUMBER is its conversation's, counted over all
+data.sources:
 
     token_ids      [T]        the tokens
-    hidden_states  [T, L, D]  the residual stream at each layer that the server was asked for; the last one is after
-                              the last block, before the final norm
+    hidden_states  [T, L, D]  the residual stream at each layer that the server was asked for;
+                              the last one is after the last block, before the final norm
 
-speculators numbers a layer by the block whose input it is: its k is our feature layer k - 1, and the number of blocks
-stands for the stream after the last one. Which file a sequence has is decided by its name, before any is read.
+speculators numbers a layer by the block whose input it is: its k is our feature layer k - 1, and
+the number of blocks stands for the stream after the last one. Which file a sequence has is decided
+by its name, before any is read.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from ...train.features.sources import States, StateSource
 
 NAME = re.compile(r"hs_(\d+)\.safetensors")
 WORSE = 2.0
-"""Nats by which the stream said to leave the last block may predict answers worse than another one."""
+"""Nats by which the stream said to leave the last block may predict answers worse than another
+one."""
 
 
 @dataclass(frozen=True)
 class ServerLayers:
-    """The streams that a server gives of each token, and those of them that a cache or a head reads."""
+    """The streams that a server gives for each token, and those that a cache or a head reads."""
 
     given: tuple[int, ...]
-    """In the server's order and count: k is the input of block k, the number of blocks what leaves the last one."""
+    """In the server's order and count: k is the input of block k, the number of blocks what leaves
+    the last one."""
     layers: tuple[int, ...]
     """Feature layers that are read, -1 for what leaves the last block."""
     columns: tuple[int, ...]
@@ -56,12 +60,16 @@ class ServerLayers:
         wanted = [blocks if layer == -1 else layer + 1 for layer in layers]
         if lacking := [layer for layer in wanted if layer not in given]:
             raise ValueError(
-                f"features.server_layers {list(given)} lack {lacking}: the head reads {wanted} in the server's "
-                f"count (the input of a block; {blocks} is what leaves the last one)"
+                f"features.server_layers {list(given)} lack {lacking}: the head reads {wanted} in"
+                f" the server's count (the input of a block; {blocks} is what leaves the last one)"
             )
-        return cls(tuple(given), tuple(layers), tuple(list(given).index(layer) for layer in wanted), info)
+        return cls(
+            tuple(given), tuple(layers), tuple(list(given).index(layer) for layer in wanted), info
+        )
 
-    def read(self, path: Path, tokens_T: Tensor | None = None, about: str = "") -> tuple[Tensor, Tensor]:
+    def read(
+        self, path: Path, tokens_T: Tensor | None = None, about: str = ""
+    ) -> tuple[Tensor, Tensor]:
         """Read and check the tokens [T] of a file and the states [T, L, D] that are wanted.
 
         With `tokens_T` the file must begin with these; what it holds after them is left out.
@@ -88,20 +96,28 @@ class ServerLayers:
                 count = len(found_T) if tokens_T is None else len(tokens_T)
                 states_TLD: Tensor = kept[:count]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; have the server write it again") from error
+            raise ValueError(
+                f"{path} cannot be read: {error}; have the server write it again"
+            ) from error
         if len(found_T) and not 0 <= int(found_T.min()) <= int(found_T.max()) < info.vocab_size:
             raise ValueError(
-                f"{path} has tokens from {int(found_T.min())} to {int(found_T.max())}, outside the vocabulary of "
-                f"{info.vocab_size}: it was made with another tokenizer"
+                f"{path} has tokens from {int(found_T.min())} to {int(found_T.max())}, outside the"
+                f" vocabulary of {info.vocab_size}: it was made with another tokenizer"
             )
         if tokens_T is not None and not torch.equal(found_T[:count], tokens_T):
-            raise ValueError(f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}")
+            raise ValueError(
+                f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}"
+            )
         if not states_TLD.isfinite().all():
             raise ValueError(f"{path} has hidden_states that contain NaN or infinity")
         return found_T[:count], states_TLD[:, list(self.columns)]
 
-    def check_last(self, states_TLD: Tensor, example: Example, modules: TargetModules, where: str) -> None:
-        """Refuse states whose last layer predicts answers much worse than another one: their order is not this.
+    def check_last(
+        self, states_TLD: Tensor, example: Example, modules: TargetModules, where: str
+    ) -> None:
+        """Refuse states whose last layer predicts answers much worse than another layer.
+
+        Their order is then not the one that was stated.
 
         `states_TLD` are those of the example's tokens, as `read` gives them.
         """
@@ -113,23 +129,31 @@ class ServerLayers:
         losses = {}
         for layer, states_TD in zip(self.layers, states_TLD.unbind(1), strict=True):
             logits_TV = modules.logits(modules.norm(states_TD[:-1][answers_T].to(like))).float()
-            losses[layer] = float(torch.nn.functional.cross_entropy(logits_TV, next_T.to(like.device)))
+            losses[layer] = float(
+                torch.nn.functional.cross_entropy(logits_TV, next_T.to(like.device))
+            )
         best = min(losses, key=lambda layer: losses[layer])
         if losses[-1] > losses[best] + WORSE:
             better = f"and that of {best + 1} at {losses[best]:.1f}"
             raise ValueError(
-                f"{where}: of features.server_layers {list(self.given)} the stream of {self.info.num_layers}, which "
-                f"should leave the last block, predicts answers at {losses[-1]:.1f} nats a token, {better}: give the "
-                "layers in the order in which the server was started with them"
+                f"{where}: of features.server_layers {list(self.given)} the stream of"
+                f" {self.info.num_layers}, which should leave the last block, predicts answers at"
+                f" {losses[-1]:.1f} nats a token, {better}: give the layers in the order in which"
+                " the server was started with them"
             )
 
 
 def difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
     """How two sequences that should be equal differ first."""
-    place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+    place = next(
+        (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None
+    )
     if place is None:
         return f"{len(ours)} tokens here and {len(theirs)} there (data.max_length?)"
-    return f"token {place} is {ours[place]} here and {theirs[place]} there (tokenizer or chat template?)"
+    return (
+        f"token {place} is {ours[place]} here and {theirs[place]} there (tokenizer or chat"
+        " template?)"
+    )
 
 
 def wait_until_written(path: Path) -> None:
@@ -156,9 +180,13 @@ class FileStates(StateSource):
         self.layers = given.layers
         if not folder.is_dir():
             raise ValueError(f"features.from_server {str(folder)!r} is not a folder")
-        numbers = [int(name[1]) for entry in os.scandir(folder) if (name := NAME.fullmatch(entry.name))]
+        numbers = [
+            int(name[1]) for entry in os.scandir(folder) if (name := NAME.fullmatch(entry.name))
+        ]
         if not numbers:
-            raise ValueError(f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors")
+            raise ValueError(
+                f"features.from_server {str(folder)!r} holds no file named hs_NUMBER.safetensors"
+            )
         self.numbers_N: NDArray[np.int64] = np.array(sorted(numbers), np.int64)
 
     def require(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
@@ -167,16 +195,18 @@ class FileStates(StateSource):
         lacking_N = wanted_N[~np.isin(wanted_N, self.numbers_N)]
         if len(lacking_N):
             raise ValueError(
-                f"{len(lacking_N)} of {len(examples)} sequences {what} have no states in {str(self.folder)!r}; the "
-                f"first is of conversation {lacking_N[0]}, for which there is no hs_{lacking_N[0]}.safetensors"
+                f"{len(lacking_N)} of {len(examples)} sequences {what} have no states in"
+                f" {str(self.folder)!r}; the first is of conversation {lacking_N[0]}, for which"
+                f" there is no hs_{lacking_N[0]}.safetensors"
             )
         numbers_N, counts_N = np.unique(wanted_N, return_counts=True)
         if (counts_N > 1).any():
             shared = numbers_N[counts_N > 1]
             raise ValueError(
-                f"conversation {shared[0]} gives {counts_N.max()} sequences {what}, and hs_{shared[0]}.safetensors "
-                f"holds one; so do {len(shared)} conversations: give data.sources with one sequence a row, or let the "
-                "states come from features.server"
+                f"conversation {shared[0]} gives {counts_N.max()} sequences {what}, and"
+                f" hs_{shared[0]}.safetensors holds one; so do {len(shared)} conversations: give"
+                " data.sources with one sequence a row, or let the states come from"
+                " features.server"
             )
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:

@@ -1,7 +1,8 @@
-"""States from a running vLLM, by its method `extract_hidden_states` and a connector that writes them to files.
+"""States from a running vLLM: its method `extract_hidden_states`, with a connector to files.
 
-A request holds a sequence's token ids and asks for one new token. The answer names the file that the server writes,
-which is read once its lock is free, and removed. Server and trainer share the folder of these files.
+A request holds a sequence's token ids and asks for one new token. The answer names the file that
+the server writes, which is read once its lock is free, and removed. Server and trainer share the
+folder of these files.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ TOGETHER = 32
 PAUSE = 1.0
 """Seconds before a request is repeated that the server did not answer."""
 LOGPROB_NOISE = {torch.float32: 0.02, torch.bfloat16: 0.25, torch.float16: 0.1}
-"""Largest difference, in nats, of a token's log-probability by the server and by the target's LM head on its states, by
-the dtype of these."""
+"""Largest difference, in nats, of a token's log-probability by the server and by the target's LM
+head on its states, by the dtype of these."""
 SHOWN = 300
 """Characters of a server's error that are shown."""
 
@@ -50,7 +51,8 @@ class StateServer(StateSource):
     seconds: float
     """Longest time that a sequence may take."""
     folder: Path | None = None
-    """Where this machine sees the folder to which the server writes; None for the server's own path."""
+    """Where this machine sees the folder to which the server writes; None for the server's own
+    path."""
 
     before_norm = True
     greedy = True
@@ -63,21 +65,28 @@ class StateServer(StateSource):
         """Find the server's model and try one sequence.
 
         Raises:
-            ValueError: no server, one without states, or one of another model, tokenizer or list of layers.
+            ValueError: no server, one without states, or one of another model, tokenizer or list of
+                layers.
         """
         served = self._repeated(lambda: self._ask("/models"))["data"]
         names = {model["id"]: Path(str(model.get("root") or model["id"])).name for model in served}
         if self.model is None:
-            own = [name for name, root in names.items() if Path(target.name).name in (root, Path(name).name)]
+            own = [
+                name
+                for name, root in names.items()
+                if Path(target.name).name in (root, Path(name).name)
+            ]
             if not own:
                 raise ValueError(
-                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is {target.name!r}; "
-                    "start it with this target, or name the same weights by features.server_model"
+                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is"
+                    f" {target.name!r}; start it with this target, or name the same weights by"
+                    " features.server_model"
                 )
             self.model = own[0]
         elif self.model not in names:
             raise ValueError(
-                f"{self.where} serves {', '.join(map(repr, names))}, not features.server_model {self.model!r}"
+                f"{self.where} serves {', '.join(map(repr, names))}, not features.server_model"
+                f" {self.model!r}"
             )
         modules = target.modules
         tokens_T = torch.tensor(example.tokens)
@@ -90,9 +99,10 @@ class StateServer(StateSource):
         ours = float(modules.logits(last_D).float().log_softmax(-1)[token])
         if abs(ours - theirs) > LOGPROB_NOISE.get(states_TLD.dtype, 0.25):
             raise ValueError(
-                f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM head of "
-                f"{target.name!r} gives it {ours:.2f} on the server's states: it serves other "
-                f"weights, or features.server_layers {list(self.given.given)} are not in its order"
+                f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM"
+                f" head of {target.name!r} gives it {ours:.2f} on the server's states: it serves"
+                f" other weights, or features.server_layers {list(self.given.given)} are not in its"
+                " order"
             )
 
     @property
@@ -107,7 +117,8 @@ class StateServer(StateSource):
             raise ValueError(f"conversation {conversation}: {error}") from None
 
     def many(self, sequences: Sequence[tuple[Tensor, int]]) -> list[States]:
-        with ThreadPoolExecutor(max(1, min(TOGETHER, len(sequences)))) as threads:  # the server batches them
+        # the server batches them
+        with ThreadPoolExecutor(max(1, min(TOGETHER, len(sequences)))) as threads:
             return list(threads.map(lambda each: self.states(*each), sequences))
 
     def text_of(self, example: Example) -> Tensor | None:
@@ -122,7 +133,9 @@ class StateServer(StateSource):
     def probe(self, tokens_T: Tensor) -> States | None:
         return self.states(tokens_T, -1)
 
-    def _answer(self, tokens_T: Tensor, new_tokens: int, **more: Any) -> tuple[dict[str, Any], Tensor]:
+    def _answer(
+        self, tokens_T: Tensor, new_tokens: int, **more: Any
+    ) -> tuple[dict[str, Any], Tensor]:
         """The server's greedy answer, and states of all tokens but the last one of it."""
         request = {
             "model": self.model,
@@ -141,15 +154,17 @@ class StateServer(StateSource):
         named = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
         if not named:
             raise Refused(
-                f"{self.where} answers without states: start it with --speculative-config of the method "
-                "extract_hidden_states and a --kv-transfer-config that writes them (docs/training.md)"
+                f"{self.where} answers without states: start it with --speculative-config of the"
+                " method extract_hidden_states and a --kv-transfer-config that writes them"
+                " (docs/training.md)"
             )
         path = Path(named) if self.folder is None else self.folder / Path(named).name
         wait_until_written(path)
         if not path.exists():
             raise Refused(
-                f"{self.where} wrote states to {named}, which this machine does not see at {path}: share that folder, "
-                "and name it by features.server_folder if it has another path here"
+                f"{self.where} wrote states to {named}, which this machine does not see at {path}:"
+                " share that folder, and name it by features.server_folder if it has another path"
+                " here"
             )
         found_T, states_TLD = self.given.read(path)
         path.unlink()
@@ -167,14 +182,17 @@ class StateServer(StateSource):
             except ServerError as error:
                 told = error.told[:SHOWN]
                 if not error.may_pass:
-                    raise Refused(f"{self.where} refuses a request ({error.status}): {told!r}") from None
+                    raise Refused(
+                        f"{self.where} refuses a request ({error.status}): {told!r}"
+                    ) from None
                 failure = told if error.status is None else f"{error.status} {told!r}"
             except OSError as error:  # of its files
                 failure = str(error) or type(error).__name__
             if time.monotonic() + PAUSE > deadline:
                 raise ValueError(
-                    f"{self.where} gave nothing for {self.seconds:g} s (features.server_seconds): {failure}. Start it "
-                    "again, or give it more time; the same command then resumes from the newest checkpoint"
+                    f"{self.where} gave nothing for {self.seconds:g} s (features.server_seconds):"
+                    f" {failure}. Start it again, or give it more time; the same command then"
+                    " resumes from the newest checkpoint"
                 ) from None
             time.sleep(PAUSE)
 
@@ -183,4 +201,6 @@ class StateServer(StateSource):
         try:
             return json.loads(text)
         except ValueError as error:
-            raise Refused(f"{self.where} answers {path} with something else than JSON: {error}") from None
+            raise Refused(
+                f"{self.where} answers {path} with something else than JSON: {error}"
+            ) from None

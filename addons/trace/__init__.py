@@ -1,4 +1,4 @@
-"""Traces of a generation: recorded rounds, the page that plays them, and what they say of the drafts."""
+"""Traces of a generation: recorded rounds, a page that plays them, and a report on the drafts."""
 
 from .page import Trace, trace
 

@@ -1,15 +1,17 @@
-"""The draws of a round: which child was tried at which node, with which random number, and what became of it.
+"""The draws of a round: the node, the child tried there, the random number and the outcome of each.
 
-An acceptance rule calls its sampler in an order that depends on the tree alone: these functions say which call was for
-which child. What was drawn, and with what probability, is the rule's own.
+An acceptance rule calls its sampler in an order that depends on the tree alone: these functions say
+which call was for which child. What was drawn, and with what probability, is the rule's own.
 
 A draw is {"n": node, "c": child or None, "kind", "u", "limit", "ok"}:
 
     accept    the uniform number "u" was below the acceptance probability "limit", or not
-    typical   the target's probability "u" of the child was above the threshold "limit", or not; no random number
+    typical   the target's probability "u" of the child was above the threshold "limit", or not;
+              no random number
     best      "token" is the target's best one after n; c is the child that has it
-    sample    "token" was drawn after n, by "u" from the cumulative distribution, or by a race, in which each token's
-              "time" is an exponential number over its probability and the first wins; c is the child that has it
+    sample    "token" was drawn after n, by "u" from the cumulative distribution, or by a race, in
+              which each token's "time" is an exponential number over its probability and the
+              first wins; c is the child that has it
 """
 
 from __future__ import annotations
@@ -92,8 +94,13 @@ def sampled_draws(
     return draws
 
 
-def walked_draws(tree: HostTree, q: Sequence[float], trials: Sequence[Trial], uniform: float) -> list[Draw]:
-    """Draws of the rules that walk from the root, child by child; a child of draft probability 0 is not tried."""
+def walked_draws(
+    tree: HostTree, q: Sequence[float], trials: Sequence[Trial], uniform: float
+) -> list[Draw]:
+    """Return the draws of the rules that walk from the root, child by child.
+
+    A child of draft probability 0 is not tried.
+    """
     draws, node, walking, calls = [], 0, True, iter(trials)
     most = max(map(len, tree.children))
     for _ in range(tree.depth):
@@ -109,7 +116,9 @@ def walked_draws(tree: HostTree, q: Sequence[float], trials: Sequence[Trial], un
     return [*draws, _last(tree, uniform)]
 
 
-def toured_draws(tree: HostTree, q: Sequence[float], trials: Sequence[Trial], uniform: float) -> list[Draw]:
+def toured_draws(
+    tree: HostTree, q: Sequence[float], trials: Sequence[Trial], uniform: float
+) -> list[Draw]:
     """Draws of the rules that visit leaf by leaf: a node is tried after all nodes below it."""
     draws, calls = [], iter(trials)
     for parent, node, leaving in depth_first(tree.children):
@@ -124,7 +133,10 @@ def toured_draws(tree: HostTree, q: Sequence[float], trials: Sequence[Trial], un
 
 
 def typical_draws(tree: HostTree, p: Sequence[float], threshold: Sequence[float]) -> list[Draw]:
-    """Decisions of typical acceptance: each child of a plausible node against the threshold after that node."""
+    """Return the decisions of typical acceptance on each child of a plausible node.
+
+    The child's target probability is compared with the threshold after that node.
+    """
     draws, plausible = [], {0}
     for node in range(1, tree.size):
         parent = tree.parents[node]
@@ -132,7 +144,10 @@ def typical_draws(tree: HostTree, p: Sequence[float], threshold: Sequence[float]
             ok = p[node] > threshold[parent]
             draws.append(_trial(parent, node, p[node], threshold[parent], ok) | {"kind": "typical"})
             plausible |= {node} if ok else set()
-    return [*draws, {"n": tree.path[-1], "c": None, "kind": "best", "u": None, "token": tree.next_token}]
+    return [
+        *draws,
+        {"n": tree.path[-1], "c": None, "kind": "best", "u": None, "token": tree.next_token},
+    ]
 
 
 def node_status(tree: HostTree, draws: Sequence[Draw], follows: bool) -> list[int]:

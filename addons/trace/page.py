@@ -53,7 +53,9 @@ class Trace:
     def to_html(self) -> str:
         """The page: one file, without any network."""
         title = " ".join(self.data["prompt"].split())[-80:] or "trace"
-        data = json.dumps(thinned(self.data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        data = json.dumps(
+            thinned(self.data), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
         parts = {
             "/*TRACE_CSS*/": page_file("page.css"),
             "/*TRACE_JS*/": page_file("page.js"),
@@ -78,7 +80,7 @@ class Trace:
         return write_whole(Path(path), self.to_html())
 
     def report(self) -> TraceReport:
-        """Summary of the drafts: where they are rejected, how well they are calibrated, and which depth pays."""
+        """Summarize where drafts are rejected, how calibrated they are, and which depth pays."""
         return trace_report([self.data])
 
 
@@ -103,7 +105,8 @@ def trace(
         inputs: one prompt [1, time].
         input_ids: another name of `inputs`.
         attention_mask: 1 for tokens, 0 for padding, [1, time].
-        tokenizer: the target's, which writes the tokens of the page; loaded if the target has a name.
+        tokenizer: the target's, which writes the tokens of the page; loaded if the target has a
+            name.
         options: further ones of `lm.generate`.
 
     Raises:
@@ -121,7 +124,10 @@ def trace(
         lm.observers.append(tracer)
         try:
             output = lm.generate(
-                prompts.input_ids, attention_mask=prompts.attention_mask, tokenizer=tokenizer, **options
+                prompts.input_ids,
+                attention_mask=prompts.attention_mask,
+                tokenizer=tokenizer,
+                **options,
             )
         finally:
             lm.observers.remove(tracer)
@@ -134,12 +140,16 @@ def trace(
     return output, trace_of(recorder, output.stats, prompt_T.tolist(), tokenizer)
 
 
-def trace_of(recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Trace:
+def trace_of(
+    recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Trace:
     """The trace of a recorded generation."""
     pieces = text_pieces(tokenizer, recorder.tokens)
     output = [
         {"v": recorder.index(token), "p": piece, "r": number, "d": depth}
-        for token, piece, (number, depth) in zip(recorder.tokens, pieces, recorder.drafted, strict=True)
+        for token, piece, (number, depth) in zip(
+            recorder.tokens, pieces, recorder.drafted, strict=True
+        )
     ]
     vocab = [{"id": token, "t": shown_token(tokenizer, token)} for token in recorder.vocab]
     return Trace(
@@ -174,9 +184,14 @@ def stats_data(stats: Stats) -> dict[str, Any]:
 
 
 def thinned(data: dict[str, Any]) -> dict[str, Any]:
-    """Data that fits the page: where rounds are many or trees large, distributions keep fewer tokens at fewer nodes."""
+    """Return the data, thinned where needed so that it fits the page.
+
+    With many rounds or large trees, distributions keep fewer tokens at fewer nodes.
+    """
     rounds = data["rounds"]
-    room = ROUND_BYTES * min(len(rounds), WHOLE_ROUNDS) + LATER_BYTES * max(len(rounds) - WHOLE_ROUNDS, 0)
+    room = ROUND_BYTES * min(len(rounds), WHOLE_ROUNDS) + LATER_BYTES * max(
+        len(rounds) - WHOLE_ROUNDS, 0
+    )
     for on_path, most in ((False, 10), (True, 10), (True, 5), (True, 3), (True, 1)):
         thin = [_thinner(each, on_path, most) for each in rounds]
         if len(json.dumps(thin, separators=(",", ":"))) <= room:
@@ -187,7 +202,8 @@ def thinned(data: dict[str, Any]) -> dict[str, Any]:
 def _thinner(found: dict[str, Any], on_path: bool, most: int) -> dict[str, Any]:
     kept = {str(node) for node, each in enumerate(found["nodes"]) if each["s"] == 1 or not on_path}
     shorter = {
-        name: {node: pairs[:most] for node, pairs in found[name].items() if node in kept} for name in ("draft", "best")
+        name: {node: pairs[:most] for node, pairs in found[name].items() if node in kept}
+        for name in ("draft", "best")
     }
     residual = found["residual"]
     return {**found, **shorter, "residual": None if residual is None else residual[:most]}

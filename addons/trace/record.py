@@ -1,10 +1,12 @@
 """Recording of one row's rounds, as they are decoded.
 
-No model runs a second time: the target's probabilities are those that the acceptance rule saw, and the draft's logits
-are shown by `ModelRows.watched`. The rule alone decides once more, by the same random numbers (`RecordingSampler`).
-What is recorded of a round is copied to the host once, after the round and outside of its time.
+No model runs a second time: the target's probabilities are those that the acceptance rule saw, and
+the draft's logits are shown by `ModelRows.watched`. The rule alone decides once more, by the same
+random numbers (`RecordingSampler`). What is recorded of a round is copied to the host once, after
+the round and outside of its time.
 
-Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of the frontier.
+Letters in tensor names: B batch (one row), N nodes, V vocabulary, D draft vocabulary, W width of
+the frontier.
 """
 
 from __future__ import annotations
@@ -40,22 +42,33 @@ from ...inference.trees.verify import (
     with_replacement,
     without_replacement,
 )
-from .draws import Draw, HostTree, best_draws, node_status, sampled_draws, toured_draws, typical_draws, walked_draws
+from .draws import (
+    Draw,
+    HostTree,
+    best_draws,
+    node_status,
+    sampled_draws,
+    toured_draws,
+    typical_draws,
+    walked_draws,
+)
 
 BEST = 10
 """Tokens that are kept of a distribution."""
 WHOLE_ROUNDS = 300
-"""Rounds of which the distributions at all nodes are kept; of later ones, only those on the accepted path."""
+"""Rounds of which the distributions at all nodes are kept; of later ones, only those on the
+accepted path."""
 
 
 class RecordingSampler(RandomSampler):
-    """A sampler that keeps the random numbers of another, and the probabilities that they decided on."""
+    """A sampler that keeps another's random numbers and the probabilities that they decided on."""
 
     def __init__(self, inner: Sampler) -> None:
         super().__init__(inner.generator)
         self.inner = inner
         self.trials: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Of each call of `accept`: the uniform numbers, the probabilities, and whether they were accepted."""
+        """Of each call of `accept`: the uniform numbers, the probabilities, and whether they were
+        accepted."""
         self.probs: Tensor | None = None
         """What `categorical` drew from."""
         self.drawn: Tensor | None = None
@@ -83,7 +96,10 @@ class RecordingSampler(RandomSampler):
 
 
 def repeated_draws(rule: AcceptanceRule, finished: Round) -> RecordingSampler | None:
-    """The draws of a rule in a round: it decides once more, by the same random numbers. None if it draws nothing."""
+    """The draws of a rule in a round: it decides once more, by the same random numbers.
+
+    None if it draws nothing.
+    """
     numbers = finished.numbers
     if numbers is None:
         return None
@@ -105,7 +121,10 @@ class Expansion:
 
 
 class Tracer(RoundObserver):
-    """Records each call of one row, also one inside another: a streamer or a processor may call `generate`."""
+    """Records each `generate` call of one row, nested calls included.
+
+    A streamer or a processor may call `generate` inside another call.
+    """
 
     def __init__(self) -> None:
         self.running: list[Recorder | None] = []
@@ -137,7 +156,8 @@ class Recorder:
         self.rounds: list[dict[str, Any]] = []
         """Rounds as in `Trace.data`."""
         self.drafted: list[tuple[int, int]] = [(-1, 0)]
-        """Of each new token: its round, -1 for the prefill, and the depth of its draft, 0 for the target's own."""
+        """Of each new token: its round, -1 for the prefill, and the depth of its draft, 0 for the
+        target's own."""
         self.vocab: dict[int, int] = {}
         """Index in `Trace.data` of each token that occurs."""
         self.tokens = call.sequences.rows[0]
@@ -148,7 +168,8 @@ class Recorder:
         self._model: DraftModel | None = None
         self._expansions: list[Expansion] = []
         self._own_D = self._index_V = torch.empty(0)
-        """The draft vocabulary as the target's tokens, and the index of each of the target's tokens in it or -1."""
+        """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
+        in it or -1."""
         self._watching = ExitStack()
         for rows in draft_models(call.drafter):
             if self._model is None:
@@ -167,19 +188,32 @@ class Recorder:
         """Record a round that has ended."""
         stats, rule = self.call.stats, self.call.rule
         done, number = stats.rows[0][-1], len(self.rounds)
-        parts = {part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0)) for part in PARTS}
+        parts = {
+            part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0))
+            for part in PARTS
+        }
         self._seconds = dict(stats.seconds)
         found = on_host(self._columns(finished))
-        levels = len(self._expansions) if finished.drafted else 0  # a round may be repeated without drafts
+        # a round may be repeated without drafts
+        levels = len(self._expansions) if finished.drafted else 0
         self._expansions = []
         path = [int(node) for node in found["path"][: int(found["length"])]]
         tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
-        tree = HostTree(tokens, parents, int(found["size"]), path, int(found["next"]), finished.verified.max_depth)
+        tree = HostTree(
+            tokens,
+            parents,
+            int(found["size"]),
+            path,
+            int(found["next"]),
+            finished.verified.max_depth,
+        )
         q, likely = drafts_of(tree, found, levels)
         draws = draws_of(rule, tree, found, q)
         follows = draws[0]["kind"] in ("best", "sample") and is_rule(rule, greedy, point_mass)
         status = node_status(tree, draws, follows)
-        redrawn = any(draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in draws)
+        redrawn = any(
+            draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in draws
+        )
         kept = range(tree.size) if number < WHOLE_ROUNDS else path
         self.rounds.append(
             {
@@ -197,9 +231,14 @@ class Recorder:
                     for node in range(tree.size)
                 ],
                 "draft": {str(node): self._pairs(*likely[node]) for node in kept if node in likely},
-                "best": {str(node): self._pairs(found["best"][node], found["best p"][node]) for node in kept},
+                "best": {
+                    str(node): self._pairs(found["best"][node], found["best p"][node])
+                    for node in kept
+                },
                 "draws": [self._shown(draw) for draw in draws],
-                "residual": self._pairs(found["residual"], found["residual p"]) if redrawn else None,
+                "residual": (
+                    self._pairs(found["residual"], found["residual p"]) if redrawn else None
+                ),
                 "next": self.index(tree.next_token),
                 "emitted": done.returned,
             }
@@ -211,7 +250,11 @@ class Recorder:
         tree, rule = finished.verified, self.call.rule
         sampler = repeated_draws(rule, finished)
         scores_NV = finished.scores_BNV[0]
-        probs_NV, above_N, tokens_N = scores_NV.softmax(-1), tree.parents_BN[0].clamp(min=0), tree.tokens_BN[0]
+        probs_NV, above_N, tokens_N = (
+            scores_NV.softmax(-1),
+            tree.parents_BN[0].clamp(min=0),
+            tree.tokens_BN[0],
+        )
         columns = {
             "tokens": tokens_N,
             "parents": tree.parents_BN[0],
@@ -223,17 +266,25 @@ class Recorder:
             **best_of("best", probs_NV),
         }
         if tree.draft_probs_BNV is not None:
-            columns |= {"q": tree.draft_probs_BNV[0, above_N, tokens_N], **best_of("draft", tree.draft_probs_BNV[0])}
+            columns |= {
+                "q": tree.draft_probs_BNV[0, above_N, tokens_N],
+                **best_of("draft", tree.draft_probs_BNV[0]),
+            }
         elif tree.max_depth > 0 and self._model is not None:
             for level, each in enumerate(self._expansions):
                 columns |= self._expansion_columns(level, each, tokens_N)
         if is_rule(rule, typical):
-            columns["threshold"] = typical_threshold(scores_NV.log_softmax(-1), **rule_options(rule))
+            columns["threshold"] = typical_threshold(
+                scores_NV.log_softmax(-1), **rule_options(rule)
+            )
         if sampler is None or sampler.probs is None:
             return columns
         assert sampler.numbers is not None and sampler.drawn is not None
         if sampler.trials:
-            trials = [torch.stack([part[0].to(probs_NV.dtype) for part in trial]) for trial in sampler.trials]
+            trials = [
+                torch.stack([part[0].to(probs_NV.dtype) for part in trial])
+                for trial in sampler.trials
+            ]
             columns["trials"] = torch.stack(trials)
         if isinstance(sampler.inner, PositionSampler):
             race_NV = sampler.numbers[0] / probs_NV
@@ -245,8 +296,10 @@ class Recorder:
                 columns |= best_of("residual", sampler.probs[0])
         return columns
 
-    def _expansion_columns(self, level: int, expansion: Expansion, tokens_N: Tensor) -> dict[str, Tensor]:
-        """The ten best after each node of a frontier, and the probability of each node's token there."""
+    def _expansion_columns(
+        self, level: int, expansion: Expansion, tokens_N: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the ten best after each frontier node, and each tree token's probability there."""
         assert self._model is not None
         head = self._model
         device = expansion.logits_WD.device
@@ -271,10 +324,15 @@ class Recorder:
 
     def _pairs(self, tokens: Sequence[float], probs: Sequence[float]) -> list[list[float | None]]:
         """[token, probability] of the possible tokens."""
-        return [[self.index(int(t)), rounded(p)] for t, p in zip(tokens, probs, strict=True) if p > 0]
+        return [
+            [self.index(int(t)), rounded(p)] for t, p in zip(tokens, probs, strict=True) if p > 0
+        ]
 
     def _shown(self, draw: Draw) -> Draw:
-        shown = {name: rounded(value) if isinstance(value, float) else value for name, value in draw.items()}
+        shown = {
+            name: rounded(value) if isinstance(value, float) else value
+            for name, value in draw.items()
+        }
         if "token" in draw:
             shown["token"] = self.index(draw["token"])
         if "times" in draw:
@@ -303,11 +361,17 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
     if kind == "sampled_chain" and is_rule(rule, without_replacement, traversal):
         return "token" if is_rule(rule, without_replacement) else "block"
     rules = (greedy, point_mass, without_replacement, traversal, typical)
-    return next((each.__name__ for each in rules if is_rule(rule, each)), getattr(rule, "__name__", repr(rule)))
+    return next(
+        (each.__name__ for each in rules if is_rule(rule, each)),
+        getattr(rule, "__name__", repr(rule)),
+    )
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
-    """The `BEST` likeliest tokens of distributions [..., V] under a name, and their probabilities under "name p"."""
+    """Return the `BEST` likeliest tokens of distributions [..., V], with their probabilities.
+
+    The tokens are stored under `name`, the probabilities under "name p".
+    """
     best = probs.topk(min(BEST, probs.shape[-1]))
     return {name: best.indices, f"{name} p": best.values}
 
@@ -318,19 +382,25 @@ def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
     flat = [tensor.to(device, finest(device)).flatten() for tensor in columns.values()]
     whole = torch.cat(flat).cpu().split([len(part) for part in flat])  # sync: once a round
     return {
-        name: part.reshape(tensor.shape).tolist() for (name, tensor), part in zip(columns.items(), whole, strict=True)
+        name: part.reshape(tensor.shape).tolist()
+        for (name, tensor), part in zip(columns.items(), whole, strict=True)
     }
 
 
 def drafts_of(
     tree: HostTree, found: dict[str, Any], levels: int
 ) -> tuple[list[float | None], dict[int, tuple[list[float], list[float]]]]:
-    """Draft probability of each node's token, None where no draft model gave any; the best children by node."""
+    """Return each node token's draft probability, and the best children by node.
+
+    The probability is None where no draft model gave one.
+    """
     nodes = range(len(tree.tokens))
     if "q" in found:  # a sampled tree
         inner = {tree.parents[node] for node in nodes[1:]}
         likely = {
-            node: (found["draft"][node], found["draft p"][node]) for node in inner if max(found["draft p"][node]) > 0
+            node: (found["draft"][node], found["draft p"][node])
+            for node in inner
+            if max(found["draft p"][node]) > 0
         }
         return [None if node == 0 else found["q"][node] for node in nodes], likely
     q: list[float | None] = [None] * len(tree.tokens)
@@ -343,7 +413,10 @@ def drafts_of(
     frontier: list[tuple[int, ...]] = []
     for level in range(levels if "q 0" in found else 0):
         tokens, parents = found[f"tokens {level}"], found[f"parents {level}"]
-        frontier = [(*frontier[int(up)], int(t)) if up >= 0 else () for t, up in zip(tokens, parents, strict=True)]
+        frontier = [
+            (*frontier[int(up)], int(t)) if up >= 0 else ()
+            for t, up in zip(tokens, parents, strict=True)
+        ]
         for place, path in enumerate(frontier):
             if path not in by_path:
                 continue
@@ -354,14 +427,18 @@ def drafts_of(
     return q, likely
 
 
-def draws_of(rule: Any, tree: HostTree, found: dict[str, Any], q: Sequence[float | None]) -> list[Draw]:
+def draws_of(
+    rule: Any, tree: HostTree, found: dict[str, Any], q: Sequence[float | None]
+) -> list[Draw]:
     """The draws of a round, by its rule."""
     if is_rule(rule, greedy):
         return best_draws(tree)
     if is_rule(rule, typical):
         return typical_draws(tree, found["p"], found["threshold"])
     if is_rule(rule, point_mass):
-        return sampled_draws(tree, found.get("uniform"), found.get("times", ()), found.get("won", ()))
+        return sampled_draws(
+            tree, found.get("uniform"), found.get("times", ()), found.get("won", ())
+        )
     sampled = [value or 0.0 for value in q]
     draws = toured_draws if is_rule(rule, traversal) else walked_draws
     return draws(tree, sampled, found.get("trials", ()), found["uniform"][0])
@@ -374,7 +451,9 @@ def rule_options(rule: Any) -> dict[str, float]:
 
 def places(number: int, done: RoundRecord) -> list[tuple[int, int]]:
     """Round and depth of each token that a round returned."""
-    return [(number, depth if depth <= done.accepted else 0) for depth in range(1, done.returned + 1)]
+    return [
+        (number, depth if depth <= done.accepted else 0) for depth in range(1, done.returned + 1)
+    ]
 
 
 def rounded(value: float | None) -> float | None:

@@ -1,7 +1,7 @@
-"""The report on traces: where drafts are rejected, how well a draft knows its own chances, and which depth pays.
+"""The report on traces: where drafts are rejected, their calibration, and which depth pays.
 
-A position is a place of the text that was drafted and tried: a hit if a draft stands there, a miss if the target's own
-token does. Acceptance by depth is that of `Stats`.
+A position is a place of the text that was drafted and tried: a hit if a draft stands there, a miss
+if the target's own token does. Acceptance by depth is that of `Stats`.
 """
 
 from __future__ import annotations
@@ -117,14 +117,21 @@ class TraceReport:
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error: mean distance of probability and share accepted, by drafts; NaN without any."""
+        """Expected calibration error of the draft; NaN without drafts.
+
+        It is the mean distance between draft probability and share accepted, weighted by drafts.
+        """
         drafts = sum(each.drafts for each in self.calibration)
-        distance = sum(each.drafts * abs(each.draft_prob - each.accepted) for each in self.calibration)
+        distance = sum(
+            each.drafts * abs(each.draft_prob - each.accepted) for each in self.calibration
+        )
         return distance / drafts if drafts else math.nan
 
     def summary(self) -> str:
         """Lines of text: what is rejected most, which depths pay, and the calibration error."""
-        kinds = ", ".join(f"{each.name} {each.rejection_rate:.0%} of {each.positions}" for each in self.kinds)
+        kinds = ", ".join(
+            f"{each.name} {each.rejection_rate:.0%} of {each.positions}" for each in self.kinds
+        )
         depths = ", ".join(f"{each.depth}: {each.gained_per_ms:.3f}" for each in self.depths)
         return (
             f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, acceptance length "
@@ -171,8 +178,13 @@ def stats_of(trace: dict[str, Any]) -> Stats:
     row = []
     for number, each in enumerate(trace["rounds"]):
         accepted = sum(node["s"] == 1 for node in each["nodes"]) - 1
-        row.append(RoundRecord(accepted, each["emitted"], max(node_depths(each)), number, each["fallback"]))
-    seconds = {part: sum(each["parts"].get(part, 0.0) for each in trace["rounds"]) / 1000 for part in parts_of(trace)}
+        row.append(
+            RoundRecord(accepted, each["emitted"], max(node_depths(each)), number, each["fallback"])
+        )
+    seconds = {
+        part: sum(each["parts"].get(part, 0.0) for each in trace["rounds"]) / 1000
+        for part in parts_of(trace)
+    }
     return Stats([row], depth, seconds, [each["ms"] / 1000 for each in trace["rounds"]])
 
 
@@ -190,7 +202,7 @@ def node_depths(found: dict[str, Any]) -> list[int]:
 
 
 def positions(trace: dict[str, Any]) -> Iterator[Position]:
-    """The places of a text that were drafted, hits and misses; behind the text's end nothing counts."""
+    """Yield the drafted positions of a text, hits and misses, up to the text's end."""
     vocab = [entry["t"] for entry in trace["vocab"]]
     for found in trace["rounds"]:
         nodes = found["nodes"]
@@ -205,7 +217,9 @@ def positions(trace: dict[str, Any]) -> Iterator[Position]:
 
 def token_kind(text: str) -> str:
     """The kind of a token, by its text."""
-    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, text, re.DOTALL)), "other")
+    return next(
+        (kind for kind, pattern in KINDS if re.fullmatch(pattern, text, re.DOTALL)), "other"
+    )
 
 
 def counts(places: Iterable[Position], key: Any) -> list[Count]:
@@ -216,14 +230,18 @@ def counts(places: Iterable[Position], key: Any) -> list[Count]:
     found = []
     for name, rows in grouped.items():
         wrong = Counter(row.instead for row in rows if not row.hit).most_common(1)
-        found.append(Count(name, len(rows), sum(not row.hit for row in rows), wrong[0][0] if wrong else ""))
+        found.append(
+            Count(name, len(rows), sum(not row.hit for row in rows), wrong[0][0] if wrong else "")
+        )
     return sorted(found, key=lambda each: (-each.misses, -each.positions, each.name))
 
 
 def depths(traces: Sequence[dict[str, Any]], stats: Stats) -> list[Depth]:
     """Gain and price of each depth."""
     records = [record for row in stats.rows for record in row]
-    nodes = Counter(depth for trace in traces for each in trace["rounds"] for depth in node_depths(each))
+    nodes = Counter(
+        depth for trace in traces for each in trace["rounds"] for depth in node_depths(each)
+    )
     spent: Counter[int] = Counter()
     for trace in traces:
         for each in trace["rounds"]:
@@ -233,7 +251,13 @@ def depths(traces: Sequence[dict[str, Any]], stats: Stats) -> list[Depth]:
     found = []
     for depth, rate in enumerate(stats.acceptance_rate_by_depth, start=1):
         gained = sum(min(record.accepted, record.returned) >= depth for record in records)
-        found.append(Depth(depth, rate, *(value / len(records) for value in (gained, nodes[depth], spent[depth]))))
+        found.append(
+            Depth(
+                depth,
+                rate,
+                *(value / len(records) for value in (gained, nodes[depth], spent[depth])),
+            )
+        )
     return found
 
 

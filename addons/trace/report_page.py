@@ -1,4 +1,4 @@
-"""The report of `headstart trace --report`: tables on the console, and a page with them and their plots."""
+"""The report of `headstart trace --report`: console tables, and a page with them and plots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from headstart.plots import plotted
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
-td, th { padding: 0.2em 0.8em; border-bottom: 1px solid #8884; text-align: right; font-variant-numeric: tabular-nums; }
+td, th {
+  padding: 0.2em 0.8em; border-bottom: 1px solid #8884;
+  text-align: right; font-variant-numeric: tabular-nums;
+}
 td:first-child, th:first-child { text-align: left; white-space: pre-wrap; }
 img { max-width: 100%; background: white; }
 """
@@ -34,7 +37,13 @@ class ReportTable:
 
 def tables(report: TraceReport) -> list[ReportTable]:
     """All tables of a report."""
-    return [_kinds(report), _tokens(report), _depths(report), _calibration(report), _prompts(report)]
+    return [
+        _kinds(report),
+        _tokens(report),
+        _depths(report),
+        _calibration(report),
+        _prompts(report),
+    ]
 
 
 def _kinds(report: TraceReport) -> ReportTable:
@@ -44,7 +53,10 @@ def _kinds(report: TraceReport) -> ReportTable:
 
 def _tokens(report: TraceReport) -> ReportTable:
     columns = ("token", "positions", "rejected", "mostly drafted instead")
-    rows = [(repr(token.name), token.positions, token.misses, repr(token.instead)) for token in report.tokens]
+    rows = [
+        (repr(token.name), token.positions, token.misses, repr(token.instead))
+        for token in report.tokens
+    ]
     return ReportTable("Most often rejected", columns, rows)
 
 
@@ -78,7 +90,15 @@ def _calibration(report: TraceReport) -> ReportTable:
 
 
 def _prompts(report: TraceReport) -> ReportTable:
-    columns = ("prompt", "tokens", "rounds", "acceptance length", "rejected", "tokens/s", "plain tokens/s")
+    columns = (
+        "prompt",
+        "tokens",
+        "rounds",
+        "acceptance length",
+        "rejected",
+        "tokens/s",
+        "plain tokens/s",
+    )
     rows = []
     for prompt in report.prompts:
         row = (
@@ -110,13 +130,20 @@ def report_page(report: TraceReport, drafter: str) -> str:
     """The tables and plots as one page, without any network."""
     stats = report.stats
     lines = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(drafter)}: drafts</title>",
+        (
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(drafter)}:"
+            " drafts</title>"
+        ),
         f"<style>{STYLE}</style><h1>{html.escape(drafter)}</h1>",
-        f"<p>{stats.tokens} tokens in {stats.rounds} rounds by the rule {report.rule}, acceptance length "
-        f"{stats.acceptance_length:.2f}.</p>",
+        (
+            f"<p>{stats.tokens} tokens in {stats.rounds} rounds by the rule {report.rule},"
+            f" acceptance length {stats.acceptance_length:.2f}.</p>"
+        ),
     ]
     for table in tables(report):
-        lines.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{cells(table.columns, 'th')}</tr>")
+        lines.append(
+            f"<h2>{html.escape(table.title)}</h2><table><tr>{cells(table.columns, 'th')}</tr>"
+        )
         lines += [f"<tr>{cells(row, 'td')}</tr>" for row in table.rows]
         lines.append("</table>")
     rates = [(depth.depth, depth.acceptance_rate) for depth in report.depths]
@@ -137,12 +164,17 @@ def cells(row: Sequence[Any], name: str) -> str:
     return "".join(f"<{name}>{html.escape(str(cell))}</{name}>" for cell in row)
 
 
-def plot(x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> str:
+def plot(
+    x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]
+) -> str:
     """A plot as an image within the page."""
     image = io.BytesIO()
     plotted(x_title, y_title, curves).savefig(image, format="png", dpi=110)
     encoded = base64.b64encode(image.getvalue()).decode("ascii")
-    return f'<p><img alt="{html.escape(y_title)} by {html.escape(x_title)}" src="data:image/png;base64,{encoded}">'
+    return (
+        f'<p><img alt="{html.escape(y_title)} by {html.escape(x_title)}"'
+        f' src="data:image/png;base64,{encoded}">'
+    )
 
 
 def number(value: float) -> str:

@@ -31,7 +31,8 @@ PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "fasterdecoding": {MedusaHead: "fasterdecoding"},
     "safeailab": {Eagle3Head: "eagle3", EagleHead: "eagle"},
 }
-"""By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes them."""
+"""By the name in `--to`: the heads that a project has, and the row of `FORMATS` in which it writes
+them."""
 PICKLES = {"safeailab": "pytorch_model.bin", "fasterdecoding": "medusa_lm_head.pt"}
 """Weight files of the projects whose code reads no safetensors."""
 SAFEAILAB_LACKS = (
@@ -55,7 +56,8 @@ def export_head(
 ) -> None:
     """Write a head for another project; `folder` appears whole or not at all.
 
-    speculators and SafeAILab keep the target's embedding in the file; speculators also names its architectures.
+    speculators and SafeAILab keep the target's embedding in the file; speculators also names its
+    architectures.
 
     Raises:
         ValueError: the project has no such head, or no way to express one of its options; named.
@@ -63,7 +65,9 @@ def export_head(
     if project not in PROJECTS:
         raise ValueError(f"unknown project {project!r}; choose from {', '.join(PROJECTS)}")
     if project == "speculators" and isinstance(head, MtpHead):
-        raise ValueError("speculators reads an MTP head's folder as it is: nothing is exported for it")
+        raise ValueError(
+            "speculators reads an MTP head's folder as it is: nothing is exported for it"
+        )
     name = PROJECTS[project].get(type(head))
     if name is None:
         names = ", ".join(kind.__name__ for kind in PROJECTS[project])
@@ -71,7 +75,10 @@ def export_head(
     if -1 in head.feature_layers and isinstance(head, Eagle3Head):
         raise ValueError(f"{project} has no feature layer -1, the state after the final norm")
     if project == "speculators" and getattr(head.config, "attention_bias", False):
-        raise ValueError("speculators has no biases of queries, keys and values without one of attention's output")
+        raise ValueError(
+            "speculators has no biases of queries, keys and values without one of attention's"
+            " output"
+        )
     if project == "speculators":
         config = _speculators_config(head, architectures)
     else:
@@ -85,12 +92,16 @@ def export_head(
     if "embed_tokens.weight" not in tensors and name in ("speculators", "eagle3", "eagle"):
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
-        tensors["embed_tokens.weight"] = embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
+        tensors["embed_tokens.weight"] = (
+            embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
+        )
     unknown = config.keys() - form.keys.keys()
     assert not unknown, unknown
     config = public(config)
     with new_folder(folder, earlier_export(project, config)) as partial:
-        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        (partial / CONFIG_FILE).write_text(
+            json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         if project == "speculators":
             save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:  # the files of their own code
@@ -98,7 +109,10 @@ def export_head(
 
 
 def earlier_export(project: str, config: dict[str, Any]) -> Contents:
-    """An earlier export for the same project, by the keys of its config.json: a folder of it may be replaced."""
+    """Describe an earlier export for the same project, whose folder may be replaced.
+
+    It is recognised by the keys of its config.json.
+    """
 
     def written_here(folder: Path) -> bool:
         try:
@@ -108,7 +122,9 @@ def earlier_export(project: str, config: dict[str, Any]) -> Contents:
         # A model's own config.json, beside weights of the same names, has other keys.
         return earlier.keys() == config.keys()
 
-    return Contents(f"a head for {project}", (CONFIG_FILE, WEIGHTS_FILE, *PICKLES.values()), written_here)
+    return Contents(
+        f"a head for {project}", (CONFIG_FILE, WEIGHTS_FILE, *PICKLES.values()), written_here
+    )
 
 
 def _safeailab_config(head: DraftHead) -> dict[str, Any]:
@@ -129,9 +145,13 @@ def _safeailab_config(head: DraftHead) -> dict[str, Any]:
 def _fasterdecoding_config(head: DraftHead) -> dict[str, Any]:
     assert isinstance(head, MedusaHead)
     if head.config.draft_vocab_size is not None:
-        raise ValueError("FasterDecoding's heads have the target's whole vocabulary, no draft_vocab_size")
+        raise ValueError(
+            "FasterDecoding's heads have the target's whole vocabulary, no draft_vocab_size"
+        )
     if not head.config.bias:
-        raise ValueError("FasterDecoding's blocks have a bias: heads with bias: false cannot be written")
+        raise ValueError(
+            "FasterDecoding's blocks have a bias: heads with bias: false cannot be written"
+        )
     config = {
         "medusa_num_heads": head.config.num_heads,
         "medusa_num_layers": head.config.num_layers,
@@ -142,7 +162,9 @@ def _fasterdecoding_config(head: DraftHead) -> dict[str, Any]:
 
 def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict[str, Any]:
     native = head.server_config()
-    layer = {name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}}
+    layer = {
+        name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}
+    }
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
     if isinstance(head, Eagle3Head):
         kind, version, classes = "eagle3", "0.3.0", ["Eagle3DraftModel"]
@@ -151,15 +173,20 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
         kind, version, classes = "dflash", "0.9.0", ["DFlashSpeculator"]
         if isinstance(head, DSparkHead):
             kind, classes = "dspark", ["DSparkSpeculator"]
-        own = {name: native[name] for name in (DFLASH | DSPARK) if name in native} | {
+        own = {name: native[name] for name in DFLASH | DSPARK if name in native} | {
             "aux_hidden_state_layer_ids": [layer + 1 for layer in head.feature_layers],
             "mask_token_id": head.mask_token,
-            # Without windows it means nothing in speculators, and vLLM would take a false for causal blocks.
+            # Without windows it means nothing in speculators, and vLLM would take a false for
+            # causal blocks.
             "sliding_window_non_causal": not (any(head.sliding) and head.config.sliding_causal),
         }
     else:
         kind, version, classes = "eagle", "0.3.0", ["EagleSpeculator", "LlamaDecoderLayer"]
-        own = {"layernorms": False, "fusion_bias": native["bias"], "transformer_layer_architecture": classes[1]}
+        own = {
+            "layernorms": False,
+            "fusion_bias": native["bias"],
+            "transformer_layer_architecture": classes[1],
+        }
     return {
         "architectures": classes,
         "speculators_model_type": kind,

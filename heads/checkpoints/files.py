@@ -1,7 +1,7 @@
 """Files of checkpoints: untrusted when read, written whole or not at all.
 
-Pickles are read by `torch.load(weights_only=True)`, which runs no code. Files must lie in the folder itself. A folder
-is replaced only if all that it holds was written by what replaces it.
+Pickles are read by `torch.load(weights_only=True)`, which runs no code. Files must lie in the
+folder itself. A folder is replaced only if all that it holds was written by what replaces it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,22 @@ from torch import Tensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-OF_BROKEN_PICKLES = (AssertionError, AttributeError, LookupError, OverflowError, TypeError, ValueError, struct.error)
-"""What torch's reader of pickles raises for a file with a changed byte, besides errors of its own."""
+OF_BROKEN_PICKLES = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What torch's reader of pickles raises for a file with a changed byte, besides errors of its
+own."""
 CONFIG_LIMIT = 2**22
 """Most bytes of a JSON file."""
 INDEX_LIMIT = 2**27
-"""Most bytes of an index; that of a model with a hundred thousand experts' matrices has some ten million."""
+"""Most bytes of an index; that of a model with a hundred thousand experts' matrices has some ten
+million."""
 WEIGHT_FILES = (
     WEIGHTS_FILE,
     "medusa_lm_head.safetensors",
@@ -70,7 +80,10 @@ def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[st
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint in safetensors, from the files' headers: no tensor is read."""
+    """Return the shapes of all tensors of a safetensors checkpoint.
+
+    They come from the files' headers: no tensor is read.
+    """
     parts, index = weight_files(folder, (WEIGHTS_FILE,))
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
@@ -81,8 +94,10 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_files(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> tuple[list[str], str | None]:
-    """Names of the files that hold a checkpoint's weights, and of their index if they are sharded."""
+def weight_files(
+    folder: Path, names: tuple[str, ...] = WEIGHT_FILES
+) -> tuple[list[str], str | None]:
+    """Return the names of a checkpoint's weight files, and of their index if they are sharded."""
     for name in names:
         if (folder / name).exists():
             return [name], None
@@ -93,7 +108,10 @@ def weight_files(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> tuple[l
 
 
 def files_of_tensors(path: Path) -> dict[str, str]:
-    """The file of each tensor of a checkpoint, by its index or, where it is one file of safetensors, by that file."""
+    """Map each tensor of a checkpoint to its file.
+
+    `path` is the checkpoint's index or, where it is one safetensors file, that file.
+    """
     if path.suffix == ".json":
         return _weight_map(path)
     with open_safetensors(path) as file:
@@ -102,7 +120,10 @@ def files_of_tensors(path: Path) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file, of which tensors are read by name; a ValueError for one that is missing or cut."""
+    """Open a safetensors file, whose tensors are read by name.
+
+    A ValueError refuses a file that is missing or truncated.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
@@ -114,7 +135,11 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     parts = read_json(index, INDEX_LIMIT).get("weight_map")
-    if not isinstance(parts, dict) or not parts or not all(isinstance(part, str) for part in parts.values()):
+    if (
+        not isinstance(parts, dict)
+        or not parts
+        or not all(isinstance(part, str) for part in parts.values())
+    ):
         raise ValueError(f"{index} has no weight_map of tensors to files")
     return parts
 
@@ -146,15 +171,21 @@ def _inside(folder: Path, name: str) -> Path:
 def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     path = _inside(folder, name)
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        found = (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, "cpu", weights_only=True)
+        )
     except (SafetensorError, EOFError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is a pickle that holds more than tensors, which could run anything: it is not opened. Ask its "
-            "author for safetensors"
+            f"{path} is a pickle that holds more than tensors, which could run anything: it is not"
+            " opened. Ask its author for safetensors"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in found.values()
+    ):
         raise ValueError(f"{path} holds no tensors by name")
     return found
 
@@ -168,21 +199,29 @@ class Contents:
     files: tuple[str, ...]
     """Patterns of all its files, by their paths from the folder."""
     written_here: Callable[[Path], bool]
-    """Whether a folder of such files was written by us: a model has a config.json and a model.safetensors too."""
+    """Whether a folder of such files was written by us: a model has a config.json and a
+    model.safetensors too."""
 
     def foreign(self, folder: Path, whole: bool = True) -> list[str]:
-        """Files of a folder that are something else; of one that was not written by us, all of them.
+        """Return the files of a folder that do not belong to these contents.
+
+        If the folder was not written by us, these are all its files.
 
         `whole` is False for a folder that a killed process left half-written.
         """
         found = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
         if whole and found and not self.written_here(folder):
             return found
-        return [name for name in found if not any(fnmatchcase(name, pattern) for pattern in self.files)]
+        return [
+            name for name in found if not any(fnmatchcase(name, pattern) for pattern in self.files)
+        ]
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files below a folder; links count as files, wherever they lead, and so do empty folders."""
+    """Yield all files below a folder.
+
+    A link counts as a file, wherever it leads, and so does an empty folder.
+    """
     for path in folder.iterdir():
         if not path.is_dir() or path.is_symlink():
             yield path
@@ -206,7 +245,12 @@ HEAD = Contents(
         *(CONFIG_FILE, ".config.json.*.partial", "README.md", ".README.md.*.partial", ".DS_Store"),
         *(WEIGHTS_FILE, f"{WEIGHTS_FILE}.index.json", "model-?????-of-?????.safetensors"),
         *("custom_generate", "custom_generate/generate.py", "custom_generate/__pycache__/*"),
-        *("adapter", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "adapter/README.md"),
+        *(
+            "adapter",
+            "adapter/adapter_config.json",
+            "adapter/adapter_model.safetensors",
+            "adapter/README.md",
+        ),
         *(".gitattributes", ".cache/huggingface/*"),  # of the Hub, beside a downloaded head
     ),
     lambda folder: section_of(folder) is not None,
@@ -215,7 +259,9 @@ HEAD = Contents(
 
 
 def refuse_foreign(final: str | Path, contents: Contents) -> None:
-    """Refuse a folder for `contents` that holds anything else, or one beside it of which saving makes use.
+    """Refuse a folder for `contents` that holds anything else.
+
+    The same holds for the folders next to it that saving uses.
 
     Raises:
         ValueError: naming the first of its files, or a file of that name.
@@ -240,13 +286,17 @@ def _refuse(folder: Path, contents: Contents, whole: bool = True) -> None:
 
 @contextmanager
 def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
-    """A folder that appears whole or not at all: written beside its final path under another name, then renamed.
+    """Make a folder that appears whole or not at all.
+
+    It is written next to its final path under another name, then renamed.
 
     What was there before must be earlier `contents`, see `refuse_foreign`.
     """
     final = Path(final).resolve()
     refuse_foreign(final, contents)
-    partial, replaced = (final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced"))
+    partial, replaced = (
+        final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced")
+    )
     finish_replacing(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -265,14 +315,20 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
 
 
 def finish_replacing(folder: Path) -> None:
-    """Restore the previous `folder` if a process was killed between moving it away and placing the new one."""
+    """Restore the previous `folder` if a process was killed between its two renames.
+
+    The first moves the previous folder away, the second moves the new one in.
+    """
     replaced = folder.with_name(folder.name + ".replaced")
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
 
 
 def json_ready(value: Any) -> Any:
-    """Convert for strict JSON: tuples become lists; NaN and infinities, such as a mean over nothing, become null."""
+    """Convert for strict JSON: tuples become lists, and NaN and infinities become null.
+
+    A mean over nothing is such a NaN.
+    """
     if isinstance(value, dict):
         return {key: json_ready(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
 """How each project writes a draft head: tables of every key of its config.json and every tensor.
 
-`export_formats.py` writes only what is in these tables, and `import_formats.py` refuses a tensor that is not, and a key
-that may change what a layer computes. In names {l} counts
-decoder layers or blocks, {i} fused features and {h} heads; {next} is l + 1, {blocks} the number of blocks.
+`export_formats.py` writes only what is in these tables, and `import_formats.py` refuses a tensor
+that is not, and a key that may change what a layer computes. In names {l} counts decoder layers or
+blocks, {i} fused features and {h} heads; {next} is l + 1, {blocks} the number of blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Key:
     only: tuple[Any, ...] = ()
     """Values that a head here can have; all if empty."""
     kind: str = ""
-    """Kind of its values, see `KINDS`; with "", of the default where that is true, false or a number."""
+    """Kind of its values, see `KINDS`; with "", of the default where that is true, false or a
+    number."""
 
 
 def _whole(value: Any) -> bool:
@@ -43,25 +44,33 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "id": ("a whole number of at least 0", lambda value: _whole(value) and value >= 0),
     "positive": (
         "a number above 0",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf,
+        lambda value: (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        ),
     ),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a text", lambda value: isinstance(value, str)),
     "object": ("an object", lambda value: isinstance(value, dict)),
-    "numbers": ("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value))),
+    "numbers": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(map(_whole, value)),
+    ),
     "texts": (
         "a list of texts",
         lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
     ),
 }
-"""What a key's value must be, and the test of it; null is always allowed where the key may be left out."""
+"""What a key's value must be, and the test of it; null is always allowed where the key may be left
+out."""
 MAY_COMPUTE = re.compile(
-    r"softcap|multiplier|scal(e|ing)|rotary|rope|alibi|causal|window|sink|norm|bias|residual|parallel|logit|clip|clamp"
+    r"softcap|multiplier|scal(e|ing)|rotary|rope|alibi|causal|window|sink"
+    r"|norm|bias|residual|parallel|logit|clip|clamp"
     r"|(^|_)act(_|$)|act_fn|activation|temperature|query_pre|interleave|nope|eps(ilon)?$"
 )
 """Names of keys by which a layer may compute something else without having other tensors."""
 OF_TENSORS = re.compile(
-    r"expert|router|routed|moe|topk|top_k|lora|vision|visual|image|video|audio|token|quantization|dropout|initializer|loss"
+    r"expert|router|routed|moe|topk|top_k|lora|vision|visual|image|video|audio"
+    r"|token|quantization|dropout|initializer|loss"
 )
 """Names of keys that speak of tensors, by which they are judged, of text or of training."""
 
@@ -73,8 +82,8 @@ EVIDENCE = {r"bias": r"\.bias$", r"qk_?(layer)?norm": r"\.q_norm\.", r"sink": r"
 def may_compute(name: str, value: Any, tensors: Collection[str]) -> bool:
     """Whether an unknown key may change what a draft layer computes.
 
-    By its name, unless its value says that it is off. Whatever adds weights shows in the tensors of a file, of which
-    each must have its place.
+    By its name, unless its value says that it is off. Whatever adds weights shows in the tensors of
+    a file, of which each must have its place.
     """
     off = not value if isinstance(value, bool) else value in (None, 0, 1, "", "none", [], {})
     if off or MAY_COMPUTE.search(name) is None or OF_TENSORS.search(name) is not None:
@@ -110,23 +119,39 @@ OWN = "of transformers, irrelevant for the head"
 TRANSFORMERS = {
     name: Key(OWN, None)
     for name in (
-        *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "model_type"),
+        *(
+            "architectures",
+            "auto_map",
+            "bos_token_id",
+            "dtype",
+            "eos_token_id",
+            "initializer_range",
+            "model_type",
+        ),
         *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
     )
 }
 LLAMA = {
     **TRANSFORMERS,
     "rope_theta": Key(
-        "base of the rotary positions, and not the target's where it is absent", 10000.0, kind="positive"
+        "base of the rotary positions, and not the target's where it is absent",
+        10000.0,
+        kind="positive",
     ),
     "rope_scaling": Key("scaling of the rotary positions", None, kind="object"),
     "rope_parameters": Key("both, as transformers 5 writes them", None, kind="object"),
-    "partial_rotary_factor": Key("share of a head's width that has rotary positions", 1.0, only=(1.0, None)),
+    "partial_rotary_factor": Key(
+        "share of a head's width that has rotary positions", 1.0, only=(1.0, None)
+    ),
     "hidden_size": Key("width of the head", kind="size"),
     "intermediate_size": Key("width of the MLP", kind="size"),
     "num_attention_heads": Key("query heads", kind="size"),
-    "num_key_value_heads": Key("key and value heads; as many as query heads where absent", None, kind="size"),
-    "head_dim": Key("width of an attention head; hidden_size / query heads where absent", None, kind="size"),
+    "num_key_value_heads": Key(
+        "key and value heads; as many as query heads where absent", None, kind="size"
+    ),
+    "head_dim": Key(
+        "width of an attention head; hidden_size / query heads where absent", None, kind="size"
+    ),
     "hidden_act": Key("activation of the MLP", "silu", kind="text"),
     "rms_norm_eps": Key("of all norms", 1e-6, kind="positive"),
     "num_hidden_layers": Key(
@@ -134,7 +159,9 @@ LLAMA = {
     ),
     "vocab_size": Key("size of the target's vocabulary", kind="size"),
     "max_position_embeddings": Key("longest text that a server allows", 2048),
-    "tie_word_embeddings": Key("whether the LM head is the embedding, unless it has weights of its own", False),
+    "tie_word_embeddings": Key(
+        "whether the LM head is the embedding, unless it has weights of its own", False
+    ),
     "attention_bias": Key("bias in attention", False),
     "qkv_bias": Key("bias of queries, keys and values, SafeAILab's key", False),
     "attention_dropout": Key("training only", 0.0),
@@ -144,10 +171,14 @@ LLAMA = {
     "sliding_window": Key("tokens that a query of a sliding layer sees", None, kind="size"),
     "use_sliding_window": Key("whether there are such layers", False),
     "max_window_layers": Key("of sliding_window", None),
-    "layer_types": Key("attention of each layer: full_attention or sliding_attention", None, kind="texts"),
+    "layer_types": Key(
+        "attention of each layer: full_attention or sliding_attention", None, kind="texts"
+    ),
 }
 EAGLE3 = {
-    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),
+    "draft_vocab_size": Key(
+        "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+    ),
     "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
     "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
     "norm_before_fc": Key("one norm on all features together", False),
@@ -164,17 +195,25 @@ EAGLE_CONFIG = {
     ),
     "use_aux_hidden_state": Key("whether features of several layers are fused", True, only=(True,)),
     "norm_before_fc": Key("as at the top level", False),
-    "use_input_layernorm_in_first_layer": Key("ModelOpt: the first layer's input norm", True, only=(True,)),
+    "use_input_layernorm_in_first_layer": Key(
+        "ModelOpt: the first layer's input norm", True, only=(True,)
+    ),
     "use_last_layernorm": Key("ModelOpt: the norm before the LM head", True, only=(True,)),
-    "use_mtp_layernorm": Key("ModelOpt: norms of multi-token prediction", False, only=(False, None)),
-    "next_layer_regular": Key("ModelOpt: layers after the first are plain ones", True, only=(True, None)),
+    "use_mtp_layernorm": Key(
+        "ModelOpt: norms of multi-token prediction", False, only=(False, None)
+    ),
+    "next_layer_regular": Key(
+        "ModelOpt: layers after the first are plain ones", True, only=(True, None)
+    ),
     "parallel_draft_step": Key("ModelOpt: tokens drafted at once", 1, only=(1, None)),
     "parallel_draft_heads_num_layers": Key("ModelOpt: of parallel drafting", None),
 }
 """Keys of `eagle_config`."""
 DFLASH = {
     "block_size": Key("slots of a block, the root's included", kind="size"),
-    "draft_vocab_size": Key("size of the draft vocabulary; null or absent for the target's", None, kind="size"),
+    "draft_vocab_size": Key(
+        "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+    ),
     "sample_from_anchor": Key("whether the root's slot drafts", False),
 }
 DSPARK = {
@@ -189,7 +228,11 @@ DFLASH_NATIVE = {
         "feature layers once more, each by the block whose input it is", None, kind="numbers"
     ),
     "eagle_aux_hidden_state_layer_ids": Key("the same", None, kind="numbers"),
-    "is_causal": Key("whether slots see only those before them; absent: where layers slide", None, only=(None, False)),
+    "is_causal": Key(
+        "whether slots see only those before them; absent: where layers slide",
+        None,
+        only=(None, False),
+    ),
 }
 """Keys of the form that servers read."""
 DFLASH_CONFIG = {
@@ -198,15 +241,22 @@ DFLASH_CONFIG = {
     "sample_from_anchor": Key("as at the top level", None, kind="flag"),
     "block_size": Key("as at the top level", None, kind="size"),
     "causal": Key("as is_causal at the top level", None, only=(None, False)),
-    "use_swa": Key("whether all layers see a window of the context, if layer_types names none", False),
+    "use_swa": Key(
+        "whether all layers see a window of the context, if layer_types names none", False
+    ),
     "swa_window_size": Key("the window; sliding_window where absent", None, kind="size"),
-    "attention_sink_bias": Key("learned sinks of attention, the tensors self_attn.sinks", False, only=(False, None)),
+    "attention_sink_bias": Key(
+        "learned sinks of attention, the tensors self_attn.sinks", False, only=(False, None)
+    ),
     "projector_type": Key("another way to join features", None, only=(None,)),
 }
 """Keys of `dflash_config`."""
 
 SPECULATORS = {
-    **{name: TRANSFORMERS[name] for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")},
+    **{
+        name: TRANSFORMERS[name]
+        for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")
+    },
     **{name: Key(OWN, None) for name in ("transformers_version", "speculators_version")},
     "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
     "tie_word_embeddings": LLAMA["tie_word_embeddings"],
@@ -229,7 +279,10 @@ def _layer(theirs: str, ours: str) -> dict[str, Row]:
         "input_layernorm": "norm before attention; in the first layer, of the embedding",
         "post_attention_layernorm": "norm before the MLP",
     }
-    rows = {f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning) for name, meaning in meanings.items()}
+    rows = {
+        f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning)
+        for name, meaning in meanings.items()
+    }
     for kind, meaning in {"q": "queries", "k": "keys", "v": "values"}.items():
         name = f"self_attn.{kind}_proj.bias"
         rows[f"{theirs}.{name}"] = Row(f"{ours}.{name}", f"bias of the {meaning}")
@@ -269,13 +322,21 @@ _DFLASH = {
 }
 _DSPARK = {
     **_DFLASH,
-    "markov_head.markov_w1.weight": Row("markov_head.markov_w1.weight", "embedding of the token before a draft"),
-    "markov_head.markov_w2.weight": Row("markov_head.markov_w2.weight", "correction of the logits by it"),
+    "markov_head.markov_w1.weight": Row(
+        "markov_head.markov_w1.weight", "embedding of the token before a draft"
+    ),
+    "markov_head.markov_w2.weight": Row(
+        "markov_head.markov_w2.weight", "correction of the logits by it"
+    ),
     "markov_head.gate_proj.weight": Row("markov_head.gate_proj.weight", "gate of the correction"),
     "markov_head.gate_proj.bias": Row("markov_head.gate_proj.bias", "its bias"),
-    "markov_head.joint_proj.weight": Row("markov_head.joint_proj.weight", "gate, candidate and output of the RNN"),
+    "markov_head.joint_proj.weight": Row(
+        "markov_head.joint_proj.weight", "gate, candidate and output of the RNN"
+    ),
     "markov_head.joint_proj.bias": Row("markov_head.joint_proj.bias", "their bias"),
-    "confidence_head.proj.weight": Row("confidence_head.proj.weight", "estimate of the acceptance rate"),
+    "confidence_head.proj.weight": Row(
+        "confidence_head.proj.weight", "estimate of the acceptance rate"
+    ),
     "confidence_head.proj.bias": Row("confidence_head.proj.bias", "its bias"),
 }
 
@@ -292,7 +353,12 @@ FORMATS: dict[str, Format] = {
     ),
     "eagle": Format(
         ("eagle",),
-        {**LLAMA, "bias": Key("whether fc has a bias: SafeAILab's default, which vLLM does not read", True)},
+        {
+            **LLAMA,
+            "bias": Key(
+                "whether fc has a bias: SafeAILab's default, which vLLM does not read", True
+            ),
+        },
         {
             "fc.weight": Row("fc.weight", "joins embedding and feature"),
             "fc.bias": Row("fc.bias", "its bias"),
@@ -310,7 +376,9 @@ FORMATS: dict[str, Format] = {
                 "size of the draft vocabulary; null or absent for the target's", None, kind="size"
             ),
             "num_heads": Key("heads", 5, kind="size"),
-            "num_hidden_layers": Key("blocks of each head, or of the target in its own config", 1, kind="size"),
+            "num_hidden_layers": Key(
+                "blocks of each head, or of the target in its own config", 1, kind="size"
+            ),
             "medusa_fc_bias": Key("whether the blocks have a bias", False),
             "original_lm_head": Key("whether one LM head serves all heads", False),
             "max_paths": Key("of a tree, not read any more", 64),
@@ -329,10 +397,14 @@ FORMATS: dict[str, Format] = {
         ("medusa",),
         {
             **TRANSFORMERS,
-            "medusa_num_heads": Key("heads; published files have more than they say, so tensors are counted", None),
+            "medusa_num_heads": Key(
+                "heads; published files have more than they say, so tensors are counted", None
+            ),
             "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
             "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key("size of the target's vocabulary, in a whole model's config", None, kind="size"),
+            "vocab_size": Key(
+                "size of the target's vocabulary, in a whole model's config", None, kind="size"
+            ),
             "base_model_name_or_path": Key("the target", None),
             "version": Key("2 for heads without an LM head of their own", None),
         },
@@ -362,7 +434,9 @@ FORMATS: dict[str, Format] = {
             **SPECULATORS,
             "speculators_model_type": Key("eagle"),
             "transformer_layer_config": Key("the decoder layer", kind="object"),
-            "transformer_layer_architecture": Key("its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)),
+            "transformer_layer_architecture": Key(
+                "its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)
+            ),
             "layernorms": Key("three norms more (HASS)", False, only=(False,)),
             "fusion_bias": Key("whether fc has a bias", False),
         },
@@ -395,10 +469,16 @@ FORMATS: dict[str, Format] = {
             "transformer_layer_config": Key(
                 "the decoder layers: what differs from the defaults of their class", kind="object"
             ),
-            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", kind="numbers"),
+            "aux_hidden_state_layer_ids": Key(
+                "feature layers, each by the block whose input it is", kind="numbers"
+            ),
             "mask_token_id": Key("token of the slots behind the root", kind="id"),
-            "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
-            "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
+            "target_hidden_size": Key(
+                "width of the target; hidden_size where absent", None, kind="size"
+            ),
+            "sliding_window_non_causal": Key(
+                "whether slots of sliding layers see those behind them", False
+            ),
         },
         _DFLASH,
         ignored=("embed_tokens.",),
@@ -414,10 +494,16 @@ FORMATS: dict[str, Format] = {
             "transformer_layer_config": Key(
                 "the decoder layers: what differs from the defaults of their class", kind="object"
             ),
-            "aux_hidden_state_layer_ids": Key("feature layers, each by the block whose input it is", kind="numbers"),
+            "aux_hidden_state_layer_ids": Key(
+                "feature layers, each by the block whose input it is", kind="numbers"
+            ),
             "mask_token_id": Key("token of the slots behind the root", kind="id"),
-            "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
-            "sliding_window_non_causal": Key("whether slots of sliding layers see those behind them", False),
+            "target_hidden_size": Key(
+                "width of the target; hidden_size where absent", None, kind="size"
+            ),
+            "sliding_window_non_causal": Key(
+                "whether slots of sliding layers see those behind them", False
+            ),
         },
         _DSPARK,
         ignored=("embed_tokens.",),
@@ -464,17 +550,27 @@ FORMATS: dict[str, Format] = {
             "hydra_num_layers": Key("blocks of each head", 1, kind="size"),
             "hydra_head_arch": Key("mlp or prefix-mlp", "mlp", only=("mlp", "prefix-mlp")),
             "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key("size of the target's vocabulary, in a whole model's config", None, kind="size"),
+            "vocab_size": Key(
+                "size of the target's vocabulary, in a whole model's config", None, kind="size"
+            ),
             "base_model_name_or_path": Key("the target", None),
             "grounded_heads": Key("whether heads see the path", False, only=(True,)),
             "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
         },
         {
-            "hydra_mlp.{h}.0.linear.weight": Row("blocks.{h}.join.linear.weight", "joins state and path"),
+            "hydra_mlp.{h}.0.linear.weight": Row(
+                "blocks.{h}.join.linear.weight", "joins state and path"
+            ),
             "hydra_mlp.{h}.0.linear.bias": Row("blocks.{h}.join.linear.bias", "its bias"),
-            "hydra_mlp.{h}.0.res_connection.weight": Row("blocks.{h}.join.res.weight", "its residual"),
-            "hydra_mlp.{h}.0.res_connection.bias": Row("blocks.{h}.join.res.bias", "the residual's bias"),
-            "hydra_mlp.{h}.{next}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "hydra_mlp.{h}.0.res_connection.weight": Row(
+                "blocks.{h}.join.res.weight", "its residual"
+            ),
+            "hydra_mlp.{h}.0.res_connection.bias": Row(
+                "blocks.{h}.join.res.bias", "the residual's bias"
+            ),
+            "hydra_mlp.{h}.{next}.linear.weight": Row(
+                "blocks.{h}.layers.{l}.weight", "a residual block"
+            ),
             "hydra_mlp.{h}.{next}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
             "hydra_lm_head.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
             "hydra_lm_head.{h}.bias": Row("lm_heads.{h}.bias", "its bias"),
@@ -489,8 +585,8 @@ FORMATS: dict[str, Format] = {
         ),
     ),
 }
-"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa`, `dflash` and `dspark` as saved
-here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
+"""By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa`, `dflash`
+and `dspark` as saved here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
 
 
 class Place(NamedTuple):
@@ -506,12 +602,20 @@ def places(form: Format, head: DraftHead) -> Iterator[Place]:
     """Every tensor of a head that a format has a name for."""
     state = head.state_dict()
     for theirs, row in form.tensors.items():
-        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours)))  # {h} to (?P<h>\d+)
+        # {h} to (?P<h>\d+)
+        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours)))
         for ours, tensor in state.items():
             if match := pattern.fullmatch(ours):
                 numbers = {letter: int(number) for letter, number in match.groupdict().items()}
-                name = theirs.format(**numbers, next=numbers.get("l", 0) + 1, blocks=head.config.num_layers)
-                if getattr(head.config, "prefix_layer", False):  # Hydra++ counts the dropout before each module
-                    name = re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda old: f"{old[1]}.{2 * int(old[2]) + 1}", name)
+                name = theirs.format(
+                    **numbers, next=numbers.get("l", 0) + 1, blocks=head.config.num_layers
+                )
+                # Hydra++ counts the dropout before each module
+                if getattr(head.config, "prefix_layer", False):
+                    name = re.sub(
+                        r"^(hydra_mlp\.\d+)\.(\d+)",
+                        lambda old: f"{old[1]}.{2 * int(old[2]) + 1}",
+                        name,
+                    )
                     name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
                 yield Place(name, ours, row.meaning, tensor)

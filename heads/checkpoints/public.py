@@ -10,7 +10,8 @@ from urllib.parse import urlsplit, urlunsplit
 LOCAL = re.compile(r"~?/[^/]+/|~/|\.{1,2}/|[A-Za-z]:[\\/]|\\\\\w|file://")
 """How a whole string begins that is a path of this machine."""
 INSIDE = re.compile(r"(?<![\w/.~<\]-])~?(?:/[\w.@+,=-]+){2,}/?")
-"""A path of this machine inside a sentence or a command: at least two folders, and not the end of an address."""
+"""A path of this machine inside a sentence or a command: at least two folders, and not the end of
+an address."""
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
@@ -29,7 +30,10 @@ def public_url(address: str) -> str:
 
 
 def public(value: Any) -> Any:
-    """A JSON value for a public repository: local paths become the last part of their name, and addresses lose keys."""
+    """Return a JSON value fit for a public repository.
+
+    Local paths become the last part of their name, and addresses lose keys.
+    """
     if isinstance(value, dict):
         return {public(key): public(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -38,11 +42,12 @@ def public(value: Any) -> Any:
 
 
 def public_text(text: str) -> str:
-    """A string of a card or a config without paths of this machine and without keys in addresses."""
+    """Return a string of a card or config without local paths, and without keys in addresses."""
     one_line = "\n" not in text
     if one_line and LOCAL.match(text):
         return _last_part(text)
-    if one_line and "/" in text and _exists(text):  # a path from the folder in which the command ran, for one
+    # a path from the folder in which the command ran, for one
+    if one_line and "/" in text and _exists(text):
         return _last_part(text)
     text = ADDRESS.sub(_public_address, text)
     return INSIDE.sub(lambda match: _last_part(match[0]), text)

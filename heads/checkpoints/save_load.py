@@ -1,7 +1,8 @@
 """Head checkpoints: config.json, model.safetensors and a model card in one folder.
 
-config.json holds the keys that servers read and a `headstart` section that they ignore: the head's name, options,
-target and `CheckpointMetadata`. Loading is strict; a save that fails leaves the previous checkpoint as it was.
+config.json holds the keys that servers read and a `headstart` section that they ignore: the head's
+name, options, target and `CheckpointMetadata`. Loading is strict; a save that fails leaves the
+previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -47,25 +48,28 @@ CARD_FILE = "README.md"
 ADAPTER_FOLDER = "adapter"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of a peft adapter."""
-SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetadata)} | {"provenance": "origin"}
+SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetadata)} | {
+    "provenance": "origin"
+}
 """Field of `CheckpointMetadata` to its key in the `headstart` section."""
 GENERATE_FILE = "custom_generate/generate.py"
-GENERATE = '''"""Plain transformers with this head: model.generate(..., custom_generate=HEAD, trust_remote_code=True).
+GENERATE = '''"""This head in plain transformers; the package headstart does the work.
 
-The package headstart does the work.
+    model.generate(..., custom_generate=HEAD, trust_remote_code=True)
 """
 
 from headstart.inference import generate_from
 
 HEAD = {head}
-"""The repository or folder of this head: transformers runs a copy of this file and does not tell where it came from."""
+"""The repository or folder of this head: transformers runs a copy of this file elsewhere."""
 
 
 def generate(model, **arguments):
     """Called by `model.generate` with its own arguments."""
     return generate_from(HEAD, model, **arguments)
 '''
-"""Source of the file that makes a repository a decoding method of transformers; `head` is its name."""
+"""Source of the file that makes a repository a decoding method of transformers; `head` is its
+name."""
 
 
 def generate_source(head: str) -> str:
@@ -74,7 +78,8 @@ def generate_source(head: str) -> str:
 
 
 FEW_LAYERS = 64
-"""Layers, or heads, that are built in no time, so that a file with too few tensors is told which it lacks."""
+"""Layers, or heads, that are built in no time, so that a file with too few tensors is told which it
+lacks."""
 
 
 def load_head(
@@ -90,8 +95,8 @@ def load_head(
     Its dimensions must match those of `target`, if given. A `dtype` of None keeps the saved one.
 
     Raises:
-        ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that is missing, extra
-            or of another shape; each named.
+        ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that
+            is missing, extra or of another shape; each named.
     """
     folder = local_folder(source, revision, token, cache_dir)
     config = _read_config(folder)
@@ -119,7 +124,9 @@ def load_head(
     return head.to(dtype=dtype) if dtype else head, metadata
 
 
-def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None) -> None:
+def save_head(
+    head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None
+) -> None:
     """Write a head's checkpoint, with the peft model that it drafts for if `metadata.adapted`.
 
     `folder` changes only when everything has been written.
@@ -145,13 +152,20 @@ def save_head(head: DraftHead, folder: str | Path, metadata: CheckpointMetadata,
         _write_json(partial / CONFIG_FILE, config)
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
         (partial / GENERATE_FILE).parent.mkdir()
-        (partial / GENERATE_FILE).write_text(generate_source(str(Path(folder).resolve())), encoding="utf-8")
+        (partial / GENERATE_FILE).write_text(
+            generate_source(str(Path(folder).resolve())), encoding="utf-8"
+        )
         if adapter is not None:
             adapter.save_pretrained(partial / ADAPTER_FOLDER)
 
 
-def save_tree(folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str) -> None:
-    """Record a draft tree in a checkpoint, for `machine` and as the default of others, with its calibration."""
+def save_tree(
+    folder: str | Path, tree: str | list[list[int]], calibration: dict[str, Any], machine: str
+) -> None:
+    """Record a draft tree and its calibration in a checkpoint.
+
+    The tree is recorded for `machine`, and as the default of other machines.
+    """
     config = _read_config(Path(folder))
     section = config["headstart"]
     section["tree"] = tree
@@ -186,10 +200,13 @@ def _by_token(head: DraftHead, name: str) -> bool:
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
-    """One phrase for each entry of the target's provenance that differs between training and use."""
+    """Describe each entry of the target's provenance that differs between training and use."""
     ignored = {"target", "revision"}
-    if "float16" in (trained.get("dtype"), used.get("dtype")) and trained.get("dtype") != used.get("dtype"):
-        ignored.add("weights")  # their hash is over values rounded to bfloat16, which float16 rounds before
+    if "float16" in (trained.get("dtype"), used.get("dtype")) and trained.get("dtype") != used.get(
+        "dtype"
+    ):
+        # their hash is over values rounded to bfloat16, which float16 rounds before
+        ignored.add("weights")
     return [
         f"{name.replace('_', ' ')} {trained[name]!r} (trained against) and {used[name]!r} (in use)"
         for name in trained.keys() & used.keys()
@@ -197,11 +214,13 @@ def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
     ]
 
 
-def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]) -> list[str]:
-    """Make the folder that is uploaded: a head's own files, with a card for its repository, and nothing else.
+def publishable(
+    source: Path, folder: Path, listing: Listing, shared: dict[str, Tensor]
+) -> list[str]:
+    """Make the folder to upload: only a head's own files, with a card for its repository.
 
-    The card and config.json name what they come from without this machine's paths. `shared` holds the target's tensors
-    that servers expect in the head's file, by name.
+    The card and config.json name what they come from without this machine's paths. `shared` holds
+    the target's tensors that servers expect in the head's file, by name.
 
     Returns:
         One phrase for each file of the source that is left out.
@@ -214,7 +233,10 @@ def publishable(source: Path, folder: Path, listing: Listing, shared: dict[str, 
         wanted += [f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES]
     for name in wanted:
         if leads_out(source, source / name):
-            raise ValueError(f"{source / name} leads out of its folder, to {(source / name).resolve()}: it is not read")
+            raise ValueError(
+                f"{source / name} leads out of its folder, to {(source / name).resolve()}: it is"
+                " not read"
+            )
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     if listing.base_model is not None:
@@ -262,7 +284,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def push_head(head: DraftHead, repo: str, *options: Any) -> str:
-    """Save a head and upload it with the `options` of `push_folder`; returns the URL of the commit."""
+    """Save a head, upload it with the `options` of `push_folder`, and return the commit's URL."""
     with tempfile.TemporaryDirectory() as scratch:
         saved, ready = Path(scratch) / "saved", Path(scratch) / "head"
         head.save_pretrained(saved)
@@ -271,7 +293,10 @@ def push_head(head: DraftHead, repo: str, *options: Any) -> str:
 
 
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
-    """Load tensors whose names and shapes must be the head's own; the error names all that are not."""
+    """Load tensors whose names and shapes must be the head's own.
+
+    The ValueError names all that are not.
+    """
     expected = head.state_dict()
     _refuse_other_shapes(
         {name: tuple(tensor.shape) for name, tensor in expected.items()},
@@ -280,7 +305,9 @@ def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:
     head.load_state_dict(saved)
 
 
-def _refuse_other_shapes(expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+def _refuse_other_shapes(
+    expected: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
+) -> None:
     problems = [f"missing tensor {name!r}" for name in expected if name not in saved]
     problems += [f"unknown tensor {name!r}" for name in saved if name not in expected]
     problems += [
@@ -292,14 +319,19 @@ def _refuse_other_shapes(expected: Mapping[str, tuple[int, ...]], saved: Mapping
         raise ValueError("; ".join(problems))
 
 
-def build_unloaded(name: str, options: dict[str, Any], target: TargetInfo, tensors: int) -> DraftHead:
-    """A head without weights, whose shapes are compared with those of a file before memory is taken for them.
+def build_unloaded(
+    name: str, options: dict[str, Any], target: TargetInfo, tensors: int
+) -> DraftHead:
+    """Build a head without weights, on the meta device.
+
+    Its shapes are compared with those of a file before memory is taken for them.
 
     Args:
         name: key in `HEADS`.
         options: of a config.json that anybody may have written.
         target: from the same config.json, or the target itself.
-        tensors: number of tensors in the file; a head has at least one for each of its layers and heads.
+        tensors: number of tensors in the file; a head has at least one for each of its layers and
+            heads.
 
     Raises:
         ValueError: options that no head can have.
@@ -307,20 +339,26 @@ def build_unloaded(name: str, options: dict[str, Any], target: TargetInfo, tenso
     for option in ("num_layers", "num_heads"):
         number = options.get(option)
         if isinstance(number, int) and number > max(tensors, FEW_LAYERS):
-            raise ValueError(f"{option} is {number}, and the file holds {tensors} tensors: fewer than one for each")
+            raise ValueError(
+                f"{option} is {number}, and the file holds {tensors} tensors: fewer than one for"
+                " each"
+            )
     try:
         with torch.device("meta"):
             return build_head(name, options, target)
     except ValueError:
         raise
     except (RuntimeError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an unknown type.
+        # Sizes whose product no tensor has, a list in place of a number, a rotary embedding of an
+        # unknown type.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"options of the {name} head cannot be used ({reason}): {options}") from error
+        raise ValueError(
+            f"options of the {name} head cannot be used ({reason}): {options}"
+        ) from error
 
 
 def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) -> None:
-    """Refuse a file whose tensors do not have the shapes that config.json says, by the file's header."""
+    """Refuse a file whose tensor shapes, by its header, are not those that config.json says."""
     shapes = weight_shapes(folder)
     try:
         head = build_unloaded(section["head"], _architecture(section), target, len(shapes))
@@ -346,8 +384,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     section = config.get("headstart")
     if not isinstance(section, dict):
         raise ValueError(
-            f"{path} has no 'headstart' section: it was not written by headstart. `headstart import` reads the heads "
-            "of other projects"
+            f"{path} has no 'headstart' section: it was not written by headstart. `headstart"
+            " import` reads the heads of other projects"
         )
     missing = {"head", "options", "target", *SECTION_KEYS.values()} - section.keys()
     if missing:
@@ -362,11 +400,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 LARGEST = {"num_layers": 2**12}
-"""Largest dimensions of a target, 2^31 for those that are not here: larger ones are mistakes, or made to harm."""
+"""Largest dimensions of a target, 2^31 for those that are not here: larger ones are mistakes, or
+made to harm."""
 
 
 def _section_problem(section: dict[str, Any]) -> str | None:
-    """The first value of a section that is of the wrong type or out of range; anybody may have written it."""
+    """Describe the first value of a section that has a wrong type or is out of range.
+
+    Returns None if all values fit. Anybody may have written the section.
+    """
     objects = ("options", "training", "measured", "origin")
     for name in objects:
         if not isinstance(section[name], dict):
@@ -408,6 +450,6 @@ def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) ->
             continue  # written before the option existed: servers read the same
         if ours != theirs:
             raise ValueError(
-                f"{folder / CONFIG_FILE}: {name} is {theirs!r} for servers, and by the section 'headstart' {ours!r}: "
-                "one of them was changed"
+                f"{folder / CONFIG_FILE}: {name} is {theirs!r} for servers, and by the section"
+                f" 'headstart' {ours!r}: one of them was changed"
             )

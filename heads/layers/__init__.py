@@ -1,1 +1,1 @@
-"""Layers that several heads share, and the keys and values that they attend to while training and drafting."""
+"""Layers that heads share, and the keys and values that they read in training and drafting."""

@@ -1,4 +1,6 @@
-"""Tensors that follow from a few numbers, made once for each device and kept; copies from host to device and back.
+"""Constant tensors, kept on each device, and copies between host and device.
+
+The constants follow from a few numbers, and are made once for each device.
 
 Launching a kernel for so little takes an accelerator longer than the work itself.
 """
@@ -25,7 +27,9 @@ _recording = threading.local()
 
 @contextmanager
 def recording() -> Iterator[list[Any]]:
-    """While operations are recorded to be replayed: the constants in use, which the recording must keep alive.
+    """Collect the constants in use while operations are recorded to be replayed.
+
+    The recording must keep them alive.
 
     Nothing is kept that is made in the block: it would hold no values before the first replay.
     """
@@ -38,7 +42,9 @@ def recording() -> Iterator[list[Any]]:
 
 
 def constants(make: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Keep what a function returns for each of its arguments, inside and outside inference mode apart.
+    """Keep what a function returns for each of its arguments.
+
+    Results from inside and from outside inference mode are kept apart.
 
     Tensors that were made in the one do not fully work in the other.
     """
@@ -75,7 +81,9 @@ def _counting(size: int, device: torch.device, first: int) -> tuple[Tensor, Tens
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on the host, or numbers in nested lists, on `device`, without waiting for that device's work.
+    """Return `values` as a tensor on `device`, without waiting for that device's work.
+
+    They are a tensor on the host, or numbers in nested lists.
 
     A copy from pageable memory waits on CUDA, whether or not it is said to be non-blocking.
     """
@@ -86,7 +94,10 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 class Download:
-    """A copy of a tensor to the host that begins at once: what is launched after it is not waited for."""
+    """A copy of a tensor to the host that begins at once.
+
+    It does not wait for work that is launched after it.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,9 +1,10 @@
-"""Decoder layer of the draft heads: a Llama block whose attention reads keys and values through a KV view.
+"""Decoder layer of the draft heads: a Llama block that reads keys and values through a KV view.
 
-A head runs the same layers while training and while decoding; what differs is the KV view: a step of
-`TrainingTimeTest` over whole sequences, or `KVEntries` of a `DraftCache`.
+A head runs the same layers while training and while decoding; what differs is the KV view: a step
+of `TrainingTimeTest` over whole sequences, or `KVEntries` of a `DraftCache`.
 
-Letters in tensor names: B batch, T time, H query heads, G key-value heads, E head size, D hidden size.
+Letters in tensor names: B batch, T time, H query heads, G key-value heads, E head size, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class LayerShape:
 
     @classmethod
     def of(cls, target: TargetInfo, own: Any = None) -> LayerShape:
-        """The target's dimensions, except those that `own`, a head's config, sets; flags only from there."""
+        """Return the target's dimensions, except those that `own`, a head's config, sets.
+
+        Flags come from `own` alone.
+        """
         chosen: dict[str, Any] = {}
         for name in [key.name for key in fields(cls) if key.name not in FLAGS]:
             value = getattr(own, name, None)
@@ -58,9 +62,14 @@ class LayerShape:
                 raise ValueError(f"{name} must be at least 1, not {chosen[name]}")
         heads, groups = chosen["num_attention_heads"], chosen["num_key_value_heads"]
         if heads < 1 or heads % groups:
-            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+            raise ValueError(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            )
         if chosen["hidden_act"] not in ACT2FN:
-            raise ValueError(f"unknown hidden_act {chosen['hidden_act']!r}; choose from {', '.join(sorted(ACT2FN))}")
+            raise ValueError(
+                f"unknown hidden_act {chosen['hidden_act']!r}; choose from"
+                f" {', '.join(sorted(ACT2FN))}"
+            )
         for name in FLAGS:
             chosen[name] = getattr(own, name, False)
         return cls(**chosen)
@@ -72,15 +81,21 @@ class KVView(Protocol):
     drafts_N: Tensor | None
     """While training: the draft positions among the flattened [B * T]; None for all."""
 
-    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor
+    ) -> Tensor:
         """Store a layer's new keys and values and return its attention output, [B, H, T, E].
 
-        The first step of training returns [1, H, N, E] in the last layer, for the draft positions only.
+        The first step of training returns [1, H, N, E] in the last layer, for the draft positions
+        only.
         """
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in the dtype of its input, as fused kernels need: under autocast its weight has another dtype."""
+    """RMSNorm in the dtype of its input, as fused kernels need.
+
+    Under autocast its weight has another dtype.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
@@ -88,9 +103,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding: the target's, with its scaling, or one of the head's own; nothing to train or save."""
+    """Rotary position embedding, with nothing to train or save.
 
-    def __init__(self, target: TargetInfo, head_dim: int, own: dict[str, Any] | None = None) -> None:
+    It is the target's, with its scaling, or the head's own.
+    """
+
+    def __init__(
+        self, target: TargetInfo, head_dim: int, own: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         config = LlamaConfig(
             hidden_size=head_dim,
@@ -99,7 +119,8 @@ class Rotary(nn.Module):
             max_position_embeddings=target.max_positions,
             rope_parameters=dict(own or target.rope_parameters),
         )
-        # In a list, so that it is no submodule: its frequencies must stay float32 and out of checkpoints.
+        # In a list, so that it is no submodule: its frequencies must stay float32 and out of
+        # checkpoints.
         self._embedding = [LlamaRotaryEmbedding(config)]
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,15 +138,24 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, input_size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        queries, keys = (
+            shape.num_attention_heads * shape.head_dim,
+            shape.num_key_value_heads * shape.head_dim,
+        )
         self.q_proj = nn.Linear(input_size, queries, bias=shape.attention_bias)
         self.k_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
         self.v_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        self.q_norm = (
+            RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
+        )
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int
+    ) -> Tensor:
         """Attention output [B, T, D], at the positions that `kv` returns."""
         heads = (-1, self.head_dim)
         query = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads).transpose(1, 2))
@@ -160,7 +190,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int
+    ) -> Tensor:
         """The residual stream after the block, at the positions that `kv` returns."""
         out_BTD = self.self_attn(self.input_layernorm(x_BTD), rotary, kv, layer)
         if out_BTD.shape != x_BTD.shape:
@@ -172,7 +204,10 @@ class DecoderLayer(nn.Module):
 def llama_config(
     shape: LayerShape, num_layers: int, target: TargetInfo, own_rope: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Keys of config.json by which servers read a head of Llama blocks; rotary parameters in both spellings."""
+    """Return the config.json keys by which servers read a head of Llama blocks.
+
+    Rotary parameters are in both spellings.
+    """
     rope = own_rope or target.rope_parameters
     biases = {"attention_bias": True} if shape.attention_bias else {}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
@@ -191,5 +226,8 @@ def llama_config(
 
 
 def sliding_keys(kinds: list[str], window: int) -> dict[str, Any]:
-    """Keys by which transformers describes layers with a sliding window; vLLM and speculators read them."""
+    """Return the keys by which transformers describes layers with a sliding window.
+
+    vLLM and speculators read these keys.
+    """
     return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}

@@ -1,7 +1,7 @@
 """KV cache of a draft head, and attention of a few new tokens over it.
 
-Letters in tensor names: B batch, T new tokens, A accepted tokens, N queries, H query heads, G key-value heads, S slots,
-E head size.
+Letters in tensor names: B batch, T new tokens, A accepted tokens, N queries, H query heads, G
+key-value heads, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .tree_attention import attend_to_slots
 from .tree_slots import TreeSlots, seen_in_chain
 
 STEP = 64
-"""Slots by which the attended part of a cache grows, so that shapes do not change in every round."""
+"""Slots by which the attended part of a cache grows, so that shapes do not change in every
+round."""
 MOST_NEW_TOKENS = 512
 """Tokens that one `commit` adds to a row at most."""
 
@@ -27,12 +28,13 @@ MOST_NEW_TOKENS = 512
 class DraftCache:
     """Preallocated keys and values of a head, for one `generate` call.
 
-    The first `nodes` slots hold the nodes of the round's tree in order of expansion, the others each row's committed
-    tokens. The next round's entries overwrite drafts, which need not be erased.
+    The first `nodes` slots hold the nodes of the round's tree in order of expansion, the others
+    each row's committed tokens. The next round's entries overwrite drafts, which need not be
+    erased.
 
-    With a window, the token at position p lies in slot `nodes + p mod R` of a ring of R slots, so that size and time
-    do not grow with the text. New tokens, padding included, must overwrite nothing that the first of them sees:
-    R = window + MOST_NEW_TOKENS - 1.
+    With a window, the token at position p lies in slot `nodes + p mod R` of a ring of R slots, so
+    that size and time do not grow with the text. New tokens, padding included, must overwrite
+    nothing that the first of them sees: R = window + MOST_NEW_TOKENS - 1.
     """
 
     nodes: int
@@ -40,11 +42,13 @@ class DraftCache:
     """[B, G, S, E] of each layer."""
     values: list[Tensor]
     attended: int | None = None
-    """Slots that forwards attend to, from the first on; None for all. The drafter sets it: the host knows lengths."""
+    """Slots that forwards attend to, from the first on; None for all. The drafter sets it: the host
+    knows lengths."""
     window: int | None = None
     """Newest positions that a token sees, its own included; None for all."""
     by_slots: bool = False
-    """Whether attention reads the slots in use by their lengths on the device, with no mask; the drafter sets it."""
+    """Whether attention reads the slots in use by their lengths on the device, with no mask; the
+    drafter sets it."""
 
     @staticmethod
     def slots_for(capacity: int, window: int | None) -> int:
@@ -64,8 +68,8 @@ class DraftCache:
     def window_mask(self, ends_B: Tensor, positions_BT: Tensor, first_B: Tensor | None) -> Tensor:
         """Which slots of the ring queries at these positions see, [B, T, attended - nodes].
 
-        Each row has stored the tokens before `ends_B`, padding of its last commit included. Of a row whose end was
-        cropped, the ring holds tokens from position `first_B` on.
+        Each row has stored the tokens before `ends_B`, padding of its last commit included. Of a
+        row whose end was cropped, the ring holds tokens from position `first_B` on.
         """
         assert self.window is not None
         slot_S = counting(self.attended_slots - self.nodes, positions_BT.device)
@@ -74,7 +78,9 @@ class DraftCache:
         held_BS = newest_B1 - (newest_B1 - slot_S) % (self.slots - self.nodes)
         first_B1 = 0 if first_B is None else first_B[:, None]
         held_B1S = torch.where(held_BS >= first_B1, held_BS, -1 - self.window)[:, None]
-        return (held_B1S <= positions_BT[..., None]) & (held_B1S > positions_BT[..., None] - self.window)
+        return (held_B1S <= positions_BT[..., None]) & (
+            held_B1S > positions_BT[..., None] - self.window
+        )
 
     def select(self, rows_R: Tensor) -> DraftCache:
         """A cache of some rows, in place of this one, and where it lies if they are not more."""
@@ -91,7 +97,9 @@ class DraftCache:
 
     def replace(self, rows_R: Tensor, other: DraftCache) -> None:
         """Overwrite rows by those of a cache of the same capacity."""
-        for states, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+        for states, theirs in zip(
+            (*self.keys, *self.values), (*other.keys, *other.values), strict=True
+        ):
             states[rows_R] = theirs
 
     def resized(self, capacity: int) -> DraftCache:
@@ -99,11 +107,18 @@ class DraftCache:
         more = self.nodes + self.slots_for(capacity, self.window) - self.slots
         if more <= 0:
             return self
-        keys, values = ([F.pad(states, (0, 0, 0, more)) for states in both] for both in (self.keys, self.values))
+        keys, values = (
+            [F.pad(states, (0, 0, 0, more)) for states in both] for both in (self.keys, self.values)
+        )
         return replace(self, keys=keys, values=values)
 
-    def commit(self, lengths_B: Tensor, new_tokens: int, first_B: Tensor | None = None) -> tuple[Tensor, KVEntries]:
-        """Positions [B, A] of new tokens behind each row's `lengths_B` committed ones, and their causal KV view."""
+    def commit(
+        self, lengths_B: Tensor, new_tokens: int, first_B: Tensor | None = None
+    ) -> tuple[Tensor, KVEntries]:
+        """Return the positions [B, A] of new tokens and their causal KV view.
+
+        The tokens follow the `lengths_B` committed tokens of each row.
+        """
         assert self.window is None or new_tokens <= MOST_NEW_TOKENS, new_tokens
         device = lengths_B.device
         positions_BA = lengths_B[:, None] + counting(new_tokens, device)
@@ -111,7 +126,8 @@ class DraftCache:
             slots_BA = self.nodes + positions_BA % (self.slots - self.nodes)
             seen_BAS = self.window_mask(lengths_B + new_tokens, positions_BA, first_B)
             return positions_BA, KVEntries(self, F.pad(seen_BAS, (self.nodes, 0)), slots_BA)
-        # Padding after the end of a short prompt is overwritten later; it only must not lie outside.
+        # Padding after the end of a short prompt is overwritten later; it only must not lie
+        # outside.
         slots_BA = (self.nodes + positions_BA).clamp(max=self.slots - 1)
         if self.by_slots:
             ancestors_BAA = seen_in_chain(new_tokens, device).expand(len(lengths_B), -1, -1)
@@ -138,8 +154,9 @@ class KVEntries:
     def store(self, layer: int, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new entries into the cache; return all keys and values of the layer.
 
-        NaN and inf are stored as 0: attention multiplies by 0 what a token does not see, and 0 x NaN is NaN, so one
-        draft would spoil all others and, left in the cache, those of later rounds.
+        NaN and inf are stored as 0: attention multiplies by 0 what a token does not see, and 0 x
+        NaN is NaN, so one draft would spoil all others and, left in the cache, those of later
+        rounds.
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for states, new in ((keys, key_BGTE), (values, value_BGTE)):
@@ -151,10 +168,14 @@ class KVEntries:
                 states.transpose(1, 2)[rows_B1, self.slots_BT] = new.transpose(1, 2)
         return keys, values
 
-    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor
+    ) -> Tensor:
         keys, values = self.store(layer, key_BGTE, value_BGTE)
         if self.sees is not None:
             return attend_to_slots(query_BHTE, keys, values, self.sees).transpose(1, 2)
         assert self.mask_BTS is not None
         attended = self.mask_BTS.shape[-1]
-        return masked_attention(query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None])
+        return masked_attention(
+            query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None]
+        )

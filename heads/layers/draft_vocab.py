@@ -1,4 +1,6 @@
-"""The draft vocabulary: the target tokens that a head can draft, the most frequent ones of its training data.
+"""The draft vocabulary: the target tokens that a head can draft.
+
+They are the most frequent tokens of its training data.
 
 A draft id is an index into `vocabulary_V`, the sorted target ids.
 """
@@ -13,24 +15,27 @@ RIDGE = 1e-3
 
 
 def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
-    """The `size` most frequent tokens as sorted target ids, with a ValueError if the data has fewer.
+    """Return the `size` most frequent tokens as sorted target ids.
 
-    Of tokens that are as frequent, the lower ids come first: tokenizers number tokens as they merge them, the most
-    frequent ones first.
+    A ValueError is raised if the data has fewer different tokens.
+
+    Of tokens that are as frequent, the lower ids come first: tokenizers number tokens as they merge
+    them, the most frequent ones first.
     """
     seen = int((token_counts_V > 0).sum())
     if seen < size:
         raise ValueError(
-            f"{head} draft_vocab_size {size} is larger than the {seen} different answer tokens of the training data; "
-            "choose a smaller one, or null for the whole vocabulary"
+            f"{head} draft_vocab_size {size} is larger than the {seen} different answer tokens of"
+            " the training data; choose a smaller one, or null for the whole vocabulary"
         )
     return token_counts_V.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:
-    """Counts by which, of two tokens that are as frequent, the one of an earlier draft vocabulary is chosen.
+    """Return counts that break ties in favour of the tokens of an earlier draft vocabulary.
 
-    Every token counts for something: a draft vocabulary may be larger than the earlier one and the data together.
+    Every token counts for something: a draft vocabulary may be larger than the earlier one and the
+    data together.
     """
     favoured_V = token_counts_V.double() + 0.25
     favoured_V[vocabulary_V] += 0.5
@@ -38,7 +43,10 @@ def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:
 
 
 def check_ids(ids_V: Tensor, vocab_size: int, name: str) -> None:
-    """Refuse a draft vocabulary that is not made of sorted target ids, with a ValueError that names its tensor."""
+    """Refuse a draft vocabulary that does not consist of distinct, sorted target ids.
+
+    The ValueError names its tensor.
+    """
     # Each id by itself: differences of extreme numbers wrap around.
     in_range = bool(((ids_V >= 0) & (ids_V < vocab_size)).all())
     if not in_range or not bool((ids_V.diff() > 0).all()):
@@ -46,7 +54,10 @@ def check_ids(ids_V: Tensor, vocab_size: int, name: str) -> None:
 
 
 def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
-    """Target ids to draft ids, -1 outside the draft vocabulary; None for a draft vocabulary of all tokens."""
+    """Convert target ids to draft ids, -1 outside the draft vocabulary.
+
+    If `vocabulary_V` is None, the draft vocabulary has all tokens.
+    """
     if vocabulary_V is None:
         return tokens
     ids = torch.searchsorted(vocabulary_V, tokens).clamp(max=len(vocabulary_V) - 1)
@@ -54,11 +65,13 @@ def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
 
 
 def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> Tensor:
-    """Rows of an output layer, K of which another head has trained; what training did to these is expected of all.
+    """Extend to all rows of an output layer what training has changed in K of them.
 
-    Nothing has lowered the logit of a token that was never trained where that token is wrong. Most are rare, and would
-    be drafted in the place of likely ones. So the change of a row is estimated as a linear function of the row, fitted
-    to the K common ones (ridge regression).
+    Another head has trained the K rows.
+
+    Nothing has lowered the logit of a token that was never trained where that token is wrong. Most
+    are rare, and would be drafted in the place of likely ones. So the change of a row is estimated
+    as a linear function of the row, fitted to the K common ones (ridge regression).
 
     Args:
         rows_VD: as a new head begins.
@@ -78,7 +91,8 @@ def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> 
     mean_change_D = change_KD.mean(0)
     centred_KD = before_KD - centre_D
     products_DD = centred_KD.T @ centred_KD
-    products_DD.diagonal().add_(RIDGE * products_DD.diagonal().mean() + 1e-6)  # a single row has no variance
+    # a single row has no variance
+    products_DD.diagonal().add_(RIDGE * products_DD.diagonal().mean() + 1e-6)
     map_DD = torch.linalg.solve(products_DD, centred_KD.T @ (change_KD - mean_change_D))
     others_UD = rows_VD[~common_V].float()
     changed_UD = others_UD + mean_change_D + (others_UD - centre_D) @ map_DD

@@ -1,4 +1,4 @@
-"""Fused operations between the linear layers of a block: Triton kernels on CUDA, elsewhere torch's operations.
+"""Fused operations between a block's linear layers: Triton kernels on CUDA, torch elsewhere.
 
 fused_reference.py says what they compute.
 """
@@ -24,10 +24,15 @@ def add_norm(x_BND: Tensor, out_BND: Tensor | None, norm: Norm) -> tuple[Tensor,
 
 
 def rotary_store(
-    projected: Projected, rotary: tuple[Tensor, Tensor], place: Place, norms: tuple[Norm, Norm] | None = None
+    projected: Projected,
+    rotary: tuple[Tensor, Tensor],
+    place: Place,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """`fused_reference.rotary_store`."""
-    query_BHNE: Tensor = _operations(projected.query_BNX).rotary_store(projected, rotary, place, norms)
+    query_BHNE: Tensor = _operations(projected.query_BNX).rotary_store(
+        projected, rotary, place, norms
+    )
     return query_BHNE
 
 

@@ -1,6 +1,7 @@
 """The operations of fused_reference.py as Triton kernels.
 
-Letters in tensor names: R rows (B * N), D width of a row, H query heads, G heads of keys and values, E head size.
+Letters in tensor names: R rows (B * N), D width of a row, H query heads, G heads of keys and
+values, E head size.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def _rotated(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Both halves of one head after norm and rotary embedding, rounded; `cos` and `sin` point to those of its row."""
+    """Return both halves of one head after norm and rotary embedding, rounded.
+
+    `cos` and `sin` point to those of the head's row.
+    """
     dtype = states.dtype.element_ty
     column = tl.arange(0, PADDED)
     in_half = column < HALF
@@ -161,7 +165,9 @@ def _rotary_store(  # type: ignore[no-untyped-def]
     angles = batch * cos_batch + node * cos_node
     if head < HEADS:
         at = row.to(tl.int64) * query_row + head * 2 * HALF
-        first, second = _rotated(query, query_weight, cos + angles, sin + angles, query_epsilon, at, HALF, PADDED, NORM)
+        first, second = _rotated(
+            query, query_weight, cos + angles, sin + angles, query_epsilon, at, HALF, PADDED, NORM
+        )
         to = query_out + (row.to(tl.int64) * HEADS + head) * 2 * HALF + column
         tl.store(to, first.to(query_out.dtype.element_ty), mask=in_half)
         tl.store(to + HALF, second.to(query_out.dtype.element_ty), mask=in_half)
@@ -171,7 +177,9 @@ def _rotary_store(  # type: ignore[no-untyped-def]
         place = batch.to(tl.int64) * state_batch + group * state_group + slot * state_slot + column
         if head < HEADS + GROUPS:
             at = row.to(tl.int64) * key_row + group * 2 * HALF
-            first, second = _rotated(key, key_weight, cos + angles, sin + angles, key_epsilon, at, HALF, PADDED, NORM)
+            first, second = _rotated(
+                key, key_weight, cos + angles, sin + angles, key_epsilon, at, HALF, PADDED, NORM
+            )
             if FINITE:
                 first = _finite(first)
                 second = _finite(second)
@@ -199,13 +207,16 @@ def rotary_store(
     groups, size = place.keys_BGSE.shape[1], place.keys_BGSE.shape[3]
     heads = width // size
     query_RX, key_RX, value_RX = (
-        states.reshape(batch * nodes, -1) for states in (projected.query_BNX, projected.key_BNX, projected.value_BNX)
+        states.reshape(batch * nodes, -1)
+        for states in (projected.query_BNX, projected.key_BNX, projected.value_BNX)
     )
     cos_BNE, sin_BNE = (part.expand(batch, nodes, size) for part in rotary)
     query_norm, key_norm = (None, None) if norms is None else norms
     assert cos_BNE.stride() == sin_BNE.stride() and cos_BNE.stride(2) == 1
     assert place.keys_BGSE.stride() == place.values_BGSE.stride() and place.keys_BGSE.stride(3) == 1
-    output_BNHE = torch.empty(batch, nodes, heads, size, dtype=query_RX.dtype, device=query_RX.device)
+    output_BNHE = torch.empty(
+        batch, nodes, heads, size, dtype=query_RX.dtype, device=query_RX.device
+    )
     _rotary_store[(batch * nodes, heads + 2 * groups)](
         query_RX,
         key_RX,
@@ -284,12 +295,17 @@ def _top_of_chunk(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The WIDTH best logits of a chunk of a row, and the sum by which the row's softmax is normalised."""
+    """Store the WIDTH best logits of a chunk of a row, and the chunk's softmax sum.
+
+    The chunks' sums together normalise the softmax of the row.
+    """
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     in_row = column < vocab_size
-    value = tl.load(logits + row.to(tl.int64) * logits_row + column, mask=in_row, other=float("-inf")).to(tl.float32)
+    value = tl.load(
+        logits + row.to(tl.int64) * logits_row + column, mask=in_row, other=float("-inf")
+    ).to(tl.float32)
     is_number = value < float("inf")  # neither NaN nor inf
     value = tl.where(is_number, value, float("-inf"))
     high = tl.max(value, 0)
@@ -320,7 +336,10 @@ def _top_of_row(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The WIDTH best of all chunks of a row, as log-probabilities; -inf where its logits hold NaN or inf."""
+    """Store the WIDTH best log-probabilities of a row, from the best of all its chunks.
+
+    They are -inf where the row's logits hold NaN or inf.
+    """
     row = tl.program_id(0)
     chunk = tl.arange(0, PADDED_CHUNKS)
     is_chunk = chunk < CHUNKS
@@ -335,9 +354,13 @@ def _top_of_row(  # type: ignore[no-untyped-def]
     for rank in tl.static_range(WIDTH):
         at = tl.argmax(value, 0)
         log_probability = tl.max(value, 0) - log_sum
-        log_probability = tl.where(log_probability == log_probability, log_probability, float("-inf"))
+        log_probability = tl.where(
+            log_probability == log_probability, log_probability, float("-inf")
+        )
         tl.store(values + row * WIDTH + rank, log_probability)
-        tl.store(indices + row * WIDTH + rank, tl.load(columns + row * CHUNKS * WIDTH + at).to(tl.int64))
+        tl.store(
+            indices + row * WIDTH + rank, tl.load(columns + row * CHUNKS * WIDTH + at).to(tl.int64)
+        )
         value = tl.where(candidate == at, float("-inf"), value)
 
 

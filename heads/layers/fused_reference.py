@@ -1,17 +1,18 @@
 """Three operations instead of thirty between the linear layers of a Llama-like block.
 
     normed, x = add_norm(x, out, weight)     x + out, and its RMSNorm
-    query = rotary_store(...)                norms and rotary embedding of queries and keys; keys and values to a cache
+    query = rotary_store(...)                norms and rotary embedding of queries and keys;
+                                             keys and values to a cache
     inner = silu_product(gate, up)           silu(gate) * up
 
 and what follows a draft head's logits: `top_log_probs`.
 
-Here they are written in torch, which says what the Triton kernels of fused_kernels.py compute. Both round where
-transformers' modules round: a norm is computed in float32 and rounded before its weight is applied, and each product of
-the rotary embedding, and silu(gate), before what follows.
+Here they are written in torch, which says what the Triton kernels of fused_kernels.py compute. Both
+round where transformers' modules round: a norm is computed in float32 and rounded before its weight
+is applied, and each product of the rotary embedding, and silu(gate), before what follows.
 
-Letters in tensor names: B batch, N tokens, D hidden size, H query heads, G heads of keys and values, E head size,
-S slots, I inner width.
+Letters in tensor names: B batch, N tokens, D hidden size, H query heads, G heads of keys and
+values, E head size, S slots, I inner width.
 """
 
 from __future__ import annotations
@@ -97,12 +98,22 @@ def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
 
 
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` highest log-probabilities of each node, float32 at least, and their indices, [B, W, width].
+    """Return each node's `width` highest log-probabilities and their indices, [B, W, width].
 
-    The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first is not said.
+    Log-probabilities are in float32, or in the dtype of the logits if it is wider.
+
+    The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first
+    is not said.
     """
-    best = logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32)).log_softmax(-1).topk(width, dim=-1)
-    return best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), best.indices
+    best = (
+        logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32))
+        .log_softmax(-1)
+        .topk(width, dim=-1)
+    )
+    return (
+        best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf),
+        best.indices,
+    )
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -1,6 +1,7 @@
 """Starting values of a head's layers, taken from the target's blocks and norms.
 
-A block is compared with our layer on a short text. One that computes something else is refused, not approximated.
+A block is compared with our layer on a short text. One that computes something else is refused, not
+approximated.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ from .training_time_test import TrainingTimeTest
 
 @torch.no_grad()
 def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
-    """The gain g of an RMSNorm g x / rms(x), however a model keeps it (Gemma's weight is g - 1); else None."""
+    """Return the gain g of an RMSNorm g x / rms(x); None for any other norm.
+
+    It does not matter how a model stores the gain: Gemma's weight is g - 1.
+    """
     weights = {name: _whole(weight) for name, weight in norm.named_parameters()}
     if len(weights) != 1:
         return None
     (weight,) = weights.values()
     ones_D = torch.full((size,), 1024.0)  # so large that eps is nothing beside the variance
     x_D = torch.linspace(-1024, 2048, size)  # with a mean that a LayerNorm would take out
-    gain_D, found_D = (functional_call(norm, weights, (states_D.to(weight)[None],))[0] for states_D in (ones_D, x_D))
+    gain_D, found_D = (
+        functional_call(norm, weights, (states_D.to(weight)[None],))[0]
+        for states_D in (ones_D, x_D)
+    )
     expected_D = at_least_fp32(gain_D) * (x_D / x_D.square().mean().sqrt()).to(gain_D.device)
-    return gain_D if torch.allclose(at_least_fp32(found_D), expected_D, rtol=2e-2, atol=1e-3) else None
+    return (
+        gain_D if torch.allclose(at_least_fp32(found_D), expected_D, rtol=2e-2, atol=1e-3) else None
+    )
 
 
 def required_gain(norm: nn.Module, size: int, where: str) -> Tensor:
@@ -41,25 +50,38 @@ def required_gain(norm: nn.Module, size: int, where: str) -> Tensor:
 
 
 @torch.no_grad()
-def target_layer_weights(blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str) -> dict[str, Tensor]:
-    """Weights for a `DecoderLayer` from a block of the target, which must be a Llama block; -1 is the last one."""
+def target_layer_weights(
+    blocks: Sequence[nn.Module], layer: int, target: TargetInfo, head: str
+) -> dict[str, Tensor]:
+    """Return the weights for a `DecoderLayer` from the target's block `layer`; -1 is the last.
+
+    A ValueError refuses a block that is not a Llama block.
+    """
     if not -len(blocks) <= layer < len(blocks):
-        raise ValueError(f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0")
+        raise ValueError(
+            f"{head} cannot start from block {layer}: the target has {len(blocks)}; choose from 0"
+        )
     block = blocks[layer]
     where = f"{head} cannot start from block {layer} of {target.name!r}, a {type(block).__name__}"
     weights = block_tensors(block)
-    ours = DecoderLayer(replace(LayerShape.of(target), qk_norm="self_attn.q_norm.weight" in weights))
+    ours = DecoderLayer(
+        replace(LayerShape.of(target), qk_norm="self_attn.q_norm.weight" in weights)
+    )
     for name in sorted(ours.state_dict().keys() ^ weights.keys()):
         what = "has, unlike a Llama layer," if name in weights else "lacks"
         raise ValueError(f"{where}, which {what} {name!r}; choose start: random")
     for name, module in ours.named_modules():
         if isinstance(module, RMSNorm):
             size = len(weights[f"{name}.weight"])
-            weights[f"{name}.weight"] = required_gain(block.get_submodule(name), size, f"{where}, whose {name}")
+            weights[f"{name}.weight"] = required_gain(
+                block.get_submodule(name), size, f"{where}, whose {name}"
+            )
     ours = ours.to(weights["mlp.up_proj.weight"])
     start_layer(ours, weights, f"block {layer}", head)
     if not _alike(ours, block, target):
-        raise ValueError(f"{where}, which computes something else than a Llama layer; choose start: random")
+        raise ValueError(
+            f"{where}, which computes something else than a Llama layer; choose start: random"
+        )
     return weights
 
 
@@ -76,13 +98,20 @@ def _whole(tensor: Tensor) -> Tensor:
 def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
     """Whether a layer and a target's block have the same output on a short random text."""
     weight = ours.mlp.up_proj.weight
-    flex = getattr(getattr(block.self_attn, "config", None), "_attn_implementation", "") == "flex_attention"
+    flex = (
+        getattr(getattr(block.self_attn, "config", None), "_attn_implementation", "")
+        == "flex_attention"
+    )
     time = 1 if flex else 4  # flex_attention takes no additive mask
-    x_1TD = torch.randn(1, time, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(weight)
+    x_1TD = torch.randn(1, time, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+        weight
+    )
     positions_1T = torch.arange(time, device=weight.device)[None]
     rotary = Rotary(target, target.head_dim)(positions_1T, weight.dtype)
     hidden_TT = torch.ones(time, time, dtype=torch.bool, device=weight.device).triu(1)
-    mask_11TT = torch.zeros_like(hidden_TT, dtype=weight.dtype).masked_fill(hidden_TT, torch.finfo(weight.dtype).min)
+    mask_11TT = torch.zeros_like(hidden_TT, dtype=weight.dtype).masked_fill(
+        hidden_TT, torch.finfo(weight.dtype).min
+    )
     try:
         found = block(
             x_1TD,
@@ -93,22 +122,25 @@ def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
     except (TypeError, RuntimeError, ValueError):
         return False
     moved_1TD = (found[0] if isinstance(found, tuple) else found) - x_1TD
-    apart = (ours(x_1TD, rotary, TrainingTimeTest(1).at(0), 0) - x_1TD - moved_1TD).norm() / moved_1TD.norm()
+    apart = (
+        ours(x_1TD, rotary, TrainingTimeTest(1).at(0), 0) - x_1TD - moved_1TD
+    ).norm() / moved_1TD.norm()
     return bool(apart < (1e-3 if weight.dtype in (torch.float32, torch.float64) else 5e-2))
 
 
 def start_layer(layer: nn.Module, weights: dict[str, Tensor], where: str, head: str) -> None:
-    """Load those weights of a target's block that a layer has; its other weights stay as they are."""
+    """Load the weights of a target's block that a layer has; leave its other weights unchanged."""
     own = layer.state_dict()
     if "self_attn.q_norm.weight" in weights.keys() - own.keys():
         raise ValueError(
-            f"{head} cannot start {where} from the target's block, which has norms of queries and keys; choose "
-            "start: random, or where there is such an option qk_norm: true"
+            f"{head} cannot start {where} from the target's block, which has norms of queries and"
+            " keys; choose start: random, or where there is such an option qk_norm: true"
         )
     for name, tensor in own.items():
         if name in weights and weights[name].shape != tensor.shape:
             raise ValueError(
-                f"{head} cannot start {where} from the target's block: {name} is {tuple(tensor.shape)} here and "
-                f"{tuple(weights[name].shape)} there; choose start: random, or the target's own dimensions"
+                f"{head} cannot start {where} from the target's block: {name} is"
+                f" {tuple(tensor.shape)} here and {tuple(weights[name].shape)} there; choose start:"
+                " random, or the target's own dimensions"
             )
     layer.load_state_dict({name: weights.get(name, tensor) for name, tensor in own.items()})

@@ -1,12 +1,16 @@
-"""Decoder layers of any transformers model, run as a draft's: their attention reads keys and values through a KV view.
+"""Decoder layers of any transformers model, run as a draft's.
 
-transformers' layers call the attention function that their config names. Ours hands queries, keys and values to the
-KV view of the forward, so that one class serves training-time test and the draft cache alike:
+Their attention reads keys and values through a KV view.
+
+transformers' layers call the attention function that their config names. Ours hands queries, keys
+and values to the KV view of the forward, so that one class serves training-time test and the draft
+cache alike:
 
     layers = build_layers({"model_type": "deepseek_v3", ...}, 1)
     layers.run(layers.blocks[0], x_BTD, positions_BT, partial(kv.attend, 0))
 
-Letters in tensor names: B batch, T time, H query heads, G key-value heads, E head size, D hidden size.
+Letters in tensor names: B batch, T time, H query heads, G key-value heads, E head size, D hidden
+size.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ CANNOT = {
     "s_aux": "has attention sinks",
     "sliding_window": "attends to a sliding window",
 }
-"""Arguments of an attention function that a KV view has no counterpart for, if they are not None."""
+"""Arguments of an attention function that a KV view has no counterpart for, if they are not
+None."""
 UNLIKE_A_DECODER = (
     AttributeError,
     IndexError,
@@ -42,10 +47,18 @@ UNLIKE_A_DECODER = (
     TypeError,
 )
 """What building or calling layers raises where a model is of another kind."""
-OF_LOADING = ("_name_or_path", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version")
+OF_LOADING = (
+    "_name_or_path",
+    "auto_map",
+    "dtype",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
 """Keys of a config that say how a model is stored."""
 ALIASES = {"mimo": "qwen2"}
-"""Model types that transformers reads by a repository's own code alone, and those whose decoder layer they have."""
+"""Model types that transformers reads by a repository's own code alone, and those whose decoder
+layer they have."""
 ATTENTION_KINDS = ("full_attention", "attention")
 """How versions of transformers call a Nemotron-H block with attention."""
 RECURRENT_KINDS = ("linear_attention", "mamba")
@@ -64,7 +77,8 @@ def draft_attention(
 ) -> tuple[Tensor, None]:
     """Attention [B, T, H, E] through the KV view of this forward, as transformers calls it.
 
-    Keys and values of different widths (multi-head latent attention) are padded with zeros to one width.
+    Keys and values of different widths (multi-head latent attention) are padded with zeros to one
+    width.
     """
     assert draft_attend is not None and attention_mask is None
     for name, what in CANNOT.items():
@@ -73,7 +87,8 @@ def draft_attention(
     width = query_BHTE.shape[-1]
     value_width = value_BGTE.shape[-1]
     size = max(width, value_width)
-    scale = (width**-0.5 if scaling is None else scaling) * size**0.5  # a KV view scales by 1 / sqrt(size)
+    # a KV view scales by 1 / sqrt(size)
+    scale = (width**-0.5 if scaling is None else scaling) * size**0.5
     query_BHTE = _widened(query_BHTE * scale, size)
     out_BHTE = draft_attend(query_BHTE, _widened(key_BGTE, size), _widened(value_BGTE, size))
     return out_BHTE[..., :value_width].transpose(1, 2), None
@@ -114,8 +129,12 @@ class DraftLayers:
         """Key and value heads that a KV cache holds."""
         self.head_dim = head_dim
         """Width of a cached head: the larger one of keys and values."""
-        self.hidden_act: str = getattr(self.config, "hidden_act", None) or self.config.mlp_hidden_act
-        self.eps: float = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        self.hidden_act: str = (
+            getattr(self.config, "hidden_act", None) or self.config.mlp_hidden_act
+        )
+        self.eps: float = (
+            getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        )
         self._norm_class: Any = type(getattr(model, "norm", None) or model.norm_f)
         # Not registered by a head: its frequencies must stay float32 and out of checkpoints.
         self._rotary = _Rotary(model)
@@ -128,7 +147,9 @@ class DraftLayers:
     def run(self, block: nn.Module, x_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """The residual stream after a block."""
         # The kernels that transformers chooses for experts know no float64.
-        self.config._experts_implementation = "eager" if x_BTD.dtype == torch.float64 else self._experts
+        self.config._experts_implementation = (
+            "eager" if x_BTD.dtype == torch.float64 else self._experts
+        )
         output = block(
             x_BTD,
             attention_mask=None,
@@ -146,7 +167,10 @@ class _Rotary:
     def __init__(self, model: Any) -> None:
         self._module: nn.Module | None = getattr(model, "rotary_emb", None)
         self._options: dict[str, Any] = {}
-        if self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters:
+        if (
+            self._module is not None
+            and "layer_type" in inspect.signature(self._module.forward).parameters
+        ):
             self._options["layer_type"] = model.config.layer_types[0]
 
     def of(self, x_BTD: Tensor, positions_BT: Tensor) -> dict[str, Any]:
@@ -155,27 +179,37 @@ class _Rotary:
             return {}
         if any(buffer.device != x_BTD.device for buffer in self._module.buffers()):
             self._module.to(x_BTD.device)
-        return {"position_embeddings": self._module(x_BTD, position_ids=positions_BT, **self._options)}
+        return {
+            "position_embeddings": self._module(x_BTD, position_ids=positions_BT, **self._options)
+        }
 
 
 def described(config: PreTrainedConfig) -> dict[str, Any]:
-    """A text config as JSON, with what differs from its class's defaults: what `build_layers` takes."""
+    """Return a text config as JSON, in the form that `build_layers` takes.
+
+    It holds the model type, and what differs from the defaults of the config's class.
+    """
     keys = {name: value for name, value in config.to_diff_dict().items() if name not in OF_LOADING}
     whole: dict[str, Any] = json.loads(json.dumps(keys, default=str))
     return whole | {"model_type": config.model_type}
 
 
 def build_layers(target_config: dict[str, Any], count: int) -> DraftLayers:
-    """Layers of the kind that a target's config describes, in float32 and with starting values of transformers.
+    """Build layers of the kind that a target's config describes.
 
-    A hybrid's are those with attention. Their MLP is that of the target's last layer, dense or a mixture of experts.
+    They are in float32 and have the starting values of transformers.
+
+    A hybrid's are those with attention. Their MLP is that of the target's last layer, dense or a
+    mixture of experts.
 
     Args:
-        target_config: the target's text config with its model_type, as `PreTrainedConfig.to_dict` writes it.
+        target_config: the target's text config with its model_type, as `PreTrainedConfig.to_dict`
+            writes it.
         count: number of layers.
 
     Raises:
-        ValueError: a model type that transformers does not know, or whose layers cannot be run here, with the reason.
+        ValueError: a model type that transformers does not know, or whose layers cannot be run
+            here, with the reason.
     """
     name = target_config.get("model_type")
     try:
@@ -184,18 +218,23 @@ def build_layers(target_config: dict[str, Any], count: int) -> DraftLayers:
             model = _model_of(config)
             groups, head_dim = _cached_shape(model)
     except ValueError as error:
-        raise ValueError(f"no draft layer can be made of the layers of {name!r}: {error}") from error
+        raise ValueError(
+            f"no draft layer can be made of the layers of {name!r}: {error}"
+        ) from error
     except UNLIKE_A_DECODER as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"no draft layer can be made of the layers of {name!r}: they are not run as those of a decoder with rotary "
-            f"positions ({reason})"
+            f"no draft layer can be made of the layers of {name!r}: they are not run as those of a"
+            f" decoder with rotary positions ({reason})"
         ) from error
     return DraftLayers(config, groups, head_dim)
 
 
 def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig:
-    """The config of a model that is `count` draft layers of a target's kind, with a vocabulary of one token."""
+    """Return the config of a model of `count` draft layers of a target's kind.
+
+    Its vocabulary has one token.
+    """
     whole = _config_of(target_config)
     full = whole.to_dict()
     last = whole.num_hidden_layers - 1
@@ -210,7 +249,8 @@ def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig
         full.pop("layer_types", None)
         changes.pop("layer_types", None)
         changes["layers_block_type"] = list(full["mtp_layers_block_type"]) * count
-    if "moe_layer_start_index" in full:  # ERNIE's MTP layers are dense, whatever the model's last one is
+    # ERNIE's MTP layers are dense, whatever the model's last one is
+    if "moe_layer_start_index" in full:
         changes["moe_layer_start_index"] = count
     if full.get("mlp_layer_types"):
         kinds = full.get("mtp_mlp_layer_types") or [full["mlp_layer_types"][last]] * count
@@ -239,7 +279,11 @@ def _model_of(config: PreTrainedConfig) -> Any:
     """The decoder of a config, whose layers attend through a KV view."""
     model = AutoModel.from_config(config, attn_implementation="eager")
     # Nemotron-H has no positions: its states know the order.
-    parts = ("layers", "norm_f") if config.model_type == "nemotron_h" else ("layers", "norm", "rotary_emb")
+    parts = (
+        ("layers", "norm_f")
+        if config.model_type == "nemotron_h"
+        else ("layers", "norm", "rotary_emb")
+    )
     for part in parts:
         if getattr(model, part, None) is None:
             raise ValueError(f"{type(model).__name__} has no {part}")
@@ -253,21 +297,30 @@ def _layers_of(model: Any) -> nn.ModuleList:
     if not kinds:
         layers: nn.ModuleList = model.layers
         return layers
-    if sum(kind in ATTENTION_KINDS for kind in kinds) != 1 or any(kind in RECURRENT_KINDS for kind in kinds):
+    if sum(kind in ATTENTION_KINDS for kind in kinds) != 1 or any(
+        kind in RECURRENT_KINDS for kind in kinds
+    ):
         raise ValueError(
-            f"an MTP layer of blocks {', '.join(kinds)} is not one with attention once and no state besides"
+            f"an MTP layer of blocks {', '.join(kinds)} is not one with attention once and no state"
+            " besides"
         )
     return nn.ModuleList(
-        JoinedBlocks(model.layers[start : start + len(kinds)]) for start in range(0, len(model.layers), len(kinds))
+        JoinedBlocks(model.layers[start : start + len(kinds)])
+        for start in range(0, len(model.layers), len(kinds))
     )
 
 
 def _cached_shape(model: Any) -> tuple[int, int]:
-    """Number and width of the heads that attention caches, by a forward of the first layer's over one token."""
+    """Return the number and width of the heads that attention caches.
+
+    They are found by a forward of the first layer's attention over one token.
+    """
     layer = _layers_of(model)[0]
     attention = getattr(layer, "self_attn", None)
     if isinstance(layer, JoinedBlocks):
-        attention = next(block.mixer for block in layer.blocks if block.block_type in ATTENTION_KINDS)
+        attention = next(
+            block.mixer for block in layer.blocks if block.block_type in ATTENTION_KINDS
+        )
     if attention is None:
         raise ValueError(f"{type(layer).__name__} has no self_attn")
     shapes: list[tuple[int, int]] = []

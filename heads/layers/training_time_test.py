@@ -1,19 +1,23 @@
-"""Training-time test (EAGLE-3, arXiv:2503.01840, section 3.2): attention of a head that feeds on its own outputs.
+"""Training-time test (EAGLE-3, arXiv:2503.01840, section 3.2).
 
-At step 0, position t reads true features and attends causally to its sequence. At step s, position t stands for
-position t + s, reached from t by s drafts: it attends to step 0 up to t, and to its own earlier drafts, one key a step.
+This is the attention of a head that feeds on its own outputs in training.
 
-Attention over the sequence gives an output o and the log-sum-exp l of its scores. The few drafts, with scores
-z_i = q k_i / sqrt(E), join this softmax afterwards:
+At step 0, position t reads true features and attends causally to its sequence. At step s, position
+t stands for position t + s, reached from t by s drafts: it attends to step 0 up to t, and to its
+own earlier drafts, one key a step.
+
+Attention over the sequence gives an output o and the log-sum-exp l of its scores. The few drafts,
+with scores z_i = q k_i / sqrt(E), join this softmax afterwards:
 
     L = log(exp(l) + sum_i exp(z_i))
     out = exp(l - L) o + sum_i exp(z_i - L) v_i
 
-So the sequence is read by a fused kernel that stores no scores: on a CPU torch's flash attention, whose backward is
-exact if it is given `out` and L instead of o and l, on CUDA flex_attention. Elsewhere scores are computed in chunks.
+So the sequence is read by a fused kernel that stores no scores: on a CPU torch's flash attention,
+whose backward is exact if it is given `out` and L instead of o and l, on CUDA flex_attention.
+Elsewhere scores are computed in chunks.
 
-Letters in tensor names: B batch, T time, N draft positions, C positions of a chunk, H query heads, G key-value heads,
-E head size.
+Letters in tensor names: B batch, T time, N draft positions, C positions of a chunk, H query heads,
+G key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -47,15 +51,20 @@ Spans = list[tuple[slice, slice]]
 """Rows and columns of each sequence of a batch."""
 
 
-def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False, window: int | None = None) -> BlockMask:
-    """Block mask of flex_attention: causal, each token within its sequence of a packed row, and within the window.
+def causal_blocks(
+    sequences_BT: Tensor, whole_rows: bool = False, window: int | None = None
+) -> BlockMask:
+    """Return the causal block mask of flex_attention for sequences in packed rows.
 
-    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them. A window counts a
-    token's own key.
+    Each token attends within its sequence and within the window.
 
-    `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the last number of a
-    block of 128 tokens tell which blocks it attends to. `create_block_mask` finds the same by a mask of T x T, of which
-    it makes several copies in int64: 2.6 GiB at 16,384 tokens.
+    With `whole_rows` each row is one sequence, and the mask of one row serves any number of them. A
+    window counts a token's own key.
+
+    `sequences_BT` numbers the sequences of each row in ascending order, so that the first and the
+    last number of a block of 128 tokens tell which blocks it attends to. `create_block_mask` finds
+    the same by a mask of T x T, of which it makes several copies in int64: 2.6 GiB at 16,384
+    tokens.
     """
     time = sequences_BT.shape[1]
     count = -(-time // BLOCK)
@@ -76,7 +85,9 @@ def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False, window: int | 
     # A block of padding at the end is not full: the kernel must not read past the end.
     whole_N = (number_N + 1) * BLOCK <= time
     single_BN = (first_BN == last_BN) & whole_N
-    same_BNM = single_BN[..., None] & single_BN[:, None, :] & (first_BN[..., None] == first_BN[:, None, :])
+    same_BNM = (
+        single_BN[..., None] & single_BN[:, None, :] & (first_BN[..., None] == first_BN[:, None, :])
+    )
     all_BNM = earlier_NM & inside_NM & same_BNM
 
     def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -97,7 +108,10 @@ def causal_blocks(sequences_BT: Tensor, whole_rows: bool = False, window: int | 
 
 
 def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries attends to, and their numbers, followed by those of the others."""
+    """Return how many key blocks each query block attends to, and the numbers of all key blocks.
+
+    The blocks attended to come first.
+    """
     order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
 
@@ -110,10 +124,10 @@ def _causal_rows(time: int, device: torch.device, window: int | None = None) -> 
 
 
 class TrainingTimeTest:
-    """Keys and values of every step, and the sequences of a batch in the forms that the kernels need.
+    """Keys and values of every step, and a batch's sequences in the forms that kernels need.
 
-    Where only some drafts are judged, only what they attend to is computed at the other positions: step 0 up to the
-    keys and values of the last layer.
+    Where only some drafts are judged, only what they attend to is computed at the other positions:
+    step 0 up to the keys and values of the last layer.
     """
 
     def __init__(
@@ -125,9 +139,10 @@ class TrainingTimeTest:
     ) -> None:
         """Begin at step 0.
 
-        `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the flattened [B * T] at
-        which drafts are judged, None for all: step 0 takes states [B, T, D] and returns [1, N, D], as later steps do.
-        `window` is the number of newest positions that are seen, the own included: at least the number of steps.
+        `sequences_BT` numbers the sequences of packed rows. `drafts_N` are the positions among the
+        flattened [B * T] at which drafts are judged, None for all: step 0 takes states [B, T, D]
+        and returns [1, N, D], as later steps do. `window` is the number of newest positions that
+        are seen, the own included: at least the number of steps.
         """
         self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
         self.window = window
@@ -158,7 +173,10 @@ class TrainingTimeTest:
         return self.window - step
 
     def block_mask(self, window: int | None = None) -> BlockMask:
-        """Block mask of flex_attention for packed rows: causal, each token within its sequence and the window."""
+        """Return the causal block mask of flex_attention for packed rows.
+
+        Each token attends within its sequence and within the window.
+        """
         assert self.sequences_BT is not None
         if window not in self._block_masks:
             self._block_masks[window] = causal_blocks(self.sequences_BT, window=window)
@@ -181,10 +199,13 @@ class TrainingTimeTest:
         recompute: bool,
         fed_back: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Outputs of every step, [B, T, D], or [1, N, D] at the draft positions: teacher-forced, on the text.
+        """Return the outputs of every step, teacher-forced on the text.
 
-        `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and the target's
-        modules. `fed_back` maps its output to the state that the next step reads; None for the identity.
+        They are [B, T, D], or [1, N, D] at the draft positions.
+
+        `run` is called with next tokens, states (`state_BTD` at step 0), positions, the KV view and
+        the target's modules. `fed_back` maps its output to the state that the next step reads; None
+        for the identity.
         """
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
@@ -193,9 +214,14 @@ class TrainingTimeTest:
             next_tokens_BT = features.next_tokens_BT(step)
             positions_BT = features.position_ids_BT + step
             if step > 0:
-                next_tokens_BT, positions_BT = self.at_drafts(next_tokens_BT), self.at_drafts(positions_BT)
+                next_tokens_BT, positions_BT = (
+                    self.at_drafts(next_tokens_BT),
+                    self.at_drafts(positions_BT),
+                )
                 state_BTD = found[-1] if fed_back is None else fed_back(found[-1])
-            found.append(run(next_tokens_BT, state_BTD, positions_BT, self.at(step), features.modules))
+            found.append(
+                run(next_tokens_BT, state_BTD, positions_BT, self.at(step), features.modules)
+            )
         return found
 
 
@@ -207,7 +233,9 @@ class TrainingStep:
     step: int
     drafts_N: Tensor | None
 
-    def attend(self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor
+    ) -> Tensor:
         test, steps = self.test, self.test.steps[layer]
         if self.step > 0 and self.drafts_N is not None:
             batch, _, time, size = steps[0][0].shape
@@ -225,20 +253,31 @@ class TrainingStep:
         return test.at_drafts(found_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
-def attend_step(query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], test: TrainingTimeTest) -> Tensor:
+def attend_step(
+    query_BHTE: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], test: TrainingTimeTest
+) -> Tensor:
     """Attention output [B, H, T, E] of the newest step, with the rows' sequences of `test`.
 
-    Keys and values are [B, G, T, E] of each step: step 0 is attended to causally, later ones at the query's position.
+    Keys and values are [B, G, T, E] of each step: step 0 is attended to causally, later ones at the
+    query's position.
     """
     device = query_BHTE.device
     if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
         dtype = torch.get_autocast_dtype(device.type)
-        query_BHTE, keys, values = query_BHTE.to(dtype), [k.to(dtype) for k in keys], [v.to(dtype) for v in values]
+        query_BHTE, keys, values = (
+            query_BHTE.to(dtype),
+            [k.to(dtype) for k in keys],
+            [v.to(dtype) for v in values],
+        )
     window = test.first_step_window(len(keys) - 1, query_BHTE.shape[2])
     if len(keys) == 1 and test.sequences_BT is None and window is None:
-        return F.scaled_dot_product_attention(query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True)
-    counted = _get_current_dispatch_mode() is not None  # a mode that counts operations sees no fused kernel
-    if device.type == "cpu" and not counted and window is None:  # whose flash attention has no window
+        return F.scaled_dot_product_attention(
+            query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True
+        )
+    # a mode that counts operations sees no fused kernel
+    counted = _get_current_dispatch_mode() is not None
+    # whose flash attention has no window
+    if device.type == "cpu" and not counted and window is None:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
         return by_flex(compiled_flex(), query_BHTE, keys, values, test)
@@ -262,13 +301,22 @@ def by_flex(
     window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
     mask = _causal_rows(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
-    out_BHTE, more = attention(query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse())
+    out_BHTE, more = attention(
+        query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse()
+    )
     lse_BHT = more if isinstance(more, Tensor) else more.lse
-    return out_BHTE if len(keys) == 1 else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
+    return (
+        out_BHTE
+        if len(keys) == 1
+        else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
+    )
 
 
 def _with_lse() -> dict[str, Any]:
-    """The option by which flex_attention returns the log-sum-exp of scores; torch 2.8 has an older one."""
+    """Return the option that makes flex_attention return the log-sum-exp of the scores.
+
+    torch 2.8 has an older option.
+    """
     request = getattr(flex_module, "AuxRequest", None)
     return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
@@ -289,7 +337,7 @@ def _own_scores(query_BHTE: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
 def _join(
     out_BHTE: Tensor, lse_BHT: Tensor, scores: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the sequence and the own drafts together, and the log-sum-exp of all scores."""
+    """Return attention over the sequence and own drafts, and the log-sum-exp of all scores."""
     heads = out_BHTE.shape[1]
     all_BHT = torch.stack([lse_BHT.to(scores[0].dtype), *scores]).logsumexp(0)
     found_BHTE = (lse_BHT - all_BHT).exp()[..., None] * out_BHTE
@@ -299,10 +347,15 @@ def _join(
 
 
 class _Joined(torch.autograd.Function):
-    """Joins own drafts to attention over the sequence, without saving a group's keys once for each head."""
+    """Autograd function that joins own drafts to attention over the sequence.
+
+    It saves a group's keys once, not once for each query head.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *own: Tensor
+    ) -> Tensor:
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
         found_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
         ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own)
@@ -318,7 +371,9 @@ class _Joined(torch.autograd.Function):
         weight_BHT = (lse_BHT - all_BHT).exp()
         out_grad = (weight_BHT[..., None] * grad_BHTE).to(out_BHTE.dtype)
         keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        query_grad, *own_grads = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys, values)
+        query_grad, *own_grads = _own_gradients(
+            grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys, values
+        )
         return query_grad, out_grad, (weight_BHT * pull_BHT).to(lse_BHT.dtype), *own_grads
 
 
@@ -332,22 +387,31 @@ class _FlashOnCpu(torch.autograd.Function):
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sequence, 0.0, True)
             for sequence in _split(spans, query_BHTE, keys[0], values[0])
         ]
-        found_BHTE, all_BHT = (_whole(spans, query_BHTE, [part[i] for part in parts]) for i in (0, 1))
+        found_BHTE, all_BHT = (
+            _whole(spans, query_BHTE, [part[i] for part in parts]) for i in (0, 1)
+        )
         if len(keys) > 1:
-            found_BHTE, all_BHT = _join(found_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:])
+            found_BHTE, all_BHT = _join(
+                found_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:]
+            )
         ctx.spans = spans
         ctx.save_for_backward(query_BHTE, *states, found_BHTE, all_BHT)
         return found_BHTE
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Flash attention's backward recomputes exp(z - L), the weights of the joined softmax, from L."""
+        """Return the gradients, computed by flash attention's backward.
+
+        It recomputes exp(z - L), the weights of the joined softmax, from L.
+        """
         query_BHTE, *states, found_BHTE, all_BHT = ctx.saved_tensors
         count = len(states) // 2
         keys, values = states[:count], states[count:]
         grad_BHTE = gradients[0].to(query_BHTE.dtype)
         parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, *given, found, all_, 0.0, True)
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, *given, found, all_, 0.0, True
+            )
             for given, (grad, found, all_) in zip(
                 _split(ctx.spans, query_BHTE, keys[0], values[0]),
                 _split(ctx.spans, grad_BHTE, found_BHTE, all_BHT),
@@ -375,7 +439,8 @@ def _own_gradients(
 ) -> list[Tensor]:
     """Gradients through the own drafts: of the queries, of each key, of each value.
 
-    `mean_BHT` is the product of the output and its gradient, `all_BHT` the log-sum-exp of all scores.
+    `mean_BHT` is the product of the output and its gradient, `all_BHT` the log-sum-exp of all
+    scores.
     """
     heads, groups, scale = query_BHTE.shape[1], keys[0].shape[1], query_BHTE.shape[-1] ** -0.5
     query_grad = torch.zeros_like(query_BHTE)
@@ -383,12 +448,16 @@ def _own_gradients(
     value_grads: list[Tensor] = []
     for score_BHT, key, value in zip(_own_scores(query_BHTE, keys), keys, values, strict=True):
         weight_BHT = (score_BHT - all_BHT).exp()
-        pull_BHT = torch.linalg.vecdot(grad_BHTE, _spread(value, heads)).to(all_BHT.dtype) - mean_BHT
+        pull_BHT = (
+            torch.linalg.vecdot(grad_BHTE, _spread(value, heads)).to(all_BHT.dtype) - mean_BHT
+        )
         pull_BHT1 = (scale * weight_BHT * pull_BHT)[..., None].to(key.dtype)
         query_grad += pull_BHT1 * _spread(key, heads)
         weighted = weight_BHT[..., None].to(key.dtype) * grad_BHTE
         for grads, of_heads in ((key_grads, pull_BHT1 * query_BHTE), (value_grads, weighted)):
-            grads.append(of_heads if groups == heads else of_heads.unflatten(1, (groups, -1)).sum(2))
+            grads.append(
+                of_heads if groups == heads else of_heads.unflatten(1, (groups, -1)).sum(2)
+            )
     return [query_grad, *key_grads, *value_grads]
 
 
@@ -416,7 +485,8 @@ def by_chunks(
 ) -> Tensor:
     """`attend_step` with the scores of one chunk of positions at a time.
 
-    With `window`, a position sees that many keys of step 0, and a chunk's scores are computed for no others.
+    With `window`, a position sees that many keys of step 0, and a chunk's scores are computed for
+    no others.
     """
     batch, heads, time, _ = query_BHTE.shape
     elements = chunk_elements(query_BHTE.device, SCORES_ON_CPU)
@@ -445,7 +515,8 @@ def _chunk(
     batch, heads, chunk, size = query_BHCE.shape
     groups, stop = keys[0].shape[1], start + chunk
     repeat = heads // groups
-    first = 0 if window is None else max(0, start - window + 1)  # of the keys of step 0 that are seen
+    # of the keys of step 0 that are seen
+    first = 0 if window is None else max(0, start - window + 1)
     seen = stop - first
     # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
     query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
@@ -455,8 +526,13 @@ def _chunk(
         hidden = hidden | everywhere.tril(start - first - window)
     if sequences_BT is not None:
         hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, first:stop])
-    scores = (query @ keys[0][:, :, first:stop].mT).masked_fill(hidden[:, None].repeat(1, 1, repeat, 1), float("-inf"))
-    own = [(query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True) for key in keys[1:]]
+    scores = (query @ keys[0][:, :, first:stop].mT).masked_fill(
+        hidden[:, None].repeat(1, 1, repeat, 1), float("-inf")
+    )
+    own = [
+        (query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True)
+        for key in keys[1:]
+    ]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
     found = weights[..., :seen] @ values[0][:, :, first:stop]
     for place, value in enumerate(values[1:], start=seen):

@@ -1,6 +1,7 @@
-"""Attention of a tree's nodes over a cache: by the tree kernel on CUDA, else by the mask that says the same.
+"""Tree attention over a cache: by the tree kernel on CUDA, by an equivalent mask elsewhere.
 
-Letters in tensor names: B batch, H query heads, G heads of keys and values, N new nodes, S slots, E head size.
+Letters in tensor names: B batch, H query heads, G heads of keys and values, N new nodes, S slots, E
+head size.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from .tree_slots import TreeSlots, attend_to_slots_reference
 
 
 def attend_to_slots(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, slots: TreeSlots, scale: float | None = None
+    query_BHNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    slots: TreeSlots,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of new nodes over a cache, [B, N, H, E]; on CUDA by the tree kernel.
 

@@ -1,19 +1,22 @@
-"""Attention of a tree's nodes over a long text, as a Triton kernel: it reads the slots in use and no others.
+"""Tree attention over a long text, as a Triton kernel that reads only the slots in use.
 
-A mask over all slots rules out torch's fast kernels, and makes the number of slots a shape, of which a CUDA graph knows
-one. Here a program reads its part of the slots in two loops: the committed tokens, which every node sees, without a
-mask, and then the nodes, by the tree's ancestors. The parts of a text run side by side; each leaves its output and the
-logarithm of its weights' sum, by which a second kernel adds them up (Flash-Decoding; in exact arithmetic the softmax
-over all slots). Lengths lie on the device.
+A mask over all slots rules out torch's fast kernels, and makes the number of slots a shape, of
+which a CUDA graph knows one. Here a program reads its part of the slots in two loops: the committed
+tokens, which every node sees, without a mask, and then the nodes, by the tree's ancestors. The
+parts of a text run side by side; each leaves its output and the logarithm of its weights' sum, by
+which a second kernel adds them up (Flash-Decoding; in exact arithmetic the softmax over all slots).
+Lengths lie on the device.
 
-The slots of a row, in the order in which parts divide them, for a text of 5 tokens and 3 nodes in 2 parts:
+The slots of a row, in the order in which parts divide them, for a text of 5 tokens and 3 nodes in 2
+parts:
 
     index      0 1 2 3 | 4 5 6 7
     committed  0 1 2 3 | 4                slot = text_slot + index
-    nodes              |   0 1 2          slot = node_slot + index - 5, or, where nodes follow the text, also + 5
+    nodes              |   0 1 2          slot = node_slot + index - 5, or, where nodes follow
+                                          the text, also + 5
 
-Letters in tensor names: B batch, H query heads, G heads of keys and values, R rows of a group (its query heads times N
-nodes), N new nodes, M uncommitted nodes, S slots, E head size.
+Letters in tensor names: B batch, H query heads, G heads of keys and values, R rows of a group (its
+query heads times N nodes), N new nodes, M uncommitted nodes, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ BLOCK_BYTES = 2**14
 MOST_ROWS = 64
 """Rows of a group that one program computes."""
 SHORT = 2048
-"""Slots of a cache up to which half as many rows are faster: there are too few slots to keep all programs busy. On an
-H100 a layer's 60 nodes took 15.7 us after 512 tokens, and 21.5 with 64 rows; after 16,384 tokens 135 and 77."""
+"""Slots of a cache up to which half as many rows are faster: there are too few slots to keep all
+programs busy. On an H100 a layer's 60 nodes took 15.7 us after 512 tokens, and 21.5 with 64 rows;
+after 16,384 tokens 135 and 77."""
 PROGRAMS = 264
 """Programs to aim for: two for each multiprocessor of an H100 or H200."""
 MOST_PARTS = 64
@@ -53,7 +57,10 @@ CHANGING = [
 
 @triton.jit
 def _add_block(scores, values, highest, weights, sums, PRECISION: tl.constexpr, SUMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One step of the online softmax: scores [R, S] of a block of slots, -inf where a row does not see one."""
+    """Add a block of slots to the online softmax, from its scores [R, S].
+
+    A score is -inf where a row does not see a slot.
+    """
     higher = tl.maximum(highest, tl.max(scores, 1))
     reference = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     shares = tl.exp(scores - reference[:, None])
@@ -100,7 +107,10 @@ def _attend_to_part(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Online softmax of a block of rows over one part of the slots; writes output and log-sum-exp of the part."""
+    """Attend from a block of rows to one part of the slots, by an online softmax.
+
+    The kernel writes the part's output and log-sum-exp.
+    """
     batch = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     part = tl.program_id(2)
@@ -123,9 +133,13 @@ def _attend_to_part(  # type: ignore[no-untyped-def]
     last_committed = tl.minimum(last, length)
 
     query_of_row = query + batch * query_row + head * query_head + node * query_node
-    q = tl.load(query_of_row[:, None] + column[None, :], mask=is_row[:, None] & in_head[None, :], other=0.0)
+    q = tl.load(
+        query_of_row[:, None] + column[None, :], mask=is_row[:, None] & in_head[None, :], other=0.0
+    )
     if SLIDING:
-        depth = tl.load(depths + batch * depths_row + uncommitted - nodes + node, mask=is_row, other=0).to(tl.int32)
+        depth = tl.load(
+            depths + batch * depths_row + uncommitted - nodes + node, mask=is_row, other=0
+        ).to(tl.int32)
         oldest = length + depth - window
     highest = tl.full([BLOCK_ROWS], float("-inf"), SUMS)
     weights = tl.zeros([BLOCK_ROWS], SUMS)
@@ -162,14 +176,20 @@ def _attend_to_part(  # type: ignore[no-untyped-def]
         path = ancestors + batch * ancestors_row + node[:, None] * ancestors_node + other[None, :]
         sees = tl.load(path, mask=is_row[:, None] & in_part[None, :], other=0) != 0
         if SLIDING:
-            other_depth = tl.load(depths + batch * depths_row + other, mask=in_part, other=0).to(tl.int32)
+            other_depth = tl.load(depths + batch * depths_row + other, mask=in_part, other=0).to(
+                tl.int32
+            )
             sees = sees & ((length + other_depth)[None, :] > oldest[:, None])
         scores = tl.where(sees, scores, float("-inf"))
         highest, weights, sums = _add_block(scores, v, highest, weights, sums, PRECISION, SUMS)
 
     # 4. The part's result. Not `weights > 0`: NaN must stay NaN.
     row = (tl.program_id(0) * HEADS * nodes + rows) * PARTS + part
-    tl.store(log_sums + row, tl.where(weights == 0, float("-inf"), highest + tl.log(weights)), mask=is_row)
+    tl.store(
+        log_sums + row,
+        tl.where(weights == 0, float("-inf"), highest + tl.log(weights)),
+        mask=is_row,
+    )
     if first < last:  # the result of an empty part is not read
         result = tl.where(weights[:, None] == 0, 0.0, sums / weights[:, None])
         place = output + row.to(tl.int64)[:, None] * HEAD_SIZE + column[None, :]
@@ -212,17 +232,23 @@ class BlockShape(NamedTuple):
     rows: int
     slots: int
     stages: int
-    """Blocks of keys and values in shared memory: with 2, the next ones are read while one is computed with."""
+    """Blocks of keys and values in shared memory: with 2, the next ones are read while one is
+    computed with."""
 
     def shared_bytes(self, padded_size: int, itemsize: int) -> int:
-        """Shared memory, at most: queries, keys and values of every stage, and the weights of a block."""
+        """Return an upper bound of the shared memory in bytes.
+
+        It counts the queries, the keys and values of every stage, and the weights of a block.
+        """
         queries = self.rows * padded_size
         states = 2 * self.stages * self.slots * padded_size
         weights = self.rows * self.slots
         return (queries + states + weights) * itemsize
 
 
-def block_shape(rows: int, slots: int, padded_size: int, itemsize: int, shared_bytes: int) -> BlockShape:
+def block_shape(
+    rows: int, slots: int, padded_size: int, itemsize: int, shared_bytes: int
+) -> BlockShape:
     """The largest block, up to what is fast, that fits into the shared memory of a card.
 
     Args:
@@ -250,7 +276,11 @@ def block_shape(rows: int, slots: int, padded_size: int, itemsize: int, shared_b
 
 
 def tree_attention(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, slots: TreeSlots, scale: float | None = None
+    query_BHNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    slots: TreeSlots,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention of the last N of M uncommitted nodes, [B, N, H, E].
 
@@ -271,7 +301,9 @@ def tree_attention(
     if depths_BM is None:
         assert slots.window is None
         depths_BM = slots.lengths_B[:, None]  # never read
-    assert key_BGSE.stride() == value_BGSE.stride() and key_BGSE.stride(3) == query_BHNE.stride(3) == 1
+    assert (
+        key_BGSE.stride() == value_BGSE.stride() and key_BGSE.stride(3) == query_BHNE.stride(3) == 1
+    )
     assert ancestors.stride(2) == 1 and slots.lengths_B.is_contiguous()
 
     padded_size = triton.next_power_of_2(size)
@@ -282,9 +314,13 @@ def tree_attention(
     parts = min(MOST_PARTS, triton.next_power_of_2(max(1, PROGRAMS // (batch * groups * blocks))))
 
     sums = torch.promote_types(query_BHNE.dtype, torch.float32)
-    part_outputs = torch.empty(batch * heads * nodes * parts, size, dtype=sums, device=query_BHNE.device)
+    part_outputs = torch.empty(
+        batch * heads * nodes * parts, size, dtype=sums, device=query_BHNE.device
+    )
     log_sums = torch.empty(batch * heads * nodes * parts, dtype=sums, device=query_BHNE.device)
-    output_BNHE = torch.empty(batch, nodes, heads, size, dtype=query_BHNE.dtype, device=query_BHNE.device)
+    output_BNHE = torch.empty(
+        batch, nodes, heads, size, dtype=query_BHNE.dtype, device=query_BHNE.device
+    )
     shape: dict[str, Any] = {
         "GROUPS": groups,
         "HEADS": heads // groups,
@@ -322,5 +358,7 @@ def tree_attention(
         num_stages=block.stages,
     )
     warps = max(1, min(4, parts * padded_size // 2048))
-    _add_parts[(batch * heads * nodes,)](part_outputs, log_sums, output_BNHE, nodes, **shape, num_warps=warps)
+    _add_parts[(batch * heads * nodes,)](
+        part_outputs, log_sums, output_BNHE, nodes, **shape, num_warps=warps
+    )
     return output_BNHE

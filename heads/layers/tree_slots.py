@@ -1,7 +1,7 @@
 """Slots of a cache that the nodes of a tree attend to, in the place of a mask over all of them.
 
-Letters in tensor names: B batch, H query heads, G heads of keys and values, N new nodes, M uncommitted nodes, S slots,
-E head size.
+Letters in tensor names: B batch, H query heads, G heads of keys and values, N new nodes, M
+uncommitted nodes, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from .constants import constants, counting
 from .masked_attention import masked_attention
 
 LARGEST_HEAD = 256
-"""Largest head size that the tree kernel takes: a program holds the sums of its rows in registers."""
-KERNEL_DTYPES: dict[str, tuple[torch.dtype, ...]] = {"cuda": (torch.float16, torch.bfloat16, torch.float32)}
+"""Largest head size that the tree kernel takes: a program holds the sums of its rows in
+registers."""
+KERNEL_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "cuda": (torch.float16, torch.bfloat16, torch.float32)
+}
 """What the tree kernel computes in, by type of device."""
 
 
 @dataclass(frozen=True)
 class TreeSlots:
-    """Slots that the last N of M uncommitted nodes attend to: committed tokens, and each node's own path."""
+    """Slots that the last N of M uncommitted nodes attend to.
+
+    They are the committed tokens and each node's own path.
+    """
 
     ancestors_BNM: Tensor
     """Bool, or bytes that are 0 where a new node does not attend to an uncommitted one."""
@@ -37,7 +43,8 @@ class TreeSlots:
     text_slot: int = 0
     """Slot of a row's first committed token."""
     node_slot: int | None = None
-    """Slot of the first uncommitted node; None where the nodes follow each row's committed tokens."""
+    """Slot of the first uncommitted node; None where the nodes follow each row's committed
+    tokens."""
 
 
 @constants
@@ -54,14 +61,19 @@ def has_tree_kernel(device: torch.device, dtype: torch.dtype, head_size: int) ->
 
 
 def attend_to_slots_reference(
-    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, slots: TreeSlots, scale: float | None = None
+    query_BHNE: Tensor,
+    key_BGSE: Tensor,
+    value_BGSE: Tensor,
+    slots: TreeSlots,
+    scale: float | None = None,
 ) -> Tensor:
     """`attend_to_slots` by a mask over all slots."""
     uncommitted = slots.ancestors_BNM.shape[2]
     slot_S = counting(key_BGSE.shape[2], query_BHNE.device)
     lengths_B1 = slots.lengths_B[:, None]
 
-    # Which committed token, and which node, lies in each slot: numbers outside of their ranges are none.
+    # Which committed token, and which node, lies in each slot: numbers outside of their ranges are
+    # none.
     token_BS = (slot_S - slots.text_slot).expand(len(lengths_B1), -1)
     first_slot_B1 = slots.text_slot + lengths_B1 if slots.node_slot is None else slots.node_slot
     node_BS = (slot_S - first_slot_B1).expand(len(lengths_B1), -1)
@@ -74,7 +86,9 @@ def attend_to_slots_reference(
     sees_BNS = is_token_BS[:, None] | on_path_BNS
     if slots.window is not None:
         assert slots.depths_BM is not None
-        position_BS = torch.where(is_node_BS, lengths_B1 + slots.depths_BM.gather(1, node_BS), token_BS)
+        position_BS = torch.where(
+            is_node_BS, lengths_B1 + slots.depths_BM.gather(1, node_BS), token_BS
+        )
         own_BN = lengths_B1 + slots.depths_BM[:, uncommitted - query_BHNE.shape[2] :]
         sees_BNS = sees_BNS & (position_BS[:, None] > own_BN[..., None] - slots.window)
     output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, sees_BNS[:, None], scale)

@@ -1,26 +1,28 @@
 """A preallocated KV cache with a length per row, for trees of tokens.
 
-Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the slots that follow,
-in node order. The capacity, which masks cover, grows in steps, so that shapes rarely change. `accept` then moves the
-accepted nodes' entries together; the rest is overwritten later. For example, row b has 5 tokens, and of a tree of 4
-nodes the path [0, 1, 3] is accepted:
+Row b's committed tokens lie in slots 0 .. lengths_B[b] - 1. A forward writes its new tokens to the
+slots that follow, in node order. The capacity, which masks cover, grows in steps, so that shapes
+rarely change. `accept` then moves the accepted nodes' entries together; the rest is overwritten
+later. For example, row b has 5 tokens, and of a tree of 4 nodes the path [0, 1, 3] is accepted:
 
-    lengths_B[b] = 5    slots_BN[b] = [5, 6, 7, 8]                  `reserve`, before the forward
-    slot   5  6  7  8                                               the forward writes nodes 0 to 3
+    lengths_B[b] = 5    slots_BN[b] = [5, 6, 7, 8]          `reserve`, before the forward
+    slot   5  6  7  8                                       the forward writes nodes 0 to 3
     node   0  1  2  3
-    slot   5  6  7                                                  `compact`: node 3 moves to slot 7
+    slot   5  6  7                                          `compact`: node 3 moves to slot 7
     node   0  1  3
-    lengths_B[b] = 8                                                `advance`
+    lengths_B[b] = 8                                        `advance`
 
-`accept` is `compact`, where the path is scattered, and `advance`. Where rounds are recorded the two are called apart,
-as `advance` changes an attribute of the host's; and the forward returns `slots_BN`, which the recording of the verdict
-takes: attributes that a recorded function sets hold no values.
+`accept` is `compact`, where the path is scattered, and `advance`. Where rounds are recorded the two
+are called apart, as `advance` changes an attribute of the host's; and the forward returns
+`slots_BN`, which the recording of the verdict takes: attributes that a recorded function sets hold
+no values.
 
-Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection and replacement
-take one operation per block: one or two for most models. Blocks of generations that ended are pooled.
+Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection
+and replacement take one operation per block: one or two for most models. Blocks of generations that
+ended are pooled.
 
-Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A accepted, R rows, N
-nodes.
+Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A
+accepted, R rows, N nodes.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ POOLED = 2
 
 
 def slots_for(tokens: int, growth: Growth) -> int:
-    """Slots of each row of a cache whose longest row has so many tokens, those of its next forward included."""
+    """Return the slots per row for a longest row of `tokens`, the next forward's included."""
     whole_steps = -(-tokens // STEP) * STEP
     # Never equal to the length: equal sizes would specialise a compiled function.
     slots = (whole_steps // BUCKET + 1) * BUCKET
@@ -60,7 +62,7 @@ def slots_for(tokens: int, growth: Growth) -> int:
 
 
 def free_memory(device: torch.device) -> float:
-    """Free bytes, torch's unused reserve included; infinite for a device that does not report them."""
+    """Return the free bytes, torch's unused reserve included; infinite where not reported."""
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
@@ -68,7 +70,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def _free_host_memory() -> float:
-    """Free bytes of the host's memory; infinite on a system other than Linux without the package psutil."""
+    """Return the host's free bytes; infinite on systems other than Linux without psutil."""
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             name, value = line.split(":")
@@ -106,7 +108,8 @@ class CacheInterface:
 class Pool:
     """Blocks of unused caches, the newest last.
 
-    The next generation of the same size reuses them, so that the addresses that a CUDA graph was recorded with stay.
+    The next generation of the same size reuses them, so that the addresses that a CUDA graph was
+    recorded with stay.
     """
 
     blocks: list[list[Tensor]] = field(default_factory=list)
@@ -115,7 +118,9 @@ class Pool:
         """Uninitialized blocks [L, B, G, S, E] for the given number of layers of each shape."""
         sizes = [(layers, rows, shape.heads, slots, shape.size) for shape, layers in shapes]
         for number, blocks in enumerate(self.blocks):
-            usable = all(block.is_inference() == torch.is_inference_mode_enabled() for block in blocks)
+            usable = all(
+                block.is_inference() == torch.is_inference_mode_enabled() for block in blocks
+            )
             if usable and [block.shape for block in blocks] == sizes:
                 return self.blocks.pop(number)
         return [
@@ -137,7 +142,9 @@ class TreeCache(Cache):
         pool: Pool | None = None,
         growth: Growth = "buckets",
     ) -> None:
-        """An empty cache for tokens on a device; `shapes` are those of each layer's keys, then of the values.
+        """Create an empty cache for tokens on a device.
+
+        `shapes` lists the shape of each layer's keys, then that of each layer's values.
 
         It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
         """
@@ -155,8 +162,9 @@ class TreeCache(Cache):
         self.capacity = 0
         """Slots that forwards attend to."""
         self.growth: Growth = growth
-        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many lengths of text; or
-        to all the room there is, where attention reads no more than what is in use."""
+        """How the capacity grows: by buckets; by doubling, so that a recorded forward serves many
+        lengths of text; or to all the room there is, where attention reads no more than what is in
+        use."""
         self.bucketed_length = 0
         """Slots that hold all rows and the next forward's tokens, rounded up to whole steps."""
         self.blocks: list[Tensor] = []
@@ -174,8 +182,8 @@ class TreeCache(Cache):
         self.start = 0
         """Position of the next forward's first token, for models without position ids."""
         self.position_offsets: Tensor | None = None
-        """What to add to the place of each token for its position, in each dimension that positions have; None where
-        positions are places. Of one row, whose prompt had images."""
+        """What to add to the place of each token for its position, in each dimension that positions
+        have; None where positions are places. Of one row, whose prompt had images."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 
@@ -192,8 +200,8 @@ class TreeCache(Cache):
     def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
         """Reserve slots for the next forward, which writes `new_tokens` in every row.
 
-        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of earlier forwards
-        stay.
+        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of
+        earlier forwards stay.
         """
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
         capacity = slots_for(self.bucketed_length, self.growth)
@@ -202,11 +210,14 @@ class TreeCache(Cache):
                 capacity = max(capacity, self._room)
             self._grow(capacity)
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
-        self.slots_BN, self._slots = self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N), {}
+        self.slots_BN, self._slots = (
+            self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N),
+            {},
+        )
         self.attended = None
 
     def follow(self, start: int, tokens: int) -> None:
-        """Show the model a cache of `start` tokens, after which its next forward reads `tokens` in order.
+        """Show the model a cache of `start` tokens, before a forward that reads `tokens` in order.
 
         For a forward whose masks and positions the model makes itself: all rows are equally long.
         """
@@ -214,7 +225,10 @@ class TreeCache(Cache):
         self.attended = start + tokens
 
     def accept(self, path_BA: Tensor, lengths_B: Tensor, in_order: bool = False) -> None:
-        """Commit the first `lengths_B` nodes of `path_BA`; paths that are `in_order` need no compaction."""
+        """Commit the first `lengths_B` nodes of `path_BA`.
+
+        Paths that are `in_order` need no compaction.
+        """
         if not in_order:
             scattered = True
             if path_BA.device.type == "cpu":  # on other devices the check would be a sync
@@ -245,14 +259,15 @@ class TreeCache(Cache):
         self.lengths_B = self.lengths_B + lengths_B
 
     def advance_prompt(self, tokens: int) -> None:
-        """Commit what the last forward read of prompts: as many tokens in every row, padding too."""
+        """Commit the prompt tokens of the last forward: equally many per row, padding included."""
         self.advance(torch.full_like(self.lengths_B, tokens))
         self.prefilled += tokens
 
     def erase_uncommitted(self, shortest: int) -> None:
-        """Zero the slots after each row's committed tokens, of which the shortest row has `shortest`.
+        """Zero the slots after each row's committed tokens; the shortest row has `shortest`.
 
-        Rejected drafts lie there until others overwrite them. Their values have weight 0, which NaN and inf outlast.
+        Rejected drafts lie there until others overwrite them. Their values have weight 0, which NaN
+        and inf outlast.
         """
         slots_S = counting(self.capacity - shortest, self.lengths_B.device, shortest)
         unused_BS = slots_S >= self.lengths_B[:, None]
@@ -261,7 +276,7 @@ class TreeCache(Cache):
             after_LBGSE.masked_fill_(unused_BS.to(block.device)[None, :, None, :, None], 0)
 
     def erase_next(self, count: int) -> None:
-        """Zero the `count` slots after each row's committed tokens, without asking the device for their number."""
+        """Zero the `count` slots after each row's committed tokens, without a device sync."""
         if count <= 0:
             return
         slots_BC = self.lengths_B[:, None] + counting(count, self.lengths_B.device)
@@ -270,10 +285,13 @@ class TreeCache(Cache):
             block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
 
     def keep_snapshot(self) -> None:
-        """Make sure that `rewind` can come back to here, where a model keeps more than keys and values."""
+        """Let `rewind` come back to here, where a model caches more than keys and values."""
 
     def rewind(self, tokens: int) -> int:
-        """Go back to the first `tokens` of the text of a single row, or as far as it takes; return how many stay."""
+        """Go back to the first `tokens` of a single row's text, or further where necessary.
+
+        Return how many tokens remain.
+        """
         self.lengths_B = torch.full_like(self.lengths_B, tokens)
         self.erase_uncommitted(tokens)
         self.prefilled = tokens
@@ -292,7 +310,8 @@ class TreeCache(Cache):
         for block in self.blocks:
             shown = block[:, :, :, : self.capacity]
             chosen_R = rows_R.to(block.device)
-            for layer_BGSE in shown:  # one by one: the copy that indexing makes would be as large as the cache
+            # one by one: the copy that indexing makes would be as large as the cache
+            for layer_BGSE in shown:
                 layer_BGSE[:rows] = layer_BGSE[chosen_R]
         self.lengths_B = self.lengths_B[rows_R]
         self._view()
@@ -302,11 +321,16 @@ class TreeCache(Cache):
         if other.capacity > self.capacity:
             self._grow(other.capacity)
         for block, theirs in zip(self.blocks, other.blocks, strict=True):
-            block[:, rows_R.to(block.device), :, : other.capacity] = theirs[:, : len(rows_R), :, : other.capacity]
+            block[:, rows_R.to(block.device), :, : other.capacity] = theirs[
+                :, : len(rows_R), :, : other.capacity
+            ]
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
 
     def _grow(self, capacity: int) -> None:
-        """Attend to `capacity` slots; the new ones are zeroed, for uninitialized memory may hold NaN."""
+        """Attend to `capacity` slots.
+
+        The new slots are zeroed, since uninitialized memory may hold NaN.
+        """
         self._resize(self._rows, capacity)
         for block in self.blocks:
             block[:, :, :, self.capacity : capacity] = 0
@@ -319,7 +343,8 @@ class TreeCache(Cache):
             return
         rows, slots = max(rows, self._rows), max(slots, self._room)
         sizes = [(shape, len(numbers)) for shape, numbers in self._block_of.items()]
-        before, self.blocks = self.blocks, self.pool.take(sizes, rows, slots)  # or there is no memory: nothing changed
+        # or there is no memory: nothing changed
+        before, self.blocks = self.blocks, self.pool.take(sizes, rows, slots)
         self._rows, self._room = rows, slots
         for old, new in zip(before, self.blocks, strict=False):
             new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
@@ -345,7 +370,9 @@ class TreeLayer(CacheLayerMixin):
         self.cache = cache
         self.index = index
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Store the layer's new entries; return the keys and values to attend to."""
         cache, device = self.cache, key_states.device
         slots_BN = cache.slots_BN
@@ -356,7 +383,8 @@ class TreeLayer(CacheLayerMixin):
         keys, values = cache.keys[self.index], cache.values[self.index]
         rows_B1 = counting(len(key_states), device, column=True)
         for kept, new in ((keys, key_states), (values, value_states)):
-            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)  # `scatter_` would copy all of it on a CPU
+            # `scatter_` would copy all of it on a CPU
+            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)
         return keys[:, :, : cache.attended], values[:, :, : cache.attended]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -1,28 +1,33 @@
 """A `TreeCache` with layers that keep a state: the window of a convolution, a recurrence, or both.
 
-Keys and values of a rejected draft are overwritten; a state that has seen it is spoiled. So the cache keeps each row's
-states as they were at a position that is certain, the snapshot, `read` tokens into the text. The tokens committed since
-are pending: their keys and values are in the cache, the snapshot has not seen them. A forward begins at the snapshot:
+Keys and values of a rejected draft are overwritten; a state that has seen it is spoiled. So the
+cache keeps each row's states as they were at a position that is certain, the snapshot, `read`
+tokens into the text. The tokens committed since are pending: their keys and values are in the
+cache, the snapshot has not seen them. A forward begins at the snapshot:
 
     text     The  cat  sat  on  the          snapshot after "cat", pending "sat on", root "the"
     forward            sat  on  the  mat  .  pending, root, drafts; a copy of the snapshot goes in
 
-If all its tokens are accepted, the states that come out are the next snapshot and nothing is pending. Else the snapshot
-stays, and the accepted tokens are pending: a rejected draft costs a few tokens more in the next forward, and no other.
-Where many are pending, the engine reads them alone (`advance_lanes`).
+If all its tokens are accepted, the states that come out are the next snapshot and nothing is
+pending. Else the snapshot stays, and the accepted tokens are pending: a rejected draft costs a few
+tokens more in the next forward, and no other. Where many are pending, the engine reads them alone
+(`advance_lanes`).
 
-A recurrence follows one path. So the paths of a tree are read side by side, each a lane with a copy of the snapshot:
+A recurrence follows one path. So the paths of a tree are read side by side, each a lane with a copy
+of the snapshot:
 
     paths  root a b, root c          lane 0   pending  root  a  b
                                      lane 1   pending  root  c  (padding)
 
-Attention layers store a node's keys and values once, from the first lane with it, in the node's slot. What padding, on
-the right, does to the states of a lane does not matter: that lane's states are not kept.
+Attention layers store a node's keys and values once, from the first lane with it, in the node's
+slot. What padding, on the right, does to the states of a lane does not matter: that lane's states
+are not kept.
 
-A convolution's window after any token can be cut from its inputs. With no recurrence beside it nothing is ever pending.
+A convolution's window after any token can be cut from its inputs. With no recurrence beside it
+nothing is ever pending.
 
-Letters in tensor names: B batch, N nodes, R lanes, T tokens of a lane, K entries that are stored, S slots, G heads of
-keys and values, E head size, A accepted.
+Letters in tensor names: B batch, N nodes, R lanes, T tokens of a lane, K entries that are stored, S
+slots, G heads of keys and values, E head size, A accepted.
 """
 
 from __future__ import annotations
@@ -120,13 +125,15 @@ class Lanes:
     rows_R: Tensor | None
     """Row of each lane; None where lane r is row r of the cache, and there are no others."""
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """Entries to store: their lanes, their indices in these, and the rows and slots they go to, each [K]."""
+    """Entries to store: their lanes, their indices in these, and the rows and slots they go to,
+    each [K]."""
     first_BN: Tensor
     """The first lane with each node."""
     index_BN: Tensor
     """The index of each node in that lane."""
     in_line: bool
-    """Whether every lane reads the slots from one on, in order, and all lanes the same slots, without padding."""
+    """Whether every lane reads the slots from one on, in order, and all lanes the same slots,
+    without padding."""
 
 
 class StateCache(TreeCache):
@@ -161,7 +168,8 @@ class StateCache(TreeCache):
         self.tokens_BS = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
         """The token in each slot."""
         self.lanes: Lanes | None = None
-        """Those of the latest forward, whose outcome the snapshots do not reflect yet, or of the one that runs."""
+        """Those of the latest forward, whose outcome the snapshots do not reflect yet, or of the
+        one that runs."""
         self._before: list[int] = []
         """Committed tokens of each row before that forward."""
         self._path_BA: Tensor | None = None
@@ -177,12 +185,14 @@ class StateCache(TreeCache):
     def settle(self) -> None:
         """Take the latest forward's states as snapshots where all that they have seen is committed.
 
-        To be called before anything that depends on `read` or on the snapshots. Until then `lengths_B` may be set back.
+        To be called before anything that depends on `read` or on the snapshots. Until then
+        `lengths_B` may be set back.
         """
         lanes = self.lanes
         if lanes is None:
             return
-        lengths: list[int] = self.lengths_B.tolist()  # sync: after the loop's own, for which all has been computed
+        # sync: after the loop's own, for which all has been computed
+        lengths: list[int] = self.lengths_B.tolist()
         paths = None if self._path_BA is None else self._path_BA.tolist()
         rows: list[int] = []
         sources: list[int] = []
@@ -207,7 +217,10 @@ class StateCache(TreeCache):
             layer.forget()
 
     def _lane_after(self, row: int, node: int, whole: bool) -> int | None:
-        """The first lane of a row with this node; with `whole` one that ends there and has no padding."""
+        """Return the first lane of a row that contains this node; None if there is none.
+
+        With `whole`, the lane must also end at the node and have no padding.
+        """
         assert self.lanes is not None
         width = self.lanes.width
         for number, lane in enumerate(self.lanes.lanes):
@@ -218,12 +231,15 @@ class StateCache(TreeCache):
         return None
 
     def pending(self) -> list[int]:
-        """Committed tokens of each row that its snapshot has not seen; to be asked after `settle`."""
+        """Return how many committed tokens of each row its snapshot has not seen.
+
+        Call it after `settle`.
+        """
         lengths: list[int] = self.lengths_B.tolist()  # sync: as in `settle`
         return [length - read for length, read in zip(lengths, self.read, strict=True)]
 
     def tree_lanes(self, tokens_BN: Tensor, paths: list[list[Path]]) -> None:
-        """Lanes of the next forward, over each row's pending tokens and the paths to the leaves of its tree.
+        """Set up the next forward's lanes: a row's pending tokens, then the path to a leaf.
 
         There must be room for all nodes.
         """
@@ -249,13 +265,17 @@ class StateCache(TreeCache):
                     first_BN[row][node] = len(lanes)
                     index_BN[row][node] = index
                 lanes.append(Lane(row, path, slots, positions))
-            for node in set(range(nodes)) - known:  # padding of the tree, in place of which the root is read
+            # padding of the tree, in place of which the root is read
+            for node in set(range(nodes)) - known:
                 first_BN[row][node] = first_BN[row][0]
                 index_BN[row][node] = index_BN[row][0]
         self._begin(lanes, lengths, stored, first_BN, index_BN)
 
     def advance_lanes(self, rows: list[int], count: int) -> None:
-        """Lanes of a forward over the first `count` pending tokens of some rows; `advanced` takes their states."""
+        """Set up lanes for a forward over the first `count` pending tokens of some rows.
+
+        `advanced` takes their states.
+        """
         lanes = []
         for row in rows:
             slots = list(range(self.read[row], self.read[row] + count))
@@ -387,7 +407,10 @@ class _NoLayer:
 
 
 class _States:
-    """States of a layer, each with a first dimension for rows or lanes: by number, windows and recurrences."""
+    """One layer's states by number: convolution windows and recurrences.
+
+    The first dimension of each state is rows or lanes.
+    """
 
     def __init__(self, windows: dict[int, Tensor], recurrences: dict[int, Tensor]) -> None:
         self.windows = windows
@@ -419,11 +442,13 @@ def _zeros(state: RowState, rows: int) -> Tensor:
 def _rows(states: dict[int, Tensor], rows_R: Tensor | None) -> dict[int, Tensor]:
     if rows_R is None:
         return {number: state.clone() for number, state in states.items()}
-    return {number: state.index_select(0, rows_R.to(state.device)) for number, state in states.items()}
+    return {
+        number: state.index_select(0, rows_R.to(state.device)) for number, state in states.items()
+    }
 
 
 class _StateLayer(LinearAttentionCacheLayerMixin):
-    """One layer's states for transformers: a forward reads and overwrites copies of the snapshot."""
+    """One layer's states for transformers: a forward reads and overwrites snapshot copies."""
 
     def __init__(self, cache: StateCache, layer: CachedLayer) -> None:
         numbers = len({*layer.convolutions, *layer.recurrences})
@@ -431,23 +456,35 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
         self.snapshot = _States.empty(layer, len(cache.lengths_B))
         """Each row's states where they are certain."""
         self._inputs: dict[int, Tensor] = {}
-        """What each convolution has read in the latest forward: the window before it, and the inputs of its tokens."""
-        self.has_previous_state = dict.fromkeys(range(numbers), True)  # zeros are the state of an empty text
-        self.is_conv_states_initialized = {number: number in layer.convolutions for number in range(numbers)}
-        self.is_recurrent_states_initialized = {number: number in layer.recurrences for number in range(numbers)}
-        self.conv_kernel_size = {number: state.shape[-1] for number, state in layer.convolutions.items()}
+        """What each convolution has read in the latest forward: the window before it, and the
+        inputs of its tokens."""
+        # zeros are the state of an empty text
+        self.has_previous_state = dict.fromkeys(range(numbers), True)
+        self.is_conv_states_initialized = {
+            number: number in layer.convolutions for number in range(numbers)
+        }
+        self.is_recurrent_states_initialized = {
+            number: number in layer.recurrences for number in range(numbers)
+        }
+        self.conv_kernel_size = {
+            number: state.shape[-1] for number, state in layer.convolutions.items()
+        }
 
     def hand_out(self, rows_R: Tensor | None) -> None:
         """Copy the snapshots of the lanes' rows for a forward."""
         states = self.snapshot.rows(rows_R)
         self.conv_states = {**dict.fromkeys(range(self.number_of_states)), **states.windows}
-        self.recurrent_states = {**dict.fromkeys(range(self.number_of_states)), **states.recurrences}
+        self.recurrent_states = {
+            **dict.fromkeys(range(self.number_of_states)),
+            **states.recurrences,
+        }
         self._inputs = {}
 
     def take(self, rows: list[int], lanes: list[int], counts: list[int], cut: bool) -> None:
         """Take the states of these lanes as those rows' snapshots.
 
-        With `cut` a lane's windows are those after `counts` of its tokens, whatever it has read after them.
+        With `cut` a lane's windows are those after `counts` of its tokens, whatever it has read
+        after them.
         """
         if not rows:
             return
@@ -455,13 +492,18 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
             inputs = self._inputs.get(number)
             if cut and inputs is not None:
                 size = window.shape[-1]
-                cuts = [inputs[lane, ..., count : count + size] for lane, count in zip(lanes, counts, strict=True)]
+                cuts = [
+                    inputs[lane, ..., count : count + size]
+                    for lane, count in zip(lanes, counts, strict=True)
+                ]
                 windows = _replaced(window, rows, torch.stack(cuts), list(range(len(cuts))))
             else:
                 windows = _replaced(window, rows, self.conv_states[number], lanes)
             self.snapshot.windows[number] = windows
         for number, state in self.snapshot.recurrences.items():
-            self.snapshot.recurrences[number] = _replaced(state, rows, self.recurrent_states[number], lanes)
+            self.snapshot.recurrences[number] = _replaced(
+                state, rows, self.recurrent_states[number], lanes
+            )
 
     def forget(self) -> None:
         """Free what the latest forward left."""
@@ -481,14 +523,16 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
                 ours[number] = state.index_copy(0, rows_R.to(state.device), theirs[number])
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
-        """Shift the inputs of the forward's tokens into the window; return the window before them, and them."""
+        """Shift the tokens' inputs into the window; return the old window and these inputs."""
         window: Any = self.conv_states[state_idx]
         inputs = torch.cat([window, conv_states], dim=-1)
         self._inputs[state_idx] = inputs
         self.conv_states[state_idx] = inputs[..., -window.shape[-1] :]
         return inputs
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: object) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **_: object
+    ) -> Tensor:
         before: Any = self.recurrent_states[state_idx]
         self.recurrent_states[state_idx] = recurrent_states.to(before.dtype)
         return recurrent_states
@@ -507,14 +551,21 @@ def _replaced(states: Tensor, rows: list[int], of_lanes: Any, lanes: list[int]) 
 class _LaneLayer(TreeLayer):
     """Keys and values of a layer, whose entries come in lanes."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         cache = self.cache
         assert isinstance(cache, StateCache) and cache.lanes is not None
         lanes, device = cache.lanes, key_states.device
         attended = []
-        for kept, new in ((cache.keys[self.index], key_states), (cache.values[self.index], value_states)):
+        for kept, new in (
+            (cache.keys[self.index], key_states),
+            (cache.values[self.index], value_states),
+        ):
             if lanes.stored is not None:
-                lanes_K, index_K, rows_K, slots_K = (indices_K.to(device) for indices_K in lanes.stored)
+                lanes_K, index_K, rows_K, slots_K = (
+                    indices_K.to(device) for indices_K in lanes.stored
+                )
                 kept.transpose(1, 2)[rows_K, slots_K] = new.transpose(1, 2)[lanes_K, index_K]
             shown = kept[:, :, : cache.attended]
             if lanes.rows_R is not None:  # one row's entries are not copied for its lanes
@@ -526,7 +577,8 @@ class _LaneLayer(TreeLayer):
         return attended[0], attended[1]
 
 
-class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]  # transformers' bases differ in is_croppable
+# transformers' bases differ in is_croppable
+class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]
     """A layer with a state beside keys and values."""
 
     def __init__(self, cache: StateCache, index: int, layer: CachedLayer) -> None:

@@ -1,1 +1,1 @@
-"""Drafters propose draft trees: heads, a second model, lookup, n-grams, and adaptive choice among them."""
+"""Drafters propose draft trees: heads, a second model, lookup, n-grams, or an adaptive choice."""

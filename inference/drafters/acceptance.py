@@ -43,8 +43,10 @@ class Answered:
 
 
 @torch.no_grad()
-def accuracy_by_rank(target: Target, head: DraftHead, answers: Iterable[Answered]) -> list[list[float]]:
-    """How often the true token at each depth is the head's i-th best, given the true tokens before it.
+def accuracy_by_rank(
+    target: Target, head: DraftHead, answers: Iterable[Answered]
+) -> list[list[float]]:
+    """Return how often the true token at each depth is the head's i-th best, teacher-forced.
 
     Returns:
         accuracy_KI: shares of all positions of the answers, by depth and by rank.
@@ -76,7 +78,9 @@ def dynamic_lengths(
 ) -> dict[Size, float]:
     """Acceptance length of dynamic trees of a width along the answers, by size and depth."""
     depths = range(1, head.max_depth + 1)
-    drafter = DynamicTree(head, DynamicShape(max(sizes), head.max_depth, width), target.draft_modules)
+    drafter = DynamicTree(
+        head, DynamicShape(max(sizes), head.max_depth, width), target.draft_modules
+    )
     rounds: dict[Size, list[int]] = {}
     for size in sizes:
         for depth in depths:
@@ -85,20 +89,25 @@ def dynamic_lengths(
         text_1T = answer.tokens_T[None]
         tokens = answer.tokens_T.tolist()
         length = len(tokens)
-        output = target.engine.read_chunk(text_1T, length, target.engine.new_cache(1), head.feature_layers, [0])
+        output = target.engine.read_chunk(
+            text_1T, length, target.engine.new_cache(1), head.feature_layers, [0]
+        )
         drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
         drafter.prefill(_chunk(text_1T, output, 0, answer.prompt_length))
         accepted: dict[Size, list[int]] = {key: [] for key in rounds}
         for place in range(answer.prompt_length, length - 1):
             truth = tokens[place + 1 : place + 1 + head.max_depth]
-            candidates = drafter.candidates(drafter.rows.catch_up(), text_1T[:, place], head.max_depth)
+            candidates = drafter.candidates(
+                drafter.rows.catch_up(), text_1T[:, place], head.max_depth
+            )
             tokens_1C, parents_1C, values_1C = candidates
             path = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:
                 seen = 1 + drafter.width + (depth - 1) * drafter.width**2
                 ranks = [_rank(values_1C[0, :seen], node) for node in path[:depth]]
                 for size in sizes:
-                    # A child is worth no more than its parent, so the ranks along the path never fall.
+                    # A child is worth no more than its parent, so the ranks along the path never
+                    # fall.
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
             drafter.prefill(_chunk(text_1T, output, place, place + 1))
         for key, accepted_P in accepted.items():
@@ -107,7 +116,7 @@ def dynamic_lengths(
 
 
 def _round_lengths(accepted_P: list[int]) -> list[int]:
-    """Tokens of each round of an answer, by the drafts that would be accepted from every position of it."""
+    """Return the tokens of each round of an answer, by the drafts accepted from every position."""
     lengths = []
     place = 0  # of a round's root in the answer
     while place < len(accepted_P):
@@ -131,7 +140,9 @@ def _true_path(truth: list[int], tokens: list[int], parents: list[int]) -> list[
     path: list[int] = []
     above = 0
     for token in truth:
-        children = [node for node, parent in enumerate(parents) if parent == above and tokens[node] == token]
+        children = [
+            node for node, parent in enumerate(parents) if parent == above and tokens[node] == token
+        ]
         if not children:
             break
         above = children[0]

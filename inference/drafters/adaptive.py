@@ -1,4 +1,6 @@
-"""Adaptive speculation: autoregressive steps, or one of several trees, step by step, by measured tokens per second.
+"""Adaptive speculation: autoregressive steps or one of several trees, by measured speed.
+
+The choice is made step by step. Speed is measured in tokens per second.
 
 A candidate's speed is the tokens that its steps emit over the time that they take; the fastest
 that was timed leads. Others are probed for a few steps: `PROBE_SHARE` of the tokens that are
@@ -32,14 +34,23 @@ from ..trees.tree_spec import DynamicShape, EarlyExitShape, TreePolicy, TreeShap
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 from .answer_lengths import AnswerLengths
-from .base import BatchDrafter, DraftContext, NoDraft, PrefillChunk, replaced_rows, selected_places, selected_rows
+from .base import (
+    BatchDrafter,
+    DraftContext,
+    NoDraft,
+    PrefillChunk,
+    replaced_rows,
+    selected_places,
+    selected_rows,
+)
 from .round import Round
 from .tree_policies import HeadDrafter
 
 PROBE_SHARE = 0.01
 """Share of the generated tokens that probes may cost."""
 PROBE_STEPS = 4
-"""Steps of a probe. The first are slow: a head reads what it has missed, and its weights are not in the cache."""
+"""Steps of a probe. The first are slow: a head reads what it has missed, and its weights are not in
+the cache."""
 TIMED_READING = 16
 """Tokens that a head reads at once at least, where that is timed."""
 PRIOR_STEPS = 4
@@ -47,9 +58,11 @@ PRIOR_STEPS = 4
 AVERAGED_STEPS = 48
 """Steps over which tokens per step are averaged, exponentially: over fewer, chance decides."""
 LEAST_LENGTH = 1.05
-"""Least tokens per step that a tree is taken to emit: even one whose drafts were all rejected may recover."""
+"""Least tokens per step that a tree is taken to emit: even one whose drafts were all rejected may
+recover."""
 TIMED_STEPS = 7
-"""A candidate's latest steps, whose median is its cost: a few slow ones do not count, a whole probe does."""
+"""A candidate's latest steps, whose median is its cost: a few slow ones do not count, a whole probe
+does."""
 MARGIN = 0.02
 """Speedup over autoregressive steps that drafts must have: near a tie a change gains nothing."""
 CANDIDATE_SIZES = (2, 4, 8, 16)
@@ -60,7 +73,8 @@ LARGE_SIZES = (32, 60)
 """Nodes of more of them, where their forward costs less than `LARGE_COST` autoregressive steps."""
 LARGE_COST = 2.0
 BEST_RATE = 0.8
-"""Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a loss."""
+"""Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a
+loss."""
 
 
 class Expected(NamedTuple):
@@ -91,7 +105,9 @@ class Speeds:
     """The candidates at one number of rows: which one leads, and when another is probed."""
 
     def __init__(self, candidates: list[Candidate], plain: int | None, measured: bool) -> None:
-        """Begin with candidates, of which number `plain` is autoregressive steps; among equals the first one leads.
+        """Begin with candidates, where index `plain` is that of autoregressive steps.
+
+        `plain` is None if there are no such steps. Among equals the first candidate leads.
 
         Where their costs were not `measured`, nothing is known: the first probe need not be saved
         for, and the first steps tell more than what was expected.
@@ -111,13 +127,15 @@ class Speeds:
         self.deficit = 0.0
         """Tokens lost to autoregressive steps since drafts took the lead."""
         self.reading = 0.0
-        """Seconds that a tree would take now, before its first step, for what its head has not read."""
+        """Seconds that a tree would take now, before its first step, for what its head has not
+        read."""
         self.remaining = math.inf
         """Tokens that are expected to come in each row."""
         self.compared = self.leader
         """The candidate that would run in place of the current probe."""
         self.size: int | None = None
-        """Size of the prompts, see `prompt_size`, on which the lengths depend; None before the first."""
+        """Size of the prompts, see `prompt_size`, on which the lengths depend; None before the
+        first."""
         self.lengths: dict[int | None, list[Expected]] = {}
         """Lengths for prompts of other sizes."""
         self.expected = [Expected(candidate.length, candidate.steps) for candidate in candidates]
@@ -126,7 +144,9 @@ class Speeds:
     def turn_to(self, size: int) -> None:
         """Go on with prompts of another size."""
         lengths = self.lengths.pop(size, self.expected)
-        self.lengths[self.size] = [Expected(candidate.length, candidate.steps) for candidate in self.candidates]
+        self.lengths[self.size] = [
+            Expected(candidate.length, candidate.steps) for candidate in self.candidates
+        ]
         for number, (candidate, expected) in enumerate(zip(self.candidates, lengths, strict=True)):
             if number != self.plain:
                 candidate.length = max(expected.length, LEAST_LENGTH)
@@ -137,7 +157,7 @@ class Speeds:
             self.leader = max(range(len(self.candidates)), key=self.speed)
 
     def elsewhere(self, same_texts: bool) -> Speeds:
-        """A first estimate for another number of rows, or for texts that are sampled and not greedy."""
+        """Return a first estimate for other row counts, or for sampled instead of greedy texts."""
         other = copy.deepcopy(self)
         if not same_texts:
             other.lengths = {}
@@ -150,7 +170,10 @@ class Speeds:
         return other
 
     def cost(self, number: int) -> float:
-        """Seconds of a candidate's step; before there was one, as expected relative to one that was timed."""
+        """Return the seconds of a candidate's step.
+
+        Before its first step this is an expectation, scaled by a candidate that was timed.
+        """
         candidate = self.candidates[number]
         if candidate.seconds:
             return median_low(candidate.seconds)
@@ -169,7 +192,8 @@ class Speeds:
         """The candidate of the next step.
 
         Args:
-            reading: seconds that any tree would take before its first step, for what its head has not read.
+            reading: seconds that any tree would take before its first step, for what its head has
+                not read.
             remaining: tokens that are expected to come in each row.
         """
         self.reading = reading
@@ -201,7 +225,10 @@ class Speeds:
         return self.running
 
     def _earns_reading(self) -> bool:
-        """Whether the leader saves on the tokens to come the seconds in which its head reads what it has not read."""
+        """Whether the leader saves more time on the tokens to come than its reading takes.
+
+        Its head must first read what it has not read yet.
+        """
         if self.leader == self.plain or self.reading == 0:
             return True
         assert self.plain is not None
@@ -252,7 +279,8 @@ class Speeds:
         others = [number for number in range(len(self.candidates)) if number != self.running]
         if not others or len(self.candidates[self.running].seconds) < PROBE_STEPS:
             return None
-        if self.reading * self.speed(self.running) > self.remaining:  # not even drafts that cost nothing would earn it
+        # not even drafts that cost nothing would earn it
+        if self.reading * self.speed(self.running) > self.remaining:
             return None
         saved = max(self.budget, 0.0)
         best = max(others, key=self.speed)
@@ -280,9 +308,9 @@ class AdaptiveDrafter(BatchDrafter):
 
     Measurements are kept from one generation to the next: times of steps for each number of rows,
     tokens per step for each size of prompts too. A step's time is all of it: draft, forward,
-    verification, host, and what the drafter reads of the step. Prompts, and tokens of autoregressive
-    steps, are read by a head when it drafts again, which is weighed, or when other rows join the
-    batch, which is not.
+    verification, host, and what the drafter reads of the step. Prompts, and tokens of
+    autoregressive steps, are read by a head when it drafts again, which is weighed, or when other
+    rows join the batch, which is not.
 
     When sampling from sampled trees, it always uses the first tree, so that a seed fixes the text.
     """
@@ -294,14 +322,19 @@ class AdaptiveDrafter(BatchDrafter):
         costs: RoundCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Wrap one drafter of any kind, or several trees of one head; `plain` adds autoregressive steps.
+        """Wrap one drafter of any kind, or several trees of one head.
 
-        `costs` of steps on this machine serve for the first choices, None if they were not measured.
+        `plain` adds autoregressive steps.
+
+        `costs` of steps on this machine serve for the first choices, None if they were not
+        measured.
         """
         if not trees:
             raise ValueError("adaptive drafting needs a drafter")
         if len({tree.kind for tree in trees}) > 1:
-            raise ValueError("top-k trees and sampled trees have different rules: choose among either")
+            raise ValueError(
+                "top-k trees and sampled trees have different rules: choose among either"
+            )
         self.trees = _of_one_head(trees)
         self.reader = self.trees[0]
         """The tree that reads the text; the others share its head's state."""
@@ -316,7 +349,8 @@ class AdaptiveDrafter(BatchDrafter):
         if plain and isinstance(self.reader, HeadDrafter):
             self.reader.rows.read_when_needed()
         self.speeds: dict[tuple[bool, int], Speeds] = {}
-        """By whether texts are sampled, where other drafts are accepted, and by the rows decoded together."""
+        """By whether texts are sampled, where other drafts are accepted, and by the rows decoded
+        together."""
         self.answers = AnswerLengths()
         self._sampling = False
         self._size = 0
@@ -365,7 +399,8 @@ class AdaptiveDrafter(BatchDrafter):
     def _begin(self, context: DraftContext) -> None:
         self._running = None
         self._answers_ended(self._written)
-        self._limit = math.inf if context.new_tokens is None else context.new_tokens - 1  # one came with the prompt
+        # one came with the prompt
+        self._limit = math.inf if context.new_tokens is None else context.new_tokens - 1
         self._written = [0] * context.batch_size
         self._idle = set()
         self._size = prompt_size(context.prompt_tokens)
@@ -444,7 +479,9 @@ class AdaptiveDrafter(BatchDrafter):
         now = self.clock()
         self.reader.observe(finished)
         emitted = [len(tokens) for tokens in finished.tokens]
-        self._written = [before + count for before, count in zip(self._written, emitted, strict=True)]
+        self._written = [
+            before + count for before, count in zip(self._written, emitted, strict=True)
+        ]
         self._idle = finished.idle
         if self._running is None:  # nothing was chosen, or another drafter decided not to draft
             return
@@ -527,8 +564,12 @@ def _of_one_head(trees: Sequence[BatchDrafter]) -> list[BatchDrafter]:
     return list(trees)
 
 
-def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts) -> list[TreePolicy]:
-    """The trees to choose from where none is named, the most promising first: one token, and dynamic trees.
+def candidate_trees(
+    head: DraftHead, hint: TreePolicy | None, costs: RoundCosts
+) -> list[TreePolicy]:
+    """Return the trees to choose from where none is named, the most promising first.
+
+    They are a chain of one token, and dynamic trees.
 
     The size of `hint`, a tree that was fast on another machine, replaces the nearest. A head that
     estimates its acceptance rate also offers a chain that ends, or a round without drafts, where
@@ -559,13 +600,19 @@ def candidate_trees(head: DraftHead, hint: TreePolicy | None, costs: RoundCosts)
 
 
 def candidate_chains(head: DraftHead, costs: RoundCosts) -> list[TreePolicy]:
-    """The chains to choose from where no tree is named and trees do not pay, the most promising first."""
+    """Return the chains to choose from where trees do not pay, the most promising first.
+
+    They are used where no tree is named.
+    """
     lengths = sorted({min(length, head.max_depth) for length in CANDIDATE_LENGTHS})
     return _promising([TreeShape.chain(length) for length in lengths], costs)
 
 
 def _promising(trees: Sequence[TreePolicy], costs: RoundCosts) -> list[TreePolicy]:
-    """Those trees that pay where nearly all is accepted, or else the first one; by their expected speed."""
+    """Return the trees that pay where nearly all is accepted, or else the first one.
+
+    The one with the highest expected speed comes first.
+    """
     lengths = {}
     for tree in trees:
         best_length = chain_length([BEST_RATE], tree.depth)

@@ -1,4 +1,4 @@
-"""How long answers are: whether the reading of a prompt is earned back depends on the tokens to come."""
+"""Answer lengths: whether reading a prompt pays off depends on the tokens to come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REMEMBERED_ANSWERS = 32
 
 
 class AnswerLengths:
-    """How many tokens answers have: each token is taken to be the last one with the same probability."""
+    """A geometric model of answer lengths: each token is the last with the same probability."""
 
     def __init__(self) -> None:
         self.answers: deque[tuple[int, bool]] = deque(maxlen=REMEMBERED_ANSWERS)

@@ -1,4 +1,4 @@
-"""The interfaces of drafters: two methods for one of a user's own, some more for those that the decoding loop calls.
+"""The drafter interfaces: two methods for a user's own drafter, more for those in the loop.
 
 `Drafter` is the interface of a user's own drafter, which runs inside a fence (`validated`).
 `BatchDrafter` is that of the loop: it also begins, reads prompts, and follows the rows of a batch
@@ -32,16 +32,17 @@ class DraftContext:
 
     batch_size: int
     capacity: int
-    """Largest number of tokens in a row: the longest prompt, all new tokens, and a tree after them."""
+    """Largest number of tokens in a row: the longest prompt, all new tokens, and a tree after
+    them."""
     sampler: Sampler
     """Draws sampled drafts."""
     draft_probs: Callable[[Tensor], Tensor] | None
-    """Maps draft logits [..., V] to the probabilities to sample from, at the user's settings; None in greedy
-    decoding."""
+    """Maps draft logits [..., V] to the probabilities to sample from, at the user's settings; None
+    in greedy decoding."""
     gumbel: Callable[[int], Tensor] | None = None
-    """Gumbel noise [B, count, V] of the next `count` positions, where sampling uses fixed random numbers for each
-    position. Added to the draft logits, it makes the token that will be sampled likely to be the
-    best one. None where the noise is not known."""
+    """Gumbel noise [B, count, V] of the next `count` positions, where sampling uses fixed random
+    numbers for each position. Added to the draft logits, it makes the token that will be sampled
+    likely to be the best one. None where the noise is not known."""
     rows: Sequence[int] = ()
     """Numbers of the batch's rows in the call."""
     prompt_tokens: int = 0
@@ -49,7 +50,8 @@ class DraftContext:
     new_tokens: int | None = None
     """Most tokens that each row may get; None if unknown."""
     chains_only: bool = False
-    """Whether the target verifies chains alone: of a tree it reads the longest path, the first of several."""
+    """Whether the target verifies chains alone: of a tree it reads the longest path, the first of
+    several."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class PrefillChunk:
     """The token that follows each token."""
     features_BTF: Tensor
     lengths_B: Tensor
-    """Valid tokens of each row, the rest is padding; 0 where the prompt ended in an earlier chunk."""
+    """Valid tokens of each row, the rest is padding; 0 where the prompt ended in an earlier
+    chunk."""
 
 
 @runtime_checkable
@@ -113,7 +116,10 @@ class KeepsRows(Protocol):
     """A drafter with a state of each row."""
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows only, in this order; an index may repeat: `replace` then overwrites the copies."""
+        """Keep only these rows [R], in this order.
+
+        An index may repeat: `replace` then overwrites the copies.
+        """
 
     def replace(self, rows_R: Tensor, other: Any) -> None:
         """Put another drafter's rows, whose prompts it has read, in the places of these."""
@@ -173,7 +179,10 @@ class BatchDrafter(Drafter):
         return None
 
     def can_resume(self, state: Any) -> bool:
-        """Whether `resume` can go on from what `saved_state` returned, without the features of the text before."""
+        """Whether `resume` can continue from what `saved_state` returned.
+
+        The features of the earlier text are not available then.
+        """
         return not self.feature_layers or state is not None
 
     def prefill(self, chunk: PrefillChunk) -> None:
@@ -181,12 +190,13 @@ class BatchDrafter(Drafter):
 
     @abstractmethod
     def propose(self, roots_B: Tensor) -> DraftTree:
-        """Draft what follows each row's newest token [B]; the tree lies on the device of the roots."""
+        """Draft a tree after each row's newest token [B], on the device of the roots."""
 
     def observe_ahead(self, finished: Round) -> None:
         """Launch what `observe` will do on the device, before the host knows the round's tokens.
 
-        A drafter that does so does it no more in the `observe` of that round, which follows unless `take_back` does.
+        A drafter that does so does it no more in the `observe` of that round, which follows unless
+        `take_back` does.
         """
 
     def take_back(self) -> None:
@@ -196,7 +206,10 @@ class BatchDrafter(Drafter):
         """Read what a round emitted."""
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep these rows only, in this order; an index may repeat: `replace` then overwrites the copies."""
+        """Keep only these rows [R], in this order.
+
+        An index may repeat: `replace` then overwrites the copies.
+        """
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
         """Put another drafter's rows, whose prompts it has read, in the places of these."""
@@ -234,7 +247,8 @@ class NewestTokens:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.idle: set[int] = set()
-        """Places of rows that have ended and keep their place: their roots go on, on the device alone."""
+        """Places of rows that have ended and keep their place: their roots go on, on the device
+        alone."""
 
     def begin(self, context: DraftContext) -> None:
         self.tokens = [0] * context.batch_size

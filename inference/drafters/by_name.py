@@ -1,4 +1,4 @@
-"""From what a user names to a drafter: a head, a source of drafts that needs no head, a tree, or some of them."""
+"""Drafters by a user's names: a head, a source of drafts without a head, a tree, or several."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ from .tree_policies import DynamicTree, HeadDrafter, StaticTree, draft_models
 from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
-"""A drafter as a user gives it: a spec or its text (see `SPECS`), one that is made already, or a smaller model."""
+"""A drafter as a user gives it: a spec or its text (see `SPECS`), one that is made already, or a
+smaller model."""
 MODEL_TREE = "chain:4"
 """What a second model drafts if no tree is named."""
 NGRAM_TREE = "chain:3"
@@ -104,11 +105,14 @@ def check_chains(target: Target, tree: TreeSpec) -> None:
         return
     for policy in tree_policies(tree):
         shape = policy.shape if isinstance(policy, SampledShape) else policy
-        chain = isinstance(shape, EarlyExitShape) or (isinstance(shape, TreeShape) and shape.is_chain)
+        chain = isinstance(shape, EarlyExitShape) or (
+            isinstance(shape, TreeShape) and shape.is_chain
+        )
         if not chain:
             raise ValueError(
-                f"tree {tree!r} was given for {target.name!r}, which {target.counted or 'checks chains alone'}, so the "
-                "nodes of a tree cannot be placed; choose chain:LENGTH or drawn:chain:LENGTH, or name no tree"
+                f"tree {tree!r} was given for {target.name!r}, which"
+                f" {target.counted or 'checks chains alone'}, so the nodes of a tree cannot be"
+                " placed; choose chain:LENGTH or drawn:chain:LENGTH, or name no tree"
             )
 
 
@@ -127,7 +131,9 @@ def tree_drafter(
     return drafters[0] if len(drafters) == 1 else AdaptiveDrafter(drafters, plain=False)
 
 
-def _policy_drafter(head: DraftModel, policy: TreePolicy, modules: TargetModules, budget: int | None) -> HeadDrafter:
+def _policy_drafter(
+    head: DraftModel, policy: TreePolicy, modules: TargetModules, budget: int | None
+) -> HeadDrafter:
     if isinstance(policy, DynamicShape):
         return DynamicTree(head, policy, modules, budget)
     if isinstance(policy, EarlyExitShape):
@@ -146,9 +152,15 @@ def fastest_tree(metadata: CheckpointMetadata, machine: str) -> TreePolicy | Non
 
 
 def auto_trees(
-    head: DraftHead, metadata: CheckpointMetadata, machine: str, costs: RoundCosts, chains: bool = False
+    head: DraftHead,
+    metadata: CheckpointMetadata,
+    machine: str,
+    costs: RoundCosts,
+    chains: bool = False,
 ) -> list[TreePolicy]:
-    """The tree that was fastest on this machine, or else those to choose from; one of another machine is a hint.
+    """Return the tree that was fastest on this machine, else the trees to choose from.
+
+    A tree that was fastest on another machine is a hint.
 
     With `chains` there are chains alone to choose from.
     """
@@ -205,10 +217,15 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Batch
         return _ngram_drafter(target, 0, None, tree)
     if isinstance(spec, PromptLookup | Retrieval | Lookahead):
         if tree != "auto":
-            raise ValueError(f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts")
+            raise ValueError(
+                f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it"
+                " drafts"
+            )
         return _lookup_drafter(spec, target)
     if tree != "auto":
-        raise ValueError(f"tree {tree!r} was given with a drafter that is made already; make it with that tree")
+        raise ValueError(
+            f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
+        )
     return validated(spec, target.info.vocab_size)
 
 
@@ -222,7 +239,9 @@ def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) 
     return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest, corpus)
 
 
-def _ngram_drafter(target: Target, order: int, corpus: Datastore | None, tree: TreeSpec) -> BatchDrafter:
+def _ngram_drafter(
+    target: Target, order: int, corpus: Datastore | None, tree: TreeSpec
+) -> BatchDrafter:
     tree = NGRAM_TREE if tree == "auto" else tree
     model = NgramModel(target.info, order, _deepest(tree), corpus)
     drafter = tree_drafter(model, tree, target.draft_modules)
@@ -233,11 +252,14 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A smaller model that drafts for the target; the same ids must mean the same tokens."""
     if model.stateful is not None:
         raise ValueError(
-            f"{model.name!r} cannot draft: its layers keep a convolution or recurrent state, which would follow every "
-            "draft, accepted or not; choose a draft model whose layers are all attention"
+            f"{model.name!r} cannot draft: its layers keep a convolution or recurrent state, which"
+            " would follow every draft, accepted or not; choose a draft model whose layers are all"
+            " attention"
         )
     if isinstance(model, Seq2SeqTarget) != isinstance(target, Seq2SeqTarget):
-        raise ValueError(f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder")
+        raise ValueError(
+            f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder"
+        )
     try:
         ours = tokenizer_provenance(load_tokenizer(target.name))["tokenizer"]
         theirs = tokenizer_provenance(load_tokenizer(model.name))["tokenizer"]
@@ -246,9 +268,10 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
         theirs = str(model.info.vocab_size)
     if ours != theirs:
         raise ValueError(
-            f"the draft model {model.name!r} has another vocabulary ({theirs}) than the target {target.name!r} "
-            f"({ours}). Drafts are not re-encoded from one tokenizer to another (universal assisted generation): "
-            "their probabilities would not be those of the tokens that are verified, and the output not exact"
+            f"the draft model {model.name!r} has another vocabulary ({theirs}) than the target"
+            f" {target.name!r} ({ours}). Drafts are not re-encoded from one tokenizer to another"
+            " (universal assisted generation): their probabilities would not be those of the"
+            " tokens that are verified, and the output not exact"
         )
     tree = MODEL_TREE if tree == "auto" else tree
     assistant = AssistantModel(model, target.info, _deepest(tree))
@@ -265,12 +288,13 @@ def _datastore(folder: str | Path, target: Target) -> Datastore:
     tokenizer = tokenizer_provenance(load_tokenizer(target.name))["tokenizer"]
     if store.tokenizer != tokenizer:
         raise ValueError(
-            f"the datastore {str(folder)!r} was made with tokenizer {store.tokenizer}, the target has {tokenizer}: "
-            "make it again for this target"
+            f"the datastore {str(folder)!r} was made with tokenizer {store.tokenizer}, the target"
+            f" has {tokenizer}: make it again for this target"
         )
     largest = int(store.tokens[store.order[-1]])
     if largest >= target.info.vocab_size:
         raise ValueError(
-            f"the datastore {str(folder)!r} holds token {largest}; the target has {target.info.vocab_size}"
+            f"the datastore {str(folder)!r} holds token {largest}; the target has"
+            f" {target.info.vocab_size}"
         )
     return store

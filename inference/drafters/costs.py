@@ -1,8 +1,8 @@
-"""Costs of a round on this machine: forwards of the target over a number of tokens, and drafts of a head.
+"""Costs of a round on this machine: target forwards by number of tokens, and a head's drafts.
 
-`measured_costs` takes about a second when it is first needed, and is kept (see `machine`) for all models of the same
-dimensions: so a tree can fit the machine although nobody calibrated it there. `costs_of_rounds` derives them from
-rounds that were decoded, which `headstart tree` does.
+`measured_costs` takes about a second when it is first needed, and is kept (see `machine`) for all
+models of the same dimensions: so a tree can fit the machine although nobody calibrated it there.
+`costs_of_rounds` derives them from rounds that were decoded, which `headstart tree` does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ DEPTH = 4
 REPEATS, LIMIT = 5, 0.8
 """Calls of each, at most, and seconds after which there are no more."""
 TOGETHER = 4
-"""Calls that are timed together where functions are replayed, so that the host launches one while the device runs
-another. The first such calls are not measured: they compile kernels, run the functions as they are and record them."""
+"""Calls that are timed together where functions are replayed, so that the host launches one while
+the device runs another. The first such calls are not measured: they compile kernels, run the
+functions as they are and record them."""
 TIMED_NODES = 8
 """Nodes of the trees by whose rounds drafting is timed."""
 TIMED_WIDTHS = (2, 8)
@@ -55,7 +56,10 @@ EIGHT_BITS = ", 8 bits"
 
 
 def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
-    """Costs of steps on this machine, measured now or earlier; models of the same dimensions cost the same."""
+    """Return the costs of steps on this machine, measured now or earlier.
+
+    Models of the same dimensions cost the same.
+    """
     name = f"{_target_name(target)}, {target.engine.name}; {_head_name(head)}"
 
     def measure() -> dict[str, Any]:
@@ -66,7 +70,9 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 
 
 def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
-    """Costs of steps that this machine has kept for models of these dimensions, whichever engine ran; else None.
+    """Return the step costs that this machine has kept for models of these dimensions, else None.
+
+    The costs may have been measured with any engine.
 
     Those of our kernels or of CUDA graphs come before those of transformers' own operations.
     """
@@ -86,7 +92,10 @@ def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
 def head_shape(head: DraftHead) -> str:
     """All of a head that the cost of its drafts depends on, the values of its weights aside."""
     weights = sum(weight.numel() for weight in head.parameters())
-    return f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers {list(head.feature_layers)}"
+    return (
+        f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers"
+        f" {list(head.feature_layers)}"
+    )
 
 
 def _head_name(head: DraftHead | None) -> str:
@@ -101,11 +110,11 @@ def _target_name(target: Target) -> str:
     model = target.model
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
     return (
-        f"seconds of a round: {type(model).__name__}, "
-        f"{info.num_layers} layers of {info.hidden_size} and {info.intermediate_size}, "
-        f"{info.num_attention_heads} heads in {info.num_key_value_heads} groups of {info.head_dim}, "
-        f"{info.vocab_size} tokens, {sum(weight.numel() for weight in model.parameters())} weights ({kinds}), "
-        f"{dtype_name(target.dtype)}, {model.config._attn_implementation}"
+        f"seconds of a round: {type(model).__name__}, {info.num_layers} layers of"
+        f" {info.hidden_size} and {info.intermediate_size}, {info.num_attention_heads} heads in"
+        f" {info.num_key_value_heads} groups of {info.head_dim}, {info.vocab_size} tokens,"
+        f" {sum(weight.numel() for weight in model.parameters())} weights ({kinds}),"
+        f" {dtype_name(target.dtype)}, {model.config._attn_implementation}"
     )
 
 
@@ -120,13 +129,18 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     calls: dict[int | str, Callable[[], Tensor]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
-        drafter, one_1 = StaticTree(head, TreeShape.chain(depth), target.draft_modules), torch.ones_like(text_1T[0, :1])
+        drafter, one_1 = (
+            StaticTree(head, TreeShape.chain(depth), target.draft_modules),
+            torch.ones_like(text_1T[0, :1]),
+        )
         drafter.rows.use(target.engine)
         capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
         drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))
         output = target.engine.read_chunk(text_1T, TEXT, target.engine.new_cache(1), layers, [])
         features = output.features_BNF
-        drafter.prefill(PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1)))
+        drafter.prefill(
+            PrefillChunk(text_1T[:, :-1], text_1T[:, 1:], features[:, :-1], one_1 * (TEXT - 1))
+        )
         chain = DraftTree.of_shape(TreeShape.chain(depth), text_1T[:, : depth + 1])
         verdict = Verdict(
             path_BA=torch.zeros_like(text_1T[:, :1]),
@@ -146,7 +160,12 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
         context = DraftContext(1, READ + 1 + drafter.max_nodes, RandomSampler(None), None)
         reader = drafter.fresh()
         repeated_T = torch.arange(READ, device=target.device) % (TEXT - 1)
-        prompt = PrefillChunk(text_1T[:, repeated_T], text_1T[:, repeated_T + 1], features[:, repeated_T], one_1 * READ)
+        prompt = PrefillChunk(
+            text_1T[:, repeated_T],
+            text_1T[:, repeated_T + 1],
+            features[:, repeated_T],
+            one_1 * READ,
+        )
 
         def read_and_draft() -> Tensor:
             """Read a prompt and draft a chain after it."""
@@ -159,7 +178,9 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     # What disturbs a call makes it slower, never faster: of few calls the least is the cost.
     taken = {call: min(times) for call, times in seconds_of(target, calls, REPEATS, LIMIT).items()}
     # More tokens never take less time: such a measurement was disturbed.
-    forward = dict(zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True))
+    forward = dict(
+        zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True)
+    )
     if head is None:
         return RoundCosts(forward, draft=0.0)
     reading = max(taken["read and draft"] - taken["draft"], 0.0) / READ
@@ -167,7 +188,10 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
 
 
 def timed_trees(head: DraftHead) -> tuple[DynamicShape, DynamicShape, DynamicShape]:
-    """Trees by whose rounds drafting is timed: a shallow one, a deeper one, and one that expands more nodes."""
+    """Return trees by whose rounds drafting is timed.
+
+    They are a shallow tree, a deeper one, and one that expands more nodes.
+    """
     depth = min(head.max_depth, DEPTH)
     narrow = min(TIMED_WIDTHS[0], head.draft_vocab_size)
     wide = min(TIMED_WIDTHS[1], head.draft_vocab_size)
@@ -193,8 +217,8 @@ def costs_of_rounds(
 ) -> RoundCosts:
     """Derive costs from rounds that were decoded.
 
-    Where rounds are replayed, the parts of a round are launches, which tell nothing: what a round takes besides its
-    forward is drafting and the rest.
+    Where rounds are replayed, the parts of a round are launches, which tell nothing: what a round
+    takes besides its forward is drafting and the rest.
 
     Args:
         target: the model.
@@ -214,14 +238,18 @@ def costs_of_rounds(
     if target.engine.runner.replays:
         # The first rounds compile and record: the median leaves them out.
         plain_step = statistics.median(timed[None].round_seconds)
-        drafts = [statistics.median(timed[tree].round_seconds) - forward[tree.size] for tree in trees]
+        drafts = [
+            statistics.median(timed[tree].round_seconds) - forward[tree.size] for tree in trees
+        ]
         others = 0.0
     else:
         step = timed[None].round_parts
         plain_step = sum(step.values())
         parts = [timed[tree].round_parts for tree in trees]
         drafts = [part["draft"] for part in parts]
-        others = statistics.mean(sum(part.values()) - part["draft"] - part["target"] for part in parts)
+        others = statistics.mean(
+            sum(part.values()) - part["draft"] - part["target"] for part in parts
+        )
         if target.device.type == "cpu":  # forwards in rounds take longer than alone
             scale = step["target"] / forward[1]
             forward = {size: scale * seconds for size, seconds in forward.items()}
@@ -239,8 +267,13 @@ def costs_of_rounds(
     return RoundCosts(forward, depth, node, constant + others, plain_step)
 
 
-def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]) -> dict[int, float]:
-    """Median seconds of a forward over a chain behind a text, by the chain's nodes; sizes are timed in turns."""
+def forward_seconds(
+    target: Target, text_1T: Tensor, sizes: Sequence[int], layers: tuple[int, ...]
+) -> dict[int, float]:
+    """Return the median seconds of a forward over a chain after a text, by the chain's nodes.
+
+    The sizes are timed in turns.
+    """
     check = checker(target, text_1T, layers)
     taken = seconds_of(target, {size: partial(check, size) for size in sizes}, repeats=9)
     return {size: statistics.median(times) for size, times in taken.items()}
@@ -249,7 +282,7 @@ def forward_seconds(target: Target, text_1T: Tensor, sizes: Sequence[int], layer
 def seconds_of(
     target: Target, calls: Mapping[Key, Callable[[], Tensor]], repeats: int, limit: float = math.inf
 ) -> dict[Key, list[float]]:
-    """Seconds of calls in turns, as `seconds_in_turns` takes them, each with the wait for its result.
+    """Return the seconds of calls by `seconds_in_turns`, each with the wait for its result.
 
     Where functions are replayed, these are the device's: it is waited for after `TOGETHER` calls.
     """
@@ -268,7 +301,7 @@ def seconds_of(
 
 @torch.inference_mode()
 def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """A function that runs a forward over chains of a number of nodes, behind texts that are read now.
+    """Read texts, and return a function that runs a forward over chains of N nodes after them.
 
     It returns their logits [B, N, V].
     """

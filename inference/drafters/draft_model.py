@@ -1,4 +1,4 @@
-"""A second, smaller model as draft model: the original speculative decoding (arXiv:2211.17192, 2302.01318).
+"""A smaller draft model: the original speculative decoding (arXiv:2211.17192, 2302.01318).
 
 It has the interface of a head, so every tree and every acceptance rule fits it. Its KV cache
 follows the accepted text: after each step it reads what was emitted, whose last token is the next
@@ -35,7 +35,8 @@ class AssistantState:
     nodes: int
     """Nodes of the largest draft tree."""
     seen_BWM: Tensor | None = None
-    """Attention mask of the newest frontier over the drafted nodes; None before the root was expanded."""
+    """Attention mask of the newest frontier over the drafted nodes; None before the root was
+    expanded."""
     depths_BM: Tensor | None = None
     """Positions of the drafted nodes after the text."""
 
@@ -81,7 +82,9 @@ class AssistantModel:
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
     ) -> AssistantState:
-        root_BV = torch.zeros(batch_size, self.draft_vocab_size, dtype=self.model.dtype, device=self.model.device)
+        root_BV = torch.zeros(
+            batch_size, self.draft_vocab_size, dtype=self.model.dtype, device=self.model.device
+        )
         return AssistantState(self.model.engine.new_cache(batch_size), 0, root_BV, nodes)
 
     def observe(
@@ -99,7 +102,9 @@ class AssistantModel:
         cache = state.cache
         # The drafts of the round before may hold NaN, which a weight of 0 does not remove.
         cache.erase_next(min(state.nodes, cache.capacity - state.longest))
-        output = self.model.engine.forward_chain(within(self.model, tokens_BA), state.longest, cache, (), kept_K)
+        output = self.model.engine.forward_chain(
+            within(self.model, tokens_BA), state.longest, cache, (), kept_K
+        )
         cache.advance(lengths_B)
         root_BV = state.root_BV
         if wanted:
@@ -109,7 +114,9 @@ class AssistantModel:
         longest = int(cache.lengths_B.max())
         return AssistantState(cache, longest, root_BV, state.nodes)
 
-    def expand(self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, AssistantState]:
+    def expand(
+        self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, AssistantState]:
         batch, width = tokens_BW.shape
         if state.seen_BWM is None or state.depths_BM is None:
             nothing = torch.zeros(batch, 1, 0, dtype=torch.bool, device=tokens_BW.device)

@@ -82,7 +82,8 @@ class EarlyExitChain(HeadDrafter):
             else:
                 sampled_B11, probs_B1V = self.sample_children(logits_B1V, 1, 1)
                 tokens.append(sampled_B11[:, 0, 0])
-                probs.append(torch.where(goes_on, probs_B1V, 0.0))  # nothing is sampled after the end
+                # nothing is sampled after the end
+                probs.append(torch.where(goes_on, probs_B1V, 0.0))
             parents_B1 = torch.zeros_like(parents_B1)
 
         if len(tokens) == 1:
@@ -93,6 +94,7 @@ class EarlyExitChain(HeadDrafter):
         probs_BNV = None
         if probs:
             kind = self.kind
-            probs_BNV = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1)  # the last has no child
+            # the last has no child
+            probs_BNV = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1)
         tree = DraftTree.of_shape(shape, tokens_BN, kind, probs_BNV)
         return replace(tree, sizes_B=size.expand(len(roots_B)), padding=True)

@@ -44,9 +44,14 @@ class HeadAndLookup(BatchDrafter):
                 sampled, which must not be mixed with others.
         """
         if not isinstance(lookup, PromptLookupDrafter):
-            raise ValueError("beside a head, a drafter must be one that looks things up: prompt-lookup or retrieval")
+            raise ValueError(
+                "beside a head, a drafter must be one that looks things up: prompt-lookup or"
+                " retrieval"
+            )
         if head.kind != "top_k":
-            raise ValueError("sampled drafts cannot be joined with those of a lookup; use a tree of top-k drafts")
+            raise ValueError(
+                "sampled drafts cannot be joined with those of a lookup; use a tree of top-k drafts"
+            )
         self.head = head
         self.lookup = lookup
         self.parts = (head, lookup)
@@ -132,7 +137,8 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> DraftTree:
     for trie in tries:
         depth = max(depth, *trie.depths())
     sizes_B = tree.sizes_B + is_new_BS.sum(-1)
-    if device.type == "cpu":  # no synchronization there: nothing is computed for nodes that stay empty
+    # no synchronization there: nothing is computed for nodes that stay empty
+    if device.type == "cpu":
         size = int(sizes_B.max())
     return DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
 

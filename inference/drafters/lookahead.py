@@ -1,4 +1,4 @@
-"""Lookahead decoding (arXiv:2402.02057): n-grams that the target generates itself, while it verifies others.
+"""Lookahead decoding (arXiv:2402.02057): the target generates n-grams while it verifies others.
 
 A window of `width` columns holds Jacobi trajectories: its first row is any draft of the next
 tokens, and each row below is the target's output for the row above. The window lies in the draft
@@ -73,7 +73,7 @@ class Window(NgramIndex):
         return trie
 
     def update(self, new: list[int]) -> None:
-        """Add the target's outputs at the nodes `below`: the next row, and an n-gram for each column."""
+        """Add the target's outputs at the nodes `below`: the next row, and an n-gram per column."""
         if len(self.rows) == self.gram - 1:
             for gram in zip(*self.rows, new, strict=True):
                 self.keep(gram)
@@ -98,18 +98,22 @@ class LookaheadDrafter(NgramDrafter):
     reads_best_tokens = True
 
     def __init__(self, width: int = 5, gram: int = 4, candidates: int = 5) -> None:
-        """Set the window's columns (the paper's W), tokens of an n-gram (N), and n-grams verified at most (G)."""
+        """Set the window's columns (the paper's W), tokens per n-gram (N) and candidates (G).
+
+        The candidates are the n-grams that are verified in a step, at most G.
+        """
         if width < 1 or gram < 2 or candidates < 1:
             raise ValueError(
-                "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1 candidate, not "
-                f"{width}, {gram} and {candidates}"
+                "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1"
+                f" candidate, not {width}, {gram} and {candidates}"
             )
         super().__init__(1 + (width + candidates) * (gram - 1))
         self.width = width
         self.gram = gram
         self.most_candidates = candidates
         self.chains_only = False
-        """Whether the target verifies one path: then n-grams of the text are drafted, and no window."""
+        """Whether the target verifies one path: then n-grams of the text are drafted, and no
+        window."""
 
     def new_text(self) -> Window:
         return Window(self.width, self.gram, self.most_candidates)
@@ -126,7 +130,10 @@ class LookaheadDrafter(NgramDrafter):
         super().observe(finished)
 
     def _update_windows(self, finished: Round) -> None:
-        """Give each window the target's output at its nodes, unless some were not verified: then it stays."""
+        """Update each window with the target's output at its nodes.
+
+        A window with nodes that were not verified stays unchanged.
+        """
         if not finished.drafted or self.chains_only:
             return
         verified = finished.output.logits_BNV.shape[1]

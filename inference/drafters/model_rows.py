@@ -1,4 +1,4 @@
-"""A draft model that follows the text of a batch: its state of each row, and what it has not read yet.
+"""A draft model that follows a batch's text: the state of each row, and what is still unread.
 
 This is the one object that calls a head's `begin` and `observe`. Several trees of one head share
 it, each of which expands the state that `catch_up` returns.
@@ -34,9 +34,11 @@ PENDING_TOKENS = 8192
 """Tokens of each row whose features are kept, at most, for a head that has not read them yet."""
 
 ModelState = Any
-"""State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and `replace`."""
+"""State of a draft model: a `heads.DraftState`, or a dataclass of the model's own with `select` and
+`replace`."""
 DraftModel = DraftHead | AssistantModel | NgramModel
-"""Next-token logits, depth by depth: a head, or a model with the part of its interface that drafting needs."""
+"""Next-token logits, depth by depth: a head, or a model with the part of its interface that
+drafting needs."""
 Watcher = Callable[[Tensor, Tensor, Tensor], None]
 """Shown each expansion: tokens [B, W], parents [B, W] and logits [B, W, D]."""
 
@@ -59,23 +61,31 @@ class Progress:
     skipped: int = 0
     """Tokens before the first one that the model has read; of a row, where it is the only one."""
     ahead: tuple[Tensor, int] | None = None
-    """Tokens [B] of a round that was observed ahead, and `longest` before it; None after its `observe`."""
+    """Tokens [B] of a round that was observed ahead, and `longest` before it; None after its
+    `observe`."""
 
 
 class ModelRows:
     """A draft model and its state of each row."""
 
-    def __init__(self, model: DraftModel, modules: TargetModules, depth: int, expanded: int) -> None:
-        """Hold a model whose trees need up to `depth` expansions a step, of `expanded` nodes in all."""
+    def __init__(
+        self, model: DraftModel, modules: TargetModules, depth: int, expanded: int
+    ) -> None:
+        """Hold a model whose trees need up to `depth` expansions a step.
+
+        These expand `expanded` nodes in all.
+        """
         self.model = model
         self.modules = modules
         self.depth = depth
         self.expanded = expanded
         self.read_last = enough_to_read(model)
-        """Tokens of a prompt that the model reads, the last ones, as its window sees no more; None for all of them.
-        Positions then count from the first of these, which rotary embeddings do not notice."""
+        """Tokens of a prompt that the model reads, the last ones, as its window sees no more; None
+        for all of them. Positions then count from the first of these, which rotary embeddings do
+        not notice."""
         self.lazy = self.read_last is not None
-        """Whether prompts are read only when drafts are needed, which may be never, or when other rows join the batch.
+        """Whether prompts are read only when drafts are needed, which may be never, or when other
+        rows join the batch.
         """
         self.progress = Progress()
         self.runner = Runner()
@@ -115,7 +125,10 @@ class ModelRows:
             self.model.model.compile(engine.mode)
 
     def renew(self, force: bool = False) -> None:
-        """Before a generation: copy weights again that have changed, where copies draft; with `force` in any case."""
+        """Before a generation, copy changed weights again where copies draft.
+
+        With `force` the weights are copied in any case.
+        """
         if isinstance(self.model, AssistantModel):
             if force:
                 self.model.model.refresh()
@@ -144,11 +157,16 @@ class ModelRows:
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
         capacity = self.runner.rounded_capacity(context.capacity)
-        state = self.model.begin(self.modules, context.batch_size, capacity, self.depth, self.expanded)
+        state = self.model.begin(
+            self.modules, context.batch_size, capacity, self.depth, self.expanded
+        )
         self.progress = Progress(self._in_a_known_cache(state))
 
     def _in_a_known_cache(self, state: ModelState) -> ModelState:
-        """The state with the cache of an earlier generation, if one fits: recorded functions read it where it lies."""
+        """Return the state with the cache of an earlier generation, if one fits.
+
+        Recorded functions read a cache where it lies.
+        """
         if not self.runner.replays or not isinstance(state, DraftState) or state.cache is None:
             return state
         shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
@@ -158,8 +176,12 @@ class ModelRows:
         return dataclasses.replace(state, cache=cache)
 
     def _attends_by_slots(self, cache: DraftCache) -> bool:
-        """Whether the head attends without a mask, so that a recording serves texts of all lengths."""
-        if not isinstance(self.model, DraftHead) or not self.model.attends_by_slots or cache.window is not None:
+        """Whether the head attends without a mask: one recording then serves all text lengths."""
+        if (
+            not isinstance(self.model, DraftHead)
+            or not self.model.attends_by_slots
+            or cache.window is not None
+        ):
             return False
         states = cache.keys[0]
         return has_tree_kernel(states.device, states.dtype, states.shape[3])
@@ -177,7 +199,8 @@ class ModelRows:
         tokens = kept.tokens_BT.shape[1] + self.model.reads_from_start
         self.progress.skipped = min(self.progress.skipped, tokens)
         tokens -= self.progress.skipped
-        if self.progress.pending:  # that follows everything that was read, of which nothing is cropped
+        # that follows everything that was read, of which nothing is cropped
+        if self.progress.pending:
             self.progress.state = self.progress.state.resume(None, context.capacity)
         else:
             self.progress.state = self.progress.state.resume(tokens, context.capacity)
@@ -201,7 +224,10 @@ class ModelRows:
             self.catch_up()
 
     def observe(self, finished: Round) -> None:
-        """Read what a round emitted; tokens of rounds without drafts are kept to be read at once."""
+        """Read what a round emitted.
+
+        Tokens of rounds without drafts are kept, to be read at once.
+        """
         verdict = finished.verdict
         if not finished.drafted:
             token_of_each_row = PrefillChunk(
@@ -222,7 +248,10 @@ class ModelRows:
         self.progress.longest -= most - max(map(len, finished.tokens), default=most)
 
     def _commit(self, finished: Round) -> None:
-        """Run the model on what a round accepted; each row is taken to be as long as the longest might be."""
+        """Run the model on what a round accepted.
+
+        Each row is assumed to be as long as the longest might be.
+        """
         verdict = finished.verdict
         state = self.catch_up()
         self._extend(verdict.emitted_BA.shape[1])
@@ -240,7 +269,8 @@ class ModelRows:
     def take_back(self) -> None:
         """Forget the tokens of `observe_ahead`.
 
-        All else in the state of a head follows from the tokens that it observes next: each row will get one at least.
+        All else in the state of a head follows from the tokens that it observes next: each row will
+        get one at least.
         """
         if self.progress.ahead is None:
             return
@@ -268,9 +298,13 @@ class ModelRows:
         return self.progress.state
 
     def _skip(self) -> None:
-        """Leave out the tokens before the last `read_last` of prompts of which nothing has been read."""
+        """Skip the prompt tokens before the last `read_last`, if none of them has been read."""
         progress = self.progress
-        if self.read_last is None or not progress.empty or progress.pending - len(progress.steps) <= self.read_last:
+        if (
+            self.read_last is None
+            or not progress.empty
+            or progress.pending - len(progress.steps) <= self.read_last
+        ):
             return
         lengths_B = torch.stack([chunk.lengths_B for chunk in progress.chunks]).sum(0)
         left_B = (lengths_B - self.read_last).clamp(min=0)
@@ -327,8 +361,10 @@ class ModelRows:
         self.progress.longest = max(self.progress.longest, other.progress.longest)
         self._extend(0)
 
-    def expand(self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, ModelState]:
-        """The model's logits [B, W, D] after each node of a frontier, and the state with that frontier."""
+    def expand(
+        self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, ModelState]:
+        """Return logits [B, W, D] after each node of a frontier, and the state with it."""
         logits_BWD, state = self.model.expand(state, tokens_BW, parents_BW)
         if self._watcher is not None:
             self._watcher(tokens_BW, parents_BW, logits_BWD)
@@ -336,7 +372,10 @@ class ModelRows:
 
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Show every expansion; meanwhile no drafts are replayed, of which nothing inside can be shown."""
+        """Show every expansion to `watcher`.
+
+        Meanwhile no drafts are replayed: nothing inside a replayed draft can be shown.
+        """
         self.runner = Runner()
         self._watcher = watcher
         try:
@@ -355,7 +394,9 @@ class ModelRows:
 
 
 def enough_to_read(model: DraftModel) -> int | None:
-    """Last tokens of a text that decide all drafts after it, where the model has a sliding window; else None.
+    """Return how many last tokens of a text decide all drafts after it.
+
+    None if the model has no sliding window.
 
     Each layer sees `window` tokens of the layer below it, a token's own included.
     """

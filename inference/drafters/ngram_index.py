@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 SORTED_TOKENS = 16
-"""Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched for."""
+"""Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched
+for."""
 MANIFEST_FILE = "datastore.json"
 TOKENS_FILE = "tokens.npy"
 ORDER_FILE = "order.npy"
@@ -44,7 +45,10 @@ class NgramIndex:
             self.tokens.append(token)
 
     def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
-        """Up to `length` tokens after each of the `most` newest occurrences of the n-gram, the newest first."""
+        """Return up to `length` tokens after each occurrence of the n-gram.
+
+        Only the `most` newest occurrences count, the newest first.
+        """
         places = self._places.get(tuple(gram), [])[: -most - 1 : -1]
         return [self.tokens[place : place + length] for place in places]
 
@@ -63,7 +67,8 @@ class Datastore:
     tokenizer: str
     """Hash of the tokenizer; see `tokenizer_provenance`."""
     unigrams: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
-    """All tokens and their counts, once they were needed: to count them is to read the whole corpus."""
+    """All tokens and their counts, once they were needed: to count them is to read the whole
+    corpus."""
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]], tokenizer: str = "") -> Datastore:
@@ -99,7 +104,8 @@ class Datastore:
         manifest = Path(folder) / MANIFEST_FILE
         if not manifest.is_file():
             raise ValueError(
-                f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore` makes one"
+                f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore`"
+                " makes one"
             )
         tokens = np.load(Path(folder) / TOKENS_FILE, mmap_mode="r")
         order = np.load(Path(folder) / ORDER_FILE, mmap_mode="r")

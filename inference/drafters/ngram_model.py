@@ -1,4 +1,4 @@
-"""N-gram models as drafts: probabilities from counts, so that every tree and every acceptance rule fits them.
+"""N-gram models as drafts: probabilities from counts fit every tree and every acceptance rule.
 
 P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 
@@ -48,27 +48,42 @@ class NgramModel:
     feature_layers: tuple[int, ...] = ()
     reads_from_start = True
 
-    def __init__(self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None) -> None:
-        """Count n-grams of up to `order` tokens, in `corpus` too, to draft up to `max_depth` tokens of a target."""
+    def __init__(
+        self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None
+    ) -> None:
+        """Count n-grams of up to `order` tokens, in `corpus` too.
+
+        The model drafts up to `max_depth` tokens of a target.
+        """
         if not 0 <= order <= SORTED_TOKENS:
-            raise ValueError(f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}")
+            raise ValueError(
+                f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}"
+            )
         self.target = target
         self.order = order
         self.max_depth = max_depth
         self.corpus = corpus
         self.draft_vocab_size = target.vocab_size
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> NgramState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> NgramState:
         texts = [NgramIndex(max(self.order - 1, 0)) for _ in range(batch_size)]
         double = modules.lm_head.weight.dtype == torch.float64
         return NgramState(texts, torch.float64 if double else torch.float32)
 
-    def observe(self, state: NgramState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor) -> NgramState:
-        for text, tokens, length in zip(state.texts, tokens_BA.tolist(), lengths_B.tolist(), strict=True):
+    def observe(
+        self, state: NgramState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
+    ) -> NgramState:
+        for text, tokens, length in zip(
+            state.texts, tokens_BA.tolist(), lengths_B.tolist(), strict=True
+        ):
             text.append(tokens[:length])
         return dataclasses.replace(state, contexts=None)
 
-    def expand(self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, NgramState]:
+    def expand(
+        self, state: NgramState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, NgramState]:
         contexts = self._contexts(state, tokens_BW.tolist(), parents_BW.tolist())
         probs = []
         for text, contexts_of_row in zip(state.texts, contexts, strict=True):
@@ -92,7 +107,7 @@ class NgramModel:
         return contexts
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
-        """Probabilities [V] of the next token after a context, counted in the text and the corpus."""
+        """Return next-token probabilities [V] after a context, counted in text and corpus."""
         probs = np.full(self.target.vocab_size, 1 / self.target.vocab_size)
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]

@@ -1,4 +1,6 @@
-"""A drafter that counts on the host, for a target on another device: its trees are grown there and uploaded at once.
+"""A drafter that counts on the host, for a target on another device.
+
+Its trees are grown on the host, and each is uploaded at once.
 
 The loop knows on the host what the drafter needs of a step, so that nothing waits for the device.
 

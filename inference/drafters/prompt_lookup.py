@@ -62,7 +62,10 @@ class Trie:
 
 
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
-    """A batch of tries, padded to the largest with their roots: other tokens might have weights that are NaN."""
+    """Return tries as one batch, each padded with its root to the size of the largest.
+
+    The weights of other tokens might contain NaN.
+    """
     nodes = max(len(trie.tokens) for trie in tries)
     depth = 0
     columns = []  # uploaded as one
@@ -147,14 +150,14 @@ class PromptLookupDrafter(NgramDrafter):
         shortest: int = 1,
         corpus: Corpus | None = None,
     ) -> None:
-        """Look up n-grams of `shortest` to `longest` tokens in a corpus, or with None in the text itself.
+        """Look up n-grams of `shortest` to `longest` tokens in a corpus, or (None) in the text.
 
         The trees have up to `size` nodes, the root counted, from continuations of `length` tokens.
         """
         if size < 2 or length < 1 or not 1 <= shortest <= longest <= SORTED_TOKENS:
             raise ValueError(
-                f"a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to {SORTED_TOKENS}; not "
-                f"{size}, {length}, and {shortest} to {longest}"
+                "a lookup needs at least 2 nodes, continuations of 1 token, and n-grams of 1 to"
+                f" {SORTED_TOKENS}; not {size}, {length}, and {shortest} to {longest}"
             )
         super().__init__(size)
         self.length = length

@@ -12,8 +12,8 @@ two numbers. Here a target that checks chains alone cuts a tree of five nodes to
 
 `output`, `verdict` and `scores_BNV` count the verified nodes.
 
-Letters in tensor names: B batch, N verified nodes, A nodes of a path, U uniform numbers, V vocabulary, F width of the
-chosen layers' features side by side.
+Letters in tensor names: B batch, N verified nodes, A nodes of a path, U uniform numbers, V
+vocabulary, F width of the chosen layers' features side by side.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Verdict:
     path_BA: Tensor
     """The accepted nodes, the root first; A is the tree's depth + 1, the rest is padding."""
     lengths_B: Tensor
-    """Valid nodes of each path, the root counted: as many tokens are emitted. 0 for an idle row, which has ended and
-    keeps its place in the batch."""
+    """Valid nodes of each path, the root counted: as many tokens are emitted. 0 for an idle row,
+    which has ended and keeps its place in the batch."""
     next_tokens_B: Tensor
     """The bonus token of each row, the root of its next round."""
     emitted_BA: Tensor
@@ -46,8 +46,8 @@ class Verdict:
     features_BAF: Tensor
     """The target's features at the accepted nodes."""
     cut_B: Tensor
-    """Whether a path ends before an accepted node after which no token can be chosen: a score is NaN, or none is above
-    -inf; in sampling one is inf."""
+    """Whether a path ends before an accepted node after which no token can be chosen: a score is
+    NaN, or none is above -inf; in sampling one is inf."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,25 @@ class Round:
     verified: DraftTree
     """The tree that the target read."""
     nodes: Sequence[int] | None
-    """For each verified node, in every row, its number in the proposed tree; None where nothing was cut."""
+    """For each verified node, in every row, its number in the proposed tree; None where nothing was
+    cut."""
     output: TargetOutput
     """The target's logits and features at every verified node."""
     verdict: Verdict
     scores_BNV: Tensor
-    """What the rule decided on: the target's logits after every logits processor, in at least float32."""
+    """What the rule decided on: the target's logits after every logits processor, in at least
+    float32."""
     numbers: Tensor | Sampler | None = None
-    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a sampler that draws for
-    itself; None where the rule draws none."""
+    """The rule's random numbers: uniform [B, U], or exponential ones by position [B, N, V]; a
+    sampler that draws for itself; None where the rule draws none."""
     tokens: Sequence[list[int]] = ()
-    """On the host: each row's emitted tokens, without padding, up to the first that does not follow from finite scores.
-    An idle row emits none."""
+    """On the host: each row's emitted tokens, without padding, up to the first that does not follow
+    from finite scores. An idle row emits none."""
     cut: Sequence[bool] = ()
     """On the host: `Verdict.cut_B`."""
     best_tokens: Sequence[list[int]] = ()
-    """On the host: the target's best token after each verified node, for drafters that read them."""
+    """On the host: the target's best token after each verified node, for drafters that read
+    them."""
 
     @property
     def idle(self) -> set[int]:
@@ -87,10 +90,13 @@ class Round:
         return self.verified.max_depth > 0
 
 
-def read_by_host(finished: Round, meanwhile: Callable[[], None] | None = None, with_best_tokens: bool = False) -> Round:
+def read_by_host(
+    finished: Round, meanwhile: Callable[[], None] | None = None, with_best_tokens: bool = False
+) -> Round:
     """A round with its tokens on the host.
 
-    `meanwhile` launches what needs none of them, so that the device goes on while the host reads and decides.
+    `meanwhile` launches what needs none of them, so that the device goes on while the host reads
+    and decides.
     """
     verdict = finished.verdict
     columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]

@@ -16,7 +16,8 @@ SPECS = {
     "random": "random",
     "model": "model:NAME",
 }
-"""How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller model."""
+"""How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
+model."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class SmallerModel:
-    """A smaller model with the target's vocabulary; a loaded one can be given as `drafter` itself."""
+    """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself."""
 
     name: str
     """A folder or a Hub id."""
@@ -118,7 +119,9 @@ def _numbers(name: str, options: str, most: int) -> list[int]:
     """The numbers of a drafter's options, of which the last ones may be left out."""
     given = options.split(":") if options else []
     if len(given) > most or not all(number.isdigit() for number in given):
-        raise ValueError(f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}")
+        raise ValueError(
+            f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}"
+        )
     return [int(number) for number in given]
 
 

@@ -1,4 +1,4 @@
-"""Tree policies: how a draft tree grows, depth by depth, from a head or from anything that gives next-token logits.
+"""Tree policies: how a draft tree grows, depth by depth, from a head or other next-token logits.
 
     StaticTree     a fixed shape: top-k children (Medusa, arXiv:2401.10774, section 2.1.2), or
                    sampled ones: without replacement (Sequoia, 2402.12374; RSD, 2402.14160), or
@@ -55,7 +55,10 @@ class HeadDrafter(BatchDrafter):
             ValueError: a tree deeper than the head drafts.
         """
         if tree.depth > head.max_depth:
-            raise ValueError(f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth} tokens")
+            raise ValueError(
+                f"the tree is {tree.depth} deep, but the head drafts at most {head.max_depth}"
+                " tokens"
+            )
         self.rows = ModelRows(head, modules, tree.depth, tree.expanded)
         self.shape = tree
         self.budget = budget
@@ -73,7 +76,10 @@ class HeadDrafter(BatchDrafter):
 
     def __repr__(self) -> str:
         sampled = "" if self.kind == "top_k" else ", sampled"
-        return f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth {self.depth}{sampled})"
+        return (
+            f"{type(self).__name__}({type(self.head).__name__}, {self.max_nodes} nodes, depth"
+            f" {self.depth}{sampled})"
+        )
 
     def share(self, rows: ModelRows) -> None:
         """Grow from the state of another tree of the same head."""
@@ -129,7 +135,10 @@ class HeadDrafter(BatchDrafter):
         self.rows.replace(rows_R, other.rows)
 
     def gumbel_noise(self, depth: int) -> Tensor | None:
-        """`DraftContext.gumbel` of the next `depth` positions over the draft vocabulary, [B, depth, D], if known."""
+        """Return `DraftContext.gumbel` of the next `depth` positions, [B, depth, D], if known.
+
+        The noise is that of the draft vocabulary. None if it is not known.
+        """
         if self._gumbel is None:
             return None
         gumbel_BKV = self._gumbel(depth)
@@ -137,8 +146,10 @@ class HeadDrafter(BatchDrafter):
             return gumbel_BKV
         return gumbel_BKV[..., self.rows.draft_vocab(gumbel_BKV.device)]
 
-    def sample_children(self, logits_BWV: Tensor, frontier: int, count: int) -> tuple[Tensor, Tensor]:
-        """Sample `count` children R of each of `frontier` nodes W; in the logits W is 1 if they are the same for all.
+    def sample_children(
+        self, logits_BWV: Tensor, frontier: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Sample `count` children R of each of `frontier` nodes W; logits with W = 1 serve all.
 
         They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take
         longer than the draft. What logits processors leave to other tokens is not sampled from,
@@ -156,7 +167,9 @@ class HeadDrafter(BatchDrafter):
         probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
         of_node_BWD = probs_BWD.expand(-1, frontier, -1)
         if self.kind == "sampled_independent":
-            sampled_BWR = self._sampler.categorical(of_node_BWD[:, :, None].expand(-1, -1, count, -1))
+            sampled_BWR = self._sampler.categorical(
+                of_node_BWD[:, :, None].expand(-1, -1, count, -1)
+            )
         else:
             sampled_BWR = self._sampler.distinct(of_node_BWD, count)
         probs_BWV = over_target(self.head, probs_BWD, draft_vocab_D, 0.0).expand(-1, frontier, -1)
@@ -218,7 +231,9 @@ def _unless_all(chosen: tuple[int, ...], count: int, device: torch.device) -> Te
 
 
 class StaticTree(HeadDrafter):
-    """A tree of a fixed shape: a node's rank is its place among the top-k, or its turn among the sampled siblings.
+    """A tree of a fixed shape, of top-k or of sampled drafts.
+
+    A node's rank is its index among the top-k, or its turn among the sampled siblings.
 
     Greedy decoding always takes the top-k.
     """
@@ -236,8 +251,8 @@ class StaticTree(HeadDrafter):
         widest = max((level.width for level in shape.levels), default=0)
         if widest > head.draft_vocab_size:
             raise ValueError(
-                f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary has "
-                f"{head.draft_vocab_size}"
+                f"the tree asks for {widest} tokens after one node, but the head's draft vocabulary"
+                f" has {head.draft_vocab_size}"
             )
         super().__init__(head, shape, modules, budget)
         if isinstance(tree, SampledShape):
@@ -258,8 +273,13 @@ class StaticTree(HeadDrafter):
         tokens_BN = self.rows.runner(self.draft, (plan,), state, roots_B, gumbel_BKD)
         return DraftTree.of_shape(shape, tokens_BN)
 
-    def draft(self, plan: Plan, state: ModelState, roots_B: Tensor, gumbel_BKD: Tensor | None) -> Tensor:
-        """Grow a tree of top-k drafts: the tokens [B, N] of its nodes; this function is recorded."""
+    def draft(
+        self, plan: Plan, state: ModelState, roots_B: Tensor, gumbel_BKD: Tensor | None
+    ) -> Tensor:
+        """Grow a tree of top-k drafts and return its tokens [B, N].
+
+        This function is recorded.
+        """
         batch = len(roots_B)
         tokens = [roots_B[:, None]]
         frontier_BW = tokens[0]
@@ -277,7 +297,9 @@ class StaticTree(HeadDrafter):
             parents_BW = _for_rows(level.parents_1W, batch)
         return torch.cat(tokens, dim=1)
 
-    def _sampled(self, shape: TreeShape, plan: Plan, state: ModelState, roots_B: Tensor) -> DraftTree:
+    def _sampled(
+        self, shape: TreeShape, plan: Plan, state: ModelState, roots_B: Tensor
+    ) -> DraftTree:
         """Grow a tree of sampled drafts, with the distribution of each node's children."""
         batch = len(roots_B)
         tokens = [roots_B[:, None]]
@@ -287,7 +309,9 @@ class StaticTree(HeadDrafter):
         for level in plan.levels:
             given = (state, frontier_BW, parents_BW)
             logits_BWV, state = self.rows.runner(self.rows.expand, (), *given)
-            ranked_BWR, probs_BWV = self.sample_children(logits_BWV, frontier_BW.shape[1], level.width)
+            ranked_BWR, probs_BWV = self.sample_children(
+                logits_BWV, frontier_BW.shape[1], level.width
+            )
             probs.append(probs_BWV)
             drafted_BC, frontier_BW = _next_level(level, ranked_BWR)
             tokens.append(drafted_BC)
@@ -304,7 +328,7 @@ def _for_rows(values_1W: Tensor, batch: int) -> Tensor:
 
 
 def _next_level(level: PlannedLevel, ranked_BWR: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, C] of the nodes of a level, chosen from all children, and of those that are expanded next [B, W]."""
+    """Return a level's tokens [B, C], chosen from all children, and the next frontier's [B, W]."""
     drafted_BC = ranked_BWR.flatten(1)
     if level.picks_C is not None:
         drafted_BC = drafted_BC[:, level.picks_C]
@@ -359,7 +383,9 @@ class DynamicTree(HeadDrafter):
         roots_B: Tensor,
         gumbel_BKD: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and parents [B, N] of the best `size` of all candidates; this function is recorded.
+        """Return the tokens and parents [B, N] of the `size` best candidates.
+
+        This function is recorded.
 
         A parent is worth at least as much as its child and stands before it.
         """
@@ -402,7 +428,8 @@ class DynamicTree(HeadDrafter):
             if values_BW1 is not None:
                 values_BWR = values_BWR + values_BW1
             children_BWR = self.head.target_tokens(indices_BWR)
-            if children_BWR.shape[1] != values_BWR.shape[1]:  # the same logits for the whole frontier
+            # the same logits for the whole frontier
+            if children_BWR.shape[1] != values_BWR.shape[1]:
                 children_BWR = children_BWR.expand(-1, values_BWR.shape[1], -1)
             values.append(values_BWR.flatten(1))
             tokens.append(children_BWR.flatten(1))
@@ -430,8 +457,13 @@ def _root(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def over_target(head: DraftModel, values_BWD: Tensor, draft_vocab_D: Tensor, otherwise: float = -torch.inf) -> Tensor:
-    """Values of the draft vocabulary, which are the target's tokens `draft_vocab_D`, over the target's vocabulary."""
+def over_target(
+    head: DraftModel, values_BWD: Tensor, draft_vocab_D: Tensor, otherwise: float = -torch.inf
+) -> Tensor:
+    """Scatter values of the draft vocabulary over the target's vocabulary.
+
+    `draft_vocab_D` are the target's tokens for these values. All other tokens get `otherwise`.
+    """
     whole_BWV = values_BWD.new_full((*values_BWD.shape[:-1], head.target.vocab_size), otherwise)
     whole_BWV[..., draft_vocab_D] = values_BWD
     return whole_BWV

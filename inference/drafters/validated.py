@@ -55,13 +55,14 @@ class ValidatedDrafter(BatchDrafter):
         name = type(drafter).__name__
         if not isinstance(drafter, Drafter) or not hasattr(drafter, "max_nodes"):
             raise ValueError(
-                f"a drafter of your own needs max_nodes, propose(roots_B) and observe(round); {name} lacks some of them"
+                "a drafter of your own needs max_nodes, propose(roots_B) and observe(round);"
+                f" {name} lacks some of them"
             )
         kind = getattr(drafter, "kind", "top_k")
         if kind != "top_k":
             raise ValueError(
-                f"a drafter of your own must make top-k drafts, and {name} says that they are {kind!r}: with wrong "
-                "draft probabilities the output would not be the target's"
+                f"a drafter of your own must make top-k drafts, and {name} says that they are"
+                f" {kind!r}: with wrong draft probabilities the output would not be the target's"
             )
         self.drafter = drafter
         self.vocab_size = vocab_size
@@ -92,7 +93,9 @@ class ValidatedDrafter(BatchDrafter):
             with self._fence():
                 tree = self.drafter.propose(roots_B)
                 newest = self._newest
-                roots = [None if row in newest.idle else token for row, token in enumerate(newest.tokens)]
+                roots = [
+                    None if row in newest.idle else token for row, token in enumerate(newest.tokens)
+                ]
                 check_tree(tree, roots, self.max_nodes, self.vocab_size)
                 return tree.to(roots_B.device)
         return NoDraft("drafter_failed").propose(roots_B)
@@ -134,7 +137,9 @@ class ValidatedDrafter(BatchDrafter):
 
 
 def check_tree(tree: DraftTree, roots: list[int | None], max_nodes: int, vocab_size: int) -> None:
-    """Check a tree from outside, whose rows must begin with these roots; None for any, in an idle row.
+    """Check a tree from outside, whose rows must begin with these roots.
+
+    A root of None allows any token, in an idle row.
 
     Raises:
         ValueError: an invalid tree, and what is wrong with it.
@@ -153,7 +158,12 @@ def check_tree(tree: DraftTree, roots: list[int | None], max_nodes: int, vocab_s
 
 
 def check_row(
-    tokens: list[int], parents: list[int], size: int, root: int | None, max_depth: int, vocab_size: int
+    tokens: list[int],
+    parents: list[int],
+    size: int,
+    root: int | None,
+    max_depth: int,
+    vocab_size: int,
 ) -> None:
     """Check the nodes of one row, of which the first `size` are not padding.
 
@@ -164,16 +174,22 @@ def check_row(
     if not 1 <= size <= nodes:
         raise ValueError(f"a row's tree is said to have {size} nodes, of {nodes}")
     if (root is not None and tokens[0] != root) or parents[0] != -1:
-        raise ValueError(f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1")
+        raise ValueError(
+            f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1"
+        )
     depths = [0]
     for node in range(1, nodes):
         if not 0 <= tokens[node] < vocab_size:
             raise ValueError(f"node {node} is token {tokens[node]}; the target has {vocab_size}")
         if not 0 <= parents[node] < node:
-            raise ValueError(f"node {node} lies below node {parents[node]}, which does not stand before it")
+            raise ValueError(
+                f"node {node} lies below node {parents[node]}, which does not stand before it"
+            )
         depths.append(depths[parents[node]] + 1)
     different = set(zip(parents[:size], tokens[:size], strict=True))
     if len(different) < size:
         raise ValueError("two siblings are the same token: both would be sampled for")
     if not max(depths) <= max_depth < nodes:
-        raise ValueError(f"the tree is {max(depths)} deep and has {nodes} nodes, and max_depth is {max_depth}")
+        raise ValueError(
+            f"the tree is {max(depths)} deep and has {nodes} nodes, and max_depth is {max_depth}"
+        )

@@ -1,11 +1,15 @@
-"""Attention over a tree or a prompt chunk: the function behind the target's sdpa layers when the mask is ours.
+"""The sdpa function of the target's layers: our attention over trees and prompt chunks.
 
-Given a mask, transformers copies keys and values for every query head of their group, at every layer of every round.
-Ours are not copied, and a prompt chunk is read causally without a mask in memory. The function is registered once,
-under transformers' name "sdpa", and hands on every call whose mask it did not mark: neither a model's config nor its
-modules change, and a forward of the user's own, in another thread or from a hook, runs what it always ran.
+It applies where the mask is ours.
 
-Letters in tensor names: B batch, N queries, H query heads, G heads of keys and values, S slots, E head size.
+Given a mask, transformers copies keys and values for every query head of their group, at every
+layer of every round. Ours are not copied, and a prompt chunk is read causally without a mask in
+memory. The function is registered once, under transformers' name "sdpa", and hands on every call
+whose mask it did not mark: neither a model's config nor its modules change, and a forward of the
+user's own, in another thread or from a hook, runs what it always ran.
+
+Letters in tensor names: B batch, N queries, H query heads, G heads of keys and values, S slots, E
+head size.
 """
 
 from __future__ import annotations
@@ -33,9 +37,11 @@ BLOCK = 256
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention options of some layers: a bound on scores, a sink, a bias by distance."""
 MARK = "headstart_mask"
-"""Attribute of the masks that are ours; a model that makes another tensor of a mask loses it, and gets plain sdpa."""
+"""Attribute of the masks that are ours; a model that makes another tensor of a mask loses it, and
+gets plain sdpa."""
 WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of prompts keep changing."""
+"""All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of
+prompts keep changing."""
 
 
 @dataclass
@@ -45,7 +51,8 @@ class Mark:
     slots: TreeSlots | None = None
     """What the mask stands for, if it has no values; None for a causal one."""
     groups: list[int] | None = None
-    """The query heads for each head of keys, of each layer that asks for attention with the mask, are added here."""
+    """The query heads for each head of keys, of each layer that asks for attention with the mask,
+    are added here."""
 
 
 def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
@@ -68,13 +75,19 @@ class PlanlessRunner(Runner):
 
 
 def marked(mask: Tensor, mark: Mark | None = None) -> Tensor:
-    """The same additive mask [B, 1, N, S], or with its rows repeated for every head of a group, for our attention."""
+    """Return the same additive mask [B, 1, N, S], marked for our attention.
+
+    Its rows may be repeated for every head of a group.
+    """
     setattr(mask, MARK, mark or Mark())
     return mask
 
 
 def causal_mask(tokens: int, slots: int) -> Tensor:
-    """Stands for the causal mask of the last `tokens` of `slots`; it has no values that other code could use."""
+    """Return a stand-in for the causal mask of the last `tokens` of `slots`.
+
+    It has no values that other code could use.
+    """
     return marked(torch.empty(1, 1, tokens, slots, device="meta"))
 
 
@@ -97,17 +110,23 @@ def attention(
     Slots beyond the mask are not read.
 
     Raises:
-        ValueError: with a mask of ours, a layer that needs an option that sdpa does not support either.
+        ValueError: with a mask of ours, a layer that needs an option that sdpa does not support
+            either.
     """
     if not hasattr(attention_mask, MARK):
-        return sdpa_attention_forward(module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options)
+        return sdpa_attention_forward(
+            module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options
+        )
     assert attention_mask is not None
     mark: Mark = getattr(attention_mask, MARK)
     if mark.groups is not None:
         mark.groups.append(query_BHNE.shape[1] // key_BGSE.shape[1])
     unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
     if unsupported:
-        raise ValueError(f"{type(module).__name__} asks for {unsupported[0]}: load it with attn_implementation='eager'")
+        raise ValueError(
+            f"{type(module).__name__} asks for {unsupported[0]}: load it with"
+            " attn_implementation='eager'"
+        )
     scale = options.get("scaling")
     if mark.slots is not None:
         return attend_to_slots(query_BHNE, key_BGSE, value_BGSE, mark.slots, scale), None
@@ -121,7 +140,9 @@ def attention(
     return output_BHNE.transpose(1, 2).contiguous(), None
 
 
-def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None) -> Tensor:
+def causal_attention(
+    query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None
+) -> Tensor:
     """Causal attention of the last N of S tokens, [B, H, N, E]."""
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     grouped = query_BHNE.shape[1] != key_BGSE.shape[1]
@@ -132,7 +153,12 @@ def causal_attention(query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, s
     # Flash attention needs no mask; on CUDA it takes 16-bit numbers only.
     if query_BHNE.is_cuda and query_BHNE.dtype in (torch.float16, torch.bfloat16):
         return F.scaled_dot_product_attention(
-            query_BHNE, key_BGSE, value_BGSE, causal_lower_right(queries, slots), scale=scale, enable_gqa=grouped
+            query_BHNE,
+            key_BGSE,
+            value_BGSE,
+            causal_lower_right(queries, slots),
+            scale=scale,
+            enable_gqa=grouped,
         )
     return _causal_in_blocks(query_BHNE, key_BGSE, value_BGSE, scale, grouped)
 
@@ -142,8 +168,8 @@ def _causal_in_blocks(
 ) -> Tensor:
     """Block by block of queries, each of which reads only the keys that it needs.
 
-    A block's mask begins at an address of its own: kernels on CUDA require a multiple of 16 bytes, and a slice of a
-    larger mask begins anywhere.
+    A block's mask begins at an address of its own: kernels on CUDA require a multiple of 16 bytes,
+    and a slice of a larger mask begins anywhere.
     """
     queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
     outputs = []
@@ -154,7 +180,12 @@ def _causal_in_blocks(
         mask = torch.ones(rows, stop, dtype=torch.bool, device=block.device).tril_(stop - rows)
         outputs.append(
             F.scaled_dot_product_attention(
-                block, key_BGSE[:, :, :stop], value_BGSE[:, :, :stop], mask, scale=scale, enable_gqa=grouped
+                block,
+                key_BGSE[:, :, :stop],
+                value_BGSE[:, :, :stop],
+                mask,
+                scale=scale,
+                enable_gqa=grouped,
             )
         )
     return torch.cat(outputs, dim=2)

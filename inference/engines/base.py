@@ -1,7 +1,7 @@
 """The interface of an engine, which runs the forwards of one target.
 
-Letters in tensor names: B batch, T time, N nodes, K chosen nodes, V vocabulary, D hidden size, F width of the chosen
-layers' features side by side.
+Letters in tensor names: B batch, T time, N nodes, K chosen nodes, V vocabulary, D hidden size, F
+width of the chosen layers' features side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 
 LEAST_PADDING = 2048
-"""Minimum padding tokens that an extra prefill forward must save, where launching a forward is what takes time."""
+"""Minimum padding tokens that an extra prefill forward must save, where launching a forward is what
+takes time."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,16 @@ class Runner:
         """The result of `function(*fixed, *inputs)`.
 
         Args:
-            function: reads and writes nothing but its arguments, and decides nothing by the values of tensors.
-            fixed: what stays where it is from call to call, such as a KV cache, which may be written in place.
+            function: reads and writes nothing but its arguments, and decides nothing by the values
+                of tensors.
+            fixed: what stays where it is from call to call, such as a KV cache, which may be
+                written in place.
             inputs: tensors, or dataclasses, lists and tuples with tensors in them.
         """
         return function(*fixed, *inputs)
 
     def run_unrecorded(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """The result of `function(*inputs)` for inputs of shapes that hardly occur again, such as those of prompts."""
+        """Return `function(*inputs)` for input shapes that rarely recur, such as prompts'."""
         return function(*inputs)
 
     def rounded_capacity(self, tokens: int) -> int:
@@ -65,7 +68,10 @@ class Runner:
         return tensor
 
     def as_it_is(self) -> AbstractContextManager[Any]:
-        """In the block functions run as they are: for a generation inside another, whose results must stay."""
+        """Run functions directly in the block, without replaying recordings.
+
+        It serves a generation nested in another one, whose results must stay valid.
+        """
         return nullcontext()
 
     def forget(self) -> None:
@@ -108,12 +114,14 @@ class Engine(ABC):
     @property
     @abstractmethod
     def features_are_free(self) -> bool:
-        """Whether a forward returns features without asking the user's model for its hidden states."""
+        """Whether a forward returns features without the hidden states of the user's model."""
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         """An empty KV cache; the arguments are those of `TreeCache`."""
         target = self.target
-        return TreeCache(self.state_shapes, batch_size, target.device, tokens, rows, target.pool, self.growth)
+        return TreeCache(
+            self.state_shapes, batch_size, target.device, tokens, rows, target.pool, self.growth
+        )
 
     def cache_slots(self, tokens: int) -> int:
         """Slots that are allocated for a row of so many tokens, a tree after them included."""
@@ -121,33 +129,50 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """The logits [..., V] of features [..., D] of layer -1; see `TargetModel.computes_logits`."""
+        """Return the logits [..., V] of features [..., D] of layer -1.
+
+        See `TargetModel.computes_logits`.
+        """
 
     @abstractmethod
     def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
     ) -> TargetOutput:
-        """Prefill: read the next tokens of right-padded prompts and commit all of them, padding too.
+        """Prefill: read the next tokens of right-padded prompts and commit all, padding included.
 
-        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens. The cache makes
-        room for the `longest` prompt at once.
+        Returns the logits of the positions `kept` in the chunk, and the features of all its tokens.
+        The cache makes room for the `longest` prompt at once.
         """
 
     def read_prompt(
-        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+        self,
+        tokens_1T: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+        inputs: dict[str, Any],
     ) -> TargetOutput:
-        """`read_chunk` for one whole prompt, with what the model takes beside its tokens; see `targets.prompt_inputs`.
+        """Read one whole prompt as `read_chunk` does, with the model's inputs other than tokens.
+
+        See `targets.prompt_inputs`.
 
         `inputs` are those that `model.generate` prepared.
         """
         raise AssertionError(f"the engine {self.name!r} reads no images")
 
     @abstractmethod
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    def forward_tree(
+        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> TargetOutput:
         """One forward over all nodes; each attends to the committed tokens and its own path.
 
-        The nodes' entries are written to the cache; `cache.accept` commits them. The longest row has `longest`
-        committed tokens.
+        The nodes' entries are written to the cache; `cache.accept` commits them. The longest row
+        has `longest` committed tokens.
         """
 
     @abstractmethod
@@ -161,11 +186,17 @@ class Engine(ABC):
     ) -> TargetOutput:
         """One forward over new uncommitted nodes, after those that are in the cache already.
 
-        The longest row has `longest` committed tokens. Returns the logits of the new nodes `kept_K`, None for all.
+        The longest row has `longest` committed tokens. Returns the logits of the new nodes
+        `kept_K`, None for all.
         """
 
     def forward_chain(
-        self, tokens_BN: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept_K: Tensor | None = None
+        self,
+        tokens_BN: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept_K: Tensor | None = None,
     ) -> TargetOutput:
         """One forward over a chain of tokens after the committed ones; see `forward_nodes`."""
         return self.forward_nodes(NewNodes.of_chain(tokens_BN), longest, cache, layers, kept_K)
@@ -175,7 +206,10 @@ class Engine(ABC):
         return head
 
     def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        """Bring up to date what derives from the weights of a `draft_head`: if they have changed, or with `force`."""
+        """Update what derives from the weights of a `draft_head`.
+
+        This happens if the weights have changed, or with `force`.
+        """
         assert not self.copies_weights
 
     def renew(self) -> None:

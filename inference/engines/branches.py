@@ -1,7 +1,8 @@
 """Calls that do not need each other's results, as parallel branches of a CUDA graph.
 
-A product of a small matrix with one vector ends before it has filled the memory's bandwidth: the projections to keys
-and values of an 8B model run at half of it, side by side with the queries' at nearly all of it.
+A product of a small matrix with one vector ends before it has filled the memory's bandwidth: the
+projections to keys and values of an 8B model run at half of it, side by side with the queries' at
+nearly all of it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from torch import Tensor
 
 
 def side_by_side(device: torch.device, *calls: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-    """The results of calls; while a CUDA graph is recorded the calls are its branches, else they run in their order.
+    """Return the results of calls, which become branches of a CUDA graph while it is recorded.
 
-    What a branch allocates is only reused by the same branch of a later fork, which begins after everything that the
-    main branch had recorded by then.
+    Outside a recording they run in order.
+
+    What a branch allocates is only reused by the same branch of a later fork, which begins after
+    everything that the main branch had recorded by then.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return tuple(call() for call in calls)

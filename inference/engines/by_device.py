@@ -1,13 +1,14 @@
 """The choice of an engine.
 
-    device      compile   engine                    its runner     what runs the target's layers
-    CPU         True      CpuEngine                 Runner         PackedDecoder (C++), for Llama-like layers
-    CPU         True      packed ModelEngine        Runner         the model, its linear layers in our kernels
-    CUDA        True      ModelEngine               GraphRunner    FusedDecoder, for Llama-like layers, or the model
-    any         False     ModelEngine               as it is       the model
+    device  compile  engine              its runner   what runs the target's layers
+    CPU     True     CpuEngine           Runner       PackedDecoder (C++), for Llama-like layers
+    CPU     True     packed ModelEngine  Runner       the model, its linear layers in our kernels
+    CUDA    True     ModelEngine         GraphRunner  FusedDecoder, for Llama-like layers, or the
+                                                      model
+    any     False    ModelEngine         as it is     the model
 
-Models whose layers keep a state, that count positions by their cache, or that have an encoder bring engines of their
-own in the place of `ModelEngine`: see `engines.target`.
+Models whose layers keep a state, that count positions by their cache, or that have an encoder bring
+engines of their own in the place of `ModelEngine`: see `engines.target`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from .cuda_graph import GraphRunner
 from .model_engine import ModelEngine
 
 
-def chosen_engine(target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
+def chosen_engine(
+    target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]
+) -> Engine:
     """The engine for a target on its device.
 
     Args:
         target: the target, whose weights are read where they lie, or copied.
-        mode: False for forwards as they are. True for our kernels on a CPU, and for CUDA graphs on a GPU, which are
-            recorded within the first rounds; other accelerators run forwards as they are.
+        mode: False for forwards as they are. True for our kernels on a CPU, and for CUDA graphs on
+            a GPU, which are recorded within the first rounds; other accelerators run forwards as
+            they are.
         eager: the class for forwards as they are.
         packed: the class for forwards with linear layers in our CPU kernels.
     """
@@ -35,7 +39,9 @@ def chosen_engine(target: TargetModel, mode: bool, eager: type[ModelEngine], pac
     return engine
 
 
-def _chosen(target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
+def _chosen(
+    target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]
+) -> Engine:
     if not mode:
         return eager(target)
     if target.device.type == "cpu":

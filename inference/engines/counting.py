@@ -1,7 +1,8 @@
-"""Forwards of models that count positions by their cache, as with ALiBi or a table of positions without `position_ids`.
+"""Forwards of models that count positions by their cache: ALiBi, tables without `position_ids`.
 
-They cannot be told where the nodes of a tree lie, so a forward is over a chain of one row, and it is the one that
-`model.generate` would run after the tokens in the cache: masks and positions are the model's.
+They cannot be told where the nodes of a tree lie, so a forward is over a chain of one row, and it
+is the one that `model.generate` would run after the tokens in the cache: masks and positions are
+the model's.
 
 Letters in tensor names: B batch (one row), N nodes.
 """
@@ -41,7 +42,12 @@ class CountingEngine(ModelEngine):
         return next(iter(visible.values()))  # not used
 
     def _model_inputs(
-        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        logits_to_keep: int | Tensor,
     ) -> dict[str, Any]:
         """Arguments of a forward by which the model makes its own masks and positions."""
         assert len(tokens_BN) == 1

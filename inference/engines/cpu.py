@@ -1,4 +1,4 @@
-"""Forwards in our CPU kernels: the whole decoder where they know its layers, else its linear layers.
+"""Forwards in our CPU kernels: the whole decoder if they support its layers, else linear layers.
 
 Letters in tensor names: B batch, T time, N nodes, K chosen nodes.
 """
@@ -27,7 +27,10 @@ PIECE = 512
 
 
 def cpu_engine(target: TargetModel, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
-    """The engine for a CPU: kernels as far as they know the model and can be built, else transformers as it is."""
+    """Return the engine for a CPU: our kernels where possible, else unchanged transformers.
+
+    The kernels run what they support of a model without hooks, if they can be built.
+    """
     if cpu_kernels.library() is None or has_hooks(target.model):  # kernels would not call them
         return eager(target)
     decoder = packed_decoder(target.model, target.layer_kinds) if eager is ModelEngine else None
@@ -52,7 +55,10 @@ class KernelEngine(Engine):
 
 
 class PackedLinearEngine(KernelEngine, ModelEngine):
-    """The transformers model with linear layers in the kernels, in a copy of the model that shares all else."""
+    """Runs the transformers model with its linear layers in the kernels.
+
+    It does so in a copy of the model that shares everything else.
+    """
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
         self.packed_model = cpu_kernels.packed_copy(target.model)
@@ -70,7 +76,10 @@ class PackedLinearEngine(KernelEngine, ModelEngine):
 
 
 class CpuEngine(KernelEngine):
-    """A decoder that runs as a whole in the kernels: they hold a copy of its weights in their shortest exact format."""
+    """Runs a whole decoder in the kernels.
+
+    They hold a copy of its weights in their shortest exact format.
+    """
 
     least_padding = PADDING_ON_CPU
 
@@ -95,28 +104,44 @@ class CpuEngine(KernelEngine):
         return self.decoder.logits(states)
 
     def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
     ) -> TargetOutput:
         size = tokens_BT.shape[1]
         segments = self.target.segments
         piece = size if segments is not None and segments.reads_whole(longest) else PIECE
         cache.reserve(size, max(longest - size, 0))
         logits, features = [], []
-        for start, piece_BN in zip(range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True):
+        for start, piece_BN in zip(
+            range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True
+        ):
             nodes = piece_BN.shape[1]
             here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
-            output = self.forward_nodes(NewNodes.of_chain(piece_BN), cache.prefilled, cache, layers, here_K)
+            output = self.forward_nodes(
+                NewNodes.of_chain(piece_BN), cache.prefilled, cache, layers, here_K
+            )
             cache.advance_prompt(nodes)
             logits.append(output.logits_BNV)
             features.append(output.features_BNF)
         return TargetOutput(torch.cat(logits, dim=1), torch.cat(features, dim=1))
 
     def read_prompt(
-        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+        self,
+        tokens_1T: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+        inputs: dict[str, Any],
     ) -> TargetOutput:
         return read_by_model(self.target, self.target.model, tokens_1T, cache, layers, kept, inputs)
 
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    def forward_tree(
+        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> TargetOutput:
         return self.forward_nodes(NewNodes.of_tree(tree), longest, cache, layers)
 
     def forward_nodes(
@@ -128,6 +153,10 @@ class CpuEngine(KernelEngine):
         kept_K: Tensor | None = None,
     ) -> TargetOutput:
         cache.reserve(nodes.tokens_BN.shape[1], longest, nodes.cached)
-        positions_BN, visible = visible_slots(self.target, nodes, cache.lengths_B, cache.bucketed_length)
+        positions_BN, visible = visible_slots(
+            self.target, nodes, cache.lengths_B, cache.bucketed_length
+        )
         turned_BN = in_one_dimension(positions_BN, cache.position_offsets)
-        return TargetOutput(*self.decoder(nodes.tokens_BN, turned_BN, visible, cache, layers, kept_K))
+        return TargetOutput(
+            *self.decoder(nodes.tokens_BN, turned_BN, visible, cache, layers, kept_K)
+        )

@@ -2,8 +2,8 @@
 
 A packed decoder is used for the models of `known.py`, and only if its logits are the model's.
 
-Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width of the chosen layers
-side by side.
+Letters in tensor names: B batch, N nodes, S slots of the cache, K wanted nodes, D hidden, F width
+of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -23,13 +23,25 @@ from ...heads.layers.decoder_layer import DecoderLayer
 from ...heads.layers.draft_cache import KVEntries
 from ..cache.kv_cache import StateShape, TreeCache
 from ..targets.changes import WeightWatch
-from .cpu_kernels import PackedLinear, Weights, is_plain, kernels, library, linear, norm, pack, packed_copy, pointer
+from .cpu_kernels import (
+    PackedLinear,
+    Weights,
+    is_plain,
+    kernels,
+    library,
+    linear,
+    norm,
+    pack,
+    packed_copy,
+    pointer,
+)
 from .known import SILU, KnownDecoder, agrees, known_decoder
 
 WHOLE = 32
 """Widths must be multiples of this."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Tolerance of logits relative to the largest: sums are taken in another order than by the model."""
+"""Tolerance of logits relative to the largest: sums are taken in another order than by the
+model."""
 LlamaLayer = Any
 """A decoder layer of any class that has these parts, or a head's."""
 INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -44,7 +56,10 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, Weights) for name in LINEARS),
-        *((name, POINTER) for name in ("input_norm", "embed_norm", "post_norm", "query_norm", "key_norm")),
+        *(
+            (name, POINTER)
+            for name in ("input_norm", "embed_norm", "post_norm", "query_norm", "key_norm")
+        ),
         *((name, POINTER) for name in ("keys", "values", "seen", "feature")),
     )
 
@@ -54,7 +69,10 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, INTEGER) for name in ("hidden", "heads", "groups", "size", "inner")),
-        *((name, INTEGER) for name in ("batch", "nodes", "slots", "capacity", "feature_step", "threads")),
+        *(
+            (name, INTEGER)
+            for name in ("batch", "nodes", "slots", "capacity", "feature_step", "threads")
+        ),
         *((name, DOUBLE) for name in ("eps", "scale")),
         *((name, INTEGER) for name in ("norm_before_residual", "finite")),
         *((name, POINTER) for name in ("places", "cosines", "sines", "embeds", "state")),
@@ -72,14 +90,16 @@ class PackedLayers:
         rounded: bool = False,
         finite: bool = False,
     ) -> None:
-        """Pack the weights of layers, of which the first may have a `hidden_norm`, as EAGLE-3's has.
+        """Pack the weights of layers; the first may have a `hidden_norm`, as EAGLE-3's does.
 
-        Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`. With `finite`, NaN
-        and inf enter the caches as 0, see `KVEntries.store`.
+        Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`.
+        With `finite`, NaN and inf enter the caches as 0, see `KVEntries.store`.
         """
         first, self.dtype = layers[0].self_attn, dtype
         self.size = int(first.head_dim)
-        heads, self.groups = (part.out_features // self.size for part in (first.q_proj, first.k_proj))
+        heads, self.groups = (
+            part.out_features // self.size for part in (first.q_proj, first.k_proj)
+        )
         self.call = Call(
             hidden=first.o_proj.out_features,
             heads=heads,
@@ -127,16 +147,20 @@ class PackedLayers:
         features: dict[int, Tensor] | None = None,
         embeds_BND: Tensor | None = None,
     ) -> None:
-        """Run all layers over new tokens; `state_BND`, float32 and contiguous, becomes the last layer's output.
+        """Run all layers over new tokens, in place on `state_BND`, float32 and contiguous.
 
-        `rotary` holds cosines and sines [B, N, head size], `caches` each layer's keys and values [B, groups, capacity,
-        head size] with contiguous rows, `seen_BNS` its attention mask, bool, in which a token attends to itself, too.
-        `features` are output tensors [B, N, D] by layer number; a first layer may read `embeds_BND` beside its state.
+        `state_BND` becomes the last layer's output.
+
+        `rotary` holds cosines and sines [B, N, head size], `caches` each layer's keys and values
+        [B, groups, capacity, head size] with contiguous rows, `seen_BNS` its attention mask, bool,
+        in which a token attends to itself, too. `features` are output tensors [B, N, D] by layer
+        number; a first layer may read `embeds_BND` beside its state.
         """
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
         slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
-        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]  # the caches may be views
+        # the caches may be views
+        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]
         whole = (self.groups * room * self.size, room * self.size, self.size, 1)
         assert cosines.shape == (batch, nodes, self.size)
         for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
@@ -144,16 +168,26 @@ class PackedLayers:
                 assert states.shape[:2] == (batch, self.groups) and slots <= states.shape[2] <= room
                 assert states.stride() == whole and states.dtype == self.dtype
             assert seen[number].shape == (batch, nodes, slots) and seen[number].dtype == torch.bool
-            struct.keys, struct.values, struct.seen = keys.data_ptr(), values.data_ptr(), seen[number].data_ptr()
+            struct.keys, struct.values, struct.seen = (
+                keys.data_ptr(),
+                values.data_ptr(),
+                seen[number].data_ptr(),
+            )
             struct.feature = pointer((features or {}).get(number))
         steps = {each.stride(1) for each in (features or {}).values()} or {0}
         assert len(steps) == 1
         call = self.call
         call.batch, call.nodes, call.slots, call.capacity = batch, nodes, slots, room
         call.feature_step, call.threads = steps.pop(), torch.get_num_threads()
-        call.places, call.embeds, call.state = slots_BN.data_ptr(), pointer(embeds_BND), state_BND.data_ptr()
+        call.places, call.embeds, call.state = (
+            slots_BN.data_ptr(),
+            pointer(embeds_BND),
+            state_BND.data_ptr(),
+        )
         call.cosines, call.sines = cosines.data_ptr(), sines.data_ptr()
-        kernels().headstart_decoder(ctypes.byref(call), self.structs, len(self.structs), self.dtype == torch.bfloat16)
+        kernels().headstart_decoder(
+            ctypes.byref(call), self.structs, len(self.structs), self.dtype == torch.bfloat16
+        )
 
 
 class PackedDecoder:
@@ -190,14 +224,24 @@ class PackedDecoder:
         rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
         width = state_BND.shape[-1]
         features_BNF = state_BND.new_empty(*tokens_BN.shape, width * len(layers))
-        wanted = {layer: features_BNF[..., i * width : (i + 1) * width] for i, layer in enumerate(layers) if layer >= 0}
+        wanted = {
+            layer: features_BNF[..., i * width : (i + 1) * width]
+            for i, layer in enumerate(layers)
+            if layer >= 0
+        }
         caches = list(zip(cache.keys, cache.values, strict=True))
-        self.layers(state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted)
+        self.layers(
+            state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted
+        )
         if -1 in layers:
             place = layers.index(-1) * width
-            features_BNF[..., place : place + width] = norm(state_BND, self.norm_D, self.eps, rounds)
+            features_BNF[..., place : place + width] = norm(
+                state_BND, self.norm_D, self.eps, rounds
+            )
         kept_BKD = (state_BND if kept_K is None else state_BND[:, kept_K]).contiguous()
-        return self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds)), features_BNF.to(self.dtype)
+        return self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds)), features_BNF.to(
+            self.dtype
+        )
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], float32, of states [..., D] after the final norm."""
@@ -235,7 +279,10 @@ class PackedBlock(nn.Module):
 
 
 def packed_head(head: DraftHead) -> DraftHead:
-    """A copy of a head that drafts in the kernels, with weights of 8 bits; the head itself where they do not apply."""
+    """Return a copy of a head that drafts in the kernels, with 8-bit weights.
+
+    Return the head itself where the kernels do not apply.
+    """
 
     def block(module: nn.Module) -> nn.Module | None:
         if head.whole_layers and isinstance(module, DecoderLayer | FusionLayer) and _fits(module):
@@ -253,7 +300,10 @@ def packed_head(head: DraftHead) -> DraftHead:
 
 
 def renew_packed(head: DraftHead, force: bool = False) -> None:
-    """Pack the weights of a head that drafts in the kernels again, if they have changed, or with `force`."""
+    """Repack the weights of a head that drafts in the kernels.
+
+    This happens if the weights have changed, or with `force`.
+    """
     if not is_packed(head):
         return
     watch, before = cast(Any, head).packed_from
@@ -283,19 +333,23 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
 
     def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
         seen_1NS = torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None]
-        return packed(tokens_1N, cache.slots_BN, dict.fromkeys(packed.kinds, seen_1NS), cache, (), None)
+        return packed(
+            tokens_1N, cache.slots_BN, dict.fromkeys(packed.kinds, seen_1NS), cache, (), None
+        )
 
     return packed if agrees(model, packed.state_shapes, forward, CLOSE[model.dtype]) else None
 
 
 def _has_plain_linears(layer: LlamaLayer) -> bool:
-    """Whether a layer's linear modules are a matrix and perhaps a bias, which the kernels can copy."""
+    """Whether each linear module is a matrix with an optional bias, which the kernels can copy."""
     attention = layer.self_attn
     mlp = layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     names = [{name for name, _ in linear.named_parameters()} for linear in linears]
-    return all({"weight"} <= held <= {"weight", "bias"} for held in names) and not any(True for _ in layer.buffers())
+    return all({"weight"} <= held <= {"weight", "bias"} for held in names) and not any(
+        True for _ in layer.buffers()
+    )
 
 
 def _fits(layer: LlamaLayer) -> bool:
@@ -303,4 +357,6 @@ def _fits(layer: LlamaLayer) -> bool:
     attention, size = layer.self_attn, layer.self_attn.head_dim
     widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
     norms = [getattr(getattr(attention, f"{part}_norm", None), "weight", None) for part in "qk"]
-    return all(width % WHOLE == 0 for width in widths) and all(norm is None or norm.shape == (size,) for norm in norms)
+    return all(width % WHOLE == 0 for width in widths) and all(
+        norm is None or norm.shape == (size,) for norm in norms
+    )

@@ -1,10 +1,10 @@
-"""CPU kernels: linear layers and decoder layers for a few tokens, over weights in the shortest exact format.
+"""CPU kernels for a few tokens: linear and decoder layers on weights in the shortest exact format.
 
-`cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It computes in float32
-(rounding to bfloat16 where a bfloat16 model does), whatever format the weights are packed in: weights that were
-bfloat16, or quantized integers, before they became float32 are unpacked exactly, from a half to a sixth of the bytes.
-Those of a head, whose drafts are verified anyway, are rounded to 8 bits. Reading the bytes is the cost of a forward of
-a few tokens.
+`cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It
+computes in float32 (rounding to bfloat16 where a bfloat16 model does), whatever format the weights
+are packed in: weights that were bfloat16, or quantized integers, before they became float32 are
+unpacked exactly, from a half to a sixth of the bytes. Those of a head, whose drafts are verified
+anyway, are rounded to 8 bits. Reading the bytes is the cost of a forward of a few tokens.
 
 Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
 """
@@ -61,10 +61,13 @@ class Weights(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, compiled if they are not on disk yet; None, after one warning, where that fails."""
+    """Return the kernels, compiled if not on disk yet; None, after one warning, if that fails."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
-        warnings.warn("decoding on this CPU is slower than it could be: there is no C++ compiler (g++)", stacklevel=2)
+        warnings.warn(
+            "decoding on this CPU is slower than it could be: there is no C++ compiler (g++)",
+            stacklevel=2,
+        )
         return None
     command = [
         *shlex.split(compiler),
@@ -77,7 +80,9 @@ def library() -> ctypes.CDLL | None:
         told = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in told.strip().splitlines() if "error" in line), told.strip())
         warnings.warn(
-            f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled: {reason}", stacklevel=2
+            f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled:"
+            f" {reason}",
+            stacklevel=2,
         )
         return None
     i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -96,7 +101,8 @@ def library() -> ctypes.CDLL | None:
 def _built(command: list[str]) -> ctypes.CDLL:
     """The kernels, from disk or compiled now."""
     # Machines whose processors have one name may share a home folder: their features differ.
-    features = cpuinfo().get("flags") or cpuinfo().get("Features") or platform.machine()  # of x86, of ARM
+    # of x86, of ARM
+    features = cpuinfo().get("flags") or cpuinfo().get("Features") or platform.machine()
     made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"
@@ -112,7 +118,10 @@ def _built(command: list[str]) -> ctypes.CDLL:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         # RuntimeError: the user has no home. The compiler fails, too, where the disk is full.
         loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
-        warnings.warn(f"the CPU kernels were compiled for this process alone, in seconds: {error}", stacklevel=3)
+        warnings.warn(
+            f"the CPU kernels were compiled for this process alone, in seconds: {error}",
+            stacklevel=3,
+        )
         return loaded
 
 
@@ -123,7 +132,12 @@ def others_can_write(path: Path) -> bool:
     """
     if not hasattr(os, "getuid"):  # no Unix
         return False
-    for place in {path.absolute(), *path.absolute().parents, path.resolve(), *path.resolve().parents}:
+    for place in {
+        path.absolute(),
+        *path.absolute().parents,
+        path.resolve(),
+        *path.resolve().parents,
+    }:
         try:
             status = place.lstat()
         except FileNotFoundError:
@@ -141,7 +155,7 @@ def others_can_write(path: Path) -> bool:
 
 
 def _private_group(status: os.stat_result) -> bool:
-    """Whether a file's group is that of its owner alone, as most Linux systems make one for each user."""
+    """Whether a file's group is its owner's alone, as most Linux systems set up for each user."""
     import grp  # of Unix alone
     import pwd
 
@@ -158,7 +172,11 @@ def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made, checksum = Path(scratch) / name, Path(scratch) / f"{name}.sha256"
         subprocess.run(
-            [*command, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True, timeout=300
+            [*command, str(SOURCE), "-o", str(made)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="utf-8")
         # At once, the checksum last: another process may be doing the same.
@@ -168,7 +186,10 @@ def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is on disk as it was compiled: one that was cut, by a full disk say, may crash the process."""
+    """Whether a library is on disk as it was compiled, by its checksum.
+
+    A truncated one, from a full disk say, may crash the process.
+    """
     try:
         expected = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8")
         return hashlib.sha256(path.read_bytes()).hexdigest() == expected
@@ -182,9 +203,14 @@ def in_use(device: torch.device) -> bool:
 
 
 def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
-    """Negative uniform numbers in (-1, 0) for the `width` counters from each key on, float32 [P, width]."""
+    """Return negative uniform numbers in (-1, 0), float32 [P, width].
+
+    Each key's row holds the numbers for the `width` counters from that key on.
+    """
     keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
-    kernels().headstart_uniform(keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads())
+    kernels().headstart_uniform(
+        keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads()
+    )
     return numbers_PV
 
 
@@ -225,23 +251,30 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, rounded: bool = False) -> Packed:
-    """Pack float32 or bfloat16 weights in the shortest format that holds them exactly, or, `rounded`, to 8 bits."""
+    """Pack float32 or bfloat16 weights in the shortest exact format, or `rounded` to 8 bits."""
     columns = kernels().headstart_columns()
     (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
     parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
     formats = ROUNDED if rounded else FORMATS
-    name, held = next((name, held) for name in formats if (held := _held(parts, *formats[name], columns)) is not None)
+    name, held = next(
+        (name, held)
+        for name in formats
+        if (held := _held(parts, *formats[name], columns)) is not None
+    )
     words, scales = held[0], held[1] if len(held) > 1 else None
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
     return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
 
 
 Held = tuple[Tensor, ...] | None
-"""Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2]; None if inexact."""
+"""Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2];
+None if inexact."""
 
 
-def _held(parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], columns: int) -> list[Tensor] | None:
+def _held(
+    parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], columns: int
+) -> list[Tensor] | None:
     """Words, and scales if the format has them, each [blocks, ..., columns].
 
     None if the format does not hold all weights, which a few rows mostly show.
@@ -252,7 +285,9 @@ def _held(parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], co
     for part in parts:
         if (found := hold(part.float())) is None:
             return None
-        held.append([values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in found])
+        held.append(
+            [values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in found]
+        )
     return [torch.cat(values) for values in zip(*held, strict=True)]
 
 
@@ -264,14 +299,18 @@ def _affine4(weight_OI: Tensor) -> Held:
     attempts = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
     for scale, offset in attempts:
         if (numbers := _numbers(groups, scale, offset, 4)) is not None:
-            halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))  # four inputs in the low halves of a word's bytes
+            # four inputs in the low halves of a word's bytes
+            halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))
             bytes_ = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
             return bytes_.view(torch.int32), torch.cat([scale, offset], dim=2).half()
     return None
 
 
 def _affine8(weight_OI: Tensor, rounded: bool = False) -> Held:
-    """Q8_0 has 127 steps on either side of zero; `rounded` takes the nearest for weights that are between them."""
+    """Pack weights as Q8_0 does, with 127 steps on either side of zero; None if inexact.
+
+    With `rounded`, weights between two steps take the nearest one.
+    """
     groups = weight_OI.unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
     if rounded:
@@ -279,11 +318,16 @@ def _affine8(weight_OI: Tensor, rounded: bool = False) -> Held:
     numbers = _numbers(groups, scale, -128 * scale, 8)
     if numbers is None:
         return None
-    return numbers.flatten(1).contiguous().view(torch.int32), torch.cat([scale, -128 * scale], dim=2).half()
+    return (
+        numbers.flatten(1).contiguous().view(torch.int32),
+        torch.cat([scale, -128 * scale], dim=2).half(),
+    )
 
 
 def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
-    """Integers, uint8, that unpack to the weights as (2^bits + number) * scale + (offset - 2^bits * scale).
+    """Return integers, uint8, that unpack to the weights.
+
+    They unpack as (2^bits + number) * scale + (offset - 2^bits * scale).
 
     None if they do not, or if the weights are too large for a float16 scale.
     """
@@ -304,8 +348,8 @@ FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
     "bfloat16": (2, _bfloat16),
     "float32": (1, lambda weight_OI: (weight_OI.contiguous().view(torch.int32),)),
 }
-"""Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a multiple of the first
-value; the second packs weights."""
+"""Formats, the shortest first, in the order of the kernels' numbers: the inputs of a row are a
+multiple of the first value; the second packs weights."""
 ROUNDED = FORMATS | {"affine8": (GROUP, partial(_affine8, rounded=True))}
 """The same for weights that need not be exact."""
 
@@ -318,12 +362,20 @@ def kernels() -> ctypes.CDLL:
 
 
 def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
-    """Linear layer on rows [..., inputs]: float32 [..., outputs]; with `rounds`, rounded as in bfloat16."""
+    """Apply a linear layer to rows [..., inputs]: float32 [..., outputs].
+
+    With `rounds`, the results are rounded as in bfloat16.
+    """
     flat = rows.reshape(-1, rows.shape[-1]).float().contiguous()
     assert flat.device.type == "cpu" and flat.shape[1] == packed.inputs
     out = flat.new_empty(len(flat), packed.width)
     kernels().headstart_linear(
-        ctypes.byref(packed.struct), flat.data_ptr(), len(flat), out.data_ptr(), rounds, torch.get_num_threads()
+        ctypes.byref(packed.struct),
+        flat.data_ptr(),
+        len(flat),
+        out.data_ptr(),
+        rounds,
+        torch.get_num_threads(),
     )
     return out[:, : packed.outputs].reshape(*rows.shape[:-1], packed.outputs)
 
@@ -332,7 +384,13 @@ def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     """RMSNorm of float32 rows."""
     out = torch.empty_like(rows)
     kernels().headstart_norm(
-        rows.data_ptr(), weight.data_ptr(), rows.shape[:-1].numel(), rows.shape[-1], eps, rounds, out.data_ptr()
+        rows.data_ptr(),
+        weight.data_ptr(),
+        rows.shape[:-1].numel(),
+        rows.shape[-1],
+        eps,
+        rounds,
+        out.data_ptr(),
     )
     return out
 
@@ -342,7 +400,9 @@ def packed_copy(
     block: Callable[[nn.Module], nn.Module | None] = lambda module: None,
     rounded: bool = False,
 ) -> nn.Module:
-    """A copy of a module whose linear layers run in the kernels, `rounded` as in `pack`; it shares all else.
+    """Return a copy of a module whose linear layers run in the kernels.
+
+    Their weights are `rounded` as in `pack`; the copy shares everything else.
 
     `block` returns a replacement for a whole module, or None to replace its parts.
     """
@@ -364,7 +424,10 @@ def is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether the kernels can read a weight: not one that a package quantized, whose tensor knows few operations."""
+    """Whether the kernels can read a weight, which a package must not have quantized.
+
+    The tensor of a quantized weight supports few operations.
+    """
     return not is_traceable_wrapper_subclass(weight)
 
 

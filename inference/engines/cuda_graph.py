@@ -1,11 +1,13 @@
-"""Functions of tensors as CUDA graphs: recorded from their own eager operations, then replayed by one launch.
+"""CUDA graphs of tensor functions: recorded from eager operations, replayed by one launch.
 
-A round launches some 2,000 kernels, and launching them takes four times as long as running them (benchmarks/gpu.md).
-Nothing is compiled: a function runs as it is when it is first called with inputs of some shapes, is recorded at the
-second such call, in about the time of one more, and replayed from then on. Numbers that it takes from
-the host are part of the key of a recording. Inputs are copied to where the recording reads them.
+A round launches some 2,000 kernels, and launching them takes four times as long as running them
+(benchmarks/gpu.md). Nothing is compiled: a function runs as it is when it is first called with
+inputs of some shapes, is recorded at the second such call, in about the time of one more, and
+replayed from then on. Numbers that it takes from the host are part of the key of a recording.
+Inputs are copied to where the recording reads them.
 
-A round replays four of them, each with memory of its own, so that a result is valid until its function's next call:
+A round replays four of them, each with memory of its own, so that a result is valid until its
+function's next call:
 
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
     forward      ModelEngine._tree_forward               engines.model_engine
@@ -38,7 +40,8 @@ RECORDINGS = 256
 CALLED = 4096
 """First calls that are remembered, at most."""
 LARGE = 2**16
-"""Inputs of at least this many bytes are read in place where another recording left them; smaller ones are copied."""
+"""Inputs of at least this many bytes are read in place where another recording left them; smaller
+ones are copied."""
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows to which a batch shrinks; larger ones are multiples of `MANY_ROWS`."""
 MANY_ROWS = 32
@@ -58,7 +61,10 @@ class Graph(Protocol):
         """A pool, to be used as long as one of its graphs exists."""
 
     def record(self, call: Callable[[], Any]) -> Any:
-        """Record a call, without running its operations, and return its result, which has no values yet."""
+        """Record a call without running its operations, and return its result.
+
+        The result has no values yet.
+        """
 
     def replay(self) -> None:
         """Run the operations on whatever their inputs hold now."""
@@ -88,7 +94,8 @@ class CudaGraph:
                 gc.enable()
 
     def _recorded(self, call: Callable[[], Any]) -> Any:
-        self.graph.capture_begin(self.pool, capture_error_mode="thread_local")  # others may go on to use the device
+        # others may go on to use the device
+        self.graph.capture_begin(self.pool, capture_error_mode="thread_local")
         try:
             result = call()
         except BaseException:
@@ -139,7 +146,8 @@ class GraphRunner(Runner):
         self.device = device
         self.recordings: dict[Hashable, Recording] = {}
         self.called: set[Hashable] = set()
-        """Functions with host values and shapes of inputs that were called once, and so can be recorded."""
+        """Functions with host values and shapes of inputs that were called once, and so can be
+        recorded."""
         self.left_by: dict[int, Callable[..., Any]] = {}
         """By the address of a large result, the function whose recording left it there."""
         self.unrecordable: set[Any] = set()
@@ -148,19 +156,28 @@ class GraphRunner(Runner):
         """Memory of each function's recordings."""
 
     def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
-        """The result of `function(*fixed, *inputs)`; see `Runner`. It is valid until the function is called again."""
+        """The result of `function(*fixed, *inputs)`; see `Runner`.
+
+        It is valid until the function is called again.
+        """
         try:
             return self._result(function, fixed, inputs)
         except torch.OutOfMemoryError:
             self.forget()  # recordings hold memory
             raise
 
-    def _result(self, function: Callable[..., Any], fixed: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+    def _result(
+        self, function: Callable[..., Any], fixed: tuple[Any, ...], inputs: tuple[Any, ...]
+    ) -> Any:
         if function in self.unrecordable or not self.replays_now:
             return function(*fixed, *inputs)
         given = Leaves(inputs)
         places = tuple(Leaves(fixed).places())
-        shapes = (function, given.values, tuple((tensor.shape, tensor.dtype) for tensor in given.tensors))
+        shapes = (
+            function,
+            given.values,
+            tuple((tensor.shape, tensor.dtype) for tensor in given.tensors),
+        )
         read_in_place = tuple(self._left_elsewhere(tensor, function) for tensor in given.tensors)
         key = (shapes, places, read_in_place)
         if key not in self.recordings:
@@ -191,7 +208,9 @@ class GraphRunner(Runner):
         self.unrecordable.add(function)
         name = getattr(function, "__qualname__", repr(function))
         reason = str(error).split("\n")[0]
-        warnings.warn(f"{name} is launched operation by operation, which is slow: {reason}", stacklevel=5)
+        warnings.warn(
+            f"{name} is launched operation by operation, which is slow: {reason}", stacklevel=5
+        )
 
     def _keep(self, key: Hashable, function: Callable[..., Any], recorded: Recording) -> None:
         """Keep a recording, and note where it leaves large results."""
@@ -207,7 +226,10 @@ class GraphRunner(Runner):
             return function(*inputs)
 
     def rounded_capacity(self, tokens: int) -> int:
-        """One less than a power of two: caches of few different sizes lie where an earlier one lay."""
+        """Round up to one less than a power of two.
+
+        Caches of few different sizes lie where an earlier one lay.
+        """
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
 
     def rounded_rows(self, rows: int) -> int:
@@ -236,9 +258,12 @@ class GraphRunner(Runner):
         self.pools.clear()
 
     def _left_elsewhere(self, tensor: Tensor, function: Callable[..., Any]) -> Hashable:
-        """Where a large tensor lies that a recording of another function has left, and will leave there again.
+        """Return the address and strides of a large tensor left by another function's recording.
 
-        None for others. A function's own results must be copied: its next ones lie elsewhere, without end.
+        That recording will leave it there again.
+
+        None for others. A function's own results must be copied: its next ones lie elsewhere,
+        without end.
         """
         if tensor.nbytes < LARGE:
             return None
@@ -270,7 +295,10 @@ class GraphRunner(Runner):
 
 @contextmanager
 def restored(fixed: tuple[Any, ...]) -> Iterator[None]:
-    """While a call is recorded: attributes of caches that it sets are set back, as they hold no values yet."""
+    """Restore the attributes of caches that a call sets while it is recorded.
+
+    They hold no values yet.
+    """
     before = [(cache, dict(vars(cache))) for cache in fixed if isinstance(cache, CACHES)]
     try:
         yield
@@ -319,7 +347,10 @@ class Leaves:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is a dataclass with tensors among its fields, or in their dataclasses, tuples and lists."""
+    """Whether a value is a dataclass that holds tensors.
+
+    Its fields may be tensors, or hold them in dataclasses, tuples and lists.
+    """
     return any(_is_tensor_or_holds_one(getattr(value, name)) for name in field_names(type(value)))
 
 
@@ -327,7 +358,11 @@ def field_names(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass; none of another class."""
     names = _FIELDS.get(kind)
     if names is None:
-        names = tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+        names = (
+            tuple(field.name for field in dataclasses.fields(kind))
+            if dataclasses.is_dataclass(kind)
+            else ()
+        )
         _FIELDS[kind] = names
     return names
 
@@ -350,7 +385,9 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)([_rebuilt(part, tensors) for part in value])
     if holds_tensors(value):
-        changed = {name: _rebuilt(getattr(value, name), tensors) for name in field_names(type(value))}
+        changed = {
+            name: _rebuilt(getattr(value, name), tensors) for name in field_names(type(value))
+        }
         return dataclasses.replace(value, **changed)
     return value
 
@@ -360,7 +397,10 @@ def cache_places(cache: TreeCache | DraftCache) -> list[Hashable]:
     if isinstance(cache, TreeCache):
         blocks = [(block.data_ptr(), block.shape) for block in cache.blocks]
         return [*blocks, cache.capacity, len(cache.lengths_B)]
-    states = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in (*cache.keys, *cache.values)]
+    states = [
+        (tensor.data_ptr(), tensor.shape, tensor.stride())
+        for tensor in (*cache.keys, *cache.values)
+    ]
     return [*states, cache.nodes, cache.attended]
 
 

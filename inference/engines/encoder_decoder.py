@@ -1,8 +1,9 @@
-"""Encoder-decoders (T5, BART): the encoder runs once per text, the decoder is used like a decoder-only target.
+"""Encoder-decoders (T5, BART): the encoder runs once per text, the decoder acts as the target.
 
-They have no position ids: a token's position is its slot in the cache, and one relative bias serves the whole batch.
-Therefore drafts form a chain and one row is decoded at a time; trees and batches are refused. The paper's own case
-(arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its draft model.
+They have no position ids: a token's position is its slot in the cache, and one relative bias serves
+the whole batch. Therefore drafts form a chain and one row is decoded at a time; trees and batches
+are refused. The paper's own case (arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its
+draft model.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ FAMILIES = (
 """Model types whose decoder derives positions from the cache alone."""
 
 
-def is_encoder_decoder(source: Any, revision: str | None = None, options: dict[str, Any] | None = None) -> bool:
-    """Whether a loaded model, a folder or a Hub id is one; False for what cannot be read: loading it tells why."""
+def is_encoder_decoder(
+    source: Any, revision: str | None = None, options: dict[str, Any] | None = None
+) -> bool:
+    """Whether a loaded model, a folder or a Hub id is an encoder-decoder.
+
+    False for a source that cannot be read: loading it gives the reason.
+    """
     if isinstance(source, PreTrainedModel):
         return bool(source.config.is_encoder_decoder)
     try:
@@ -65,10 +71,16 @@ class Seq2SeqEngine(CountingEngine):
         return cache
 
     def _model_inputs(
-        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        logits_to_keep: int | Tensor,
     ) -> dict[str, Any]:
         target = self.target
-        cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])  # sync: positions are counted from here
+        # sync: positions are counted from here
+        cache.follow(int(cache.slots_BN[0, 0]), tokens_BN.shape[1])
         return {
             "encoder_outputs": target.encoded,
             "attention_mask": target.encoded_mask,
@@ -97,8 +109,8 @@ class Seq2SeqTarget(Target):
     def kinds(model: PreTrainedModel) -> tuple[str, ...]:
         if model.config.model_type not in FAMILIES:
             raise ValueError(
-                f"{type(model).__name__} is an encoder-decoder of type {model.config.model_type!r}; choose from "
-                + ", ".join(FAMILIES)
+                f"{type(model).__name__} is an encoder-decoder of type {model.config.model_type!r};"
+                " choose from " + ", ".join(FAMILIES)
             )
         return ("full_attention",)
 
@@ -120,8 +132,8 @@ class Seq2SeqTarget(Target):
         assert states_BTD is not None
         if len(states_BTD) > 1:
             raise ValueError(
-                f"{self.name!r} decodes one row at a time, not {len(states_BTD)}: one relative bias serves a batch, so "
-                "its rows would have to be equally long"
+                f"{self.name!r} decodes one row at a time, not {len(states_BTD)}: one relative bias"
+                " serves a batch, so its rows would have to be equally long"
             )
         self.encoded, self.encoded_mask = encoded, mask
 
@@ -129,13 +141,16 @@ class Seq2SeqTarget(Target):
         """Refuse to draft before `set_encoder_outputs`."""
         if self.encoded is None:
             raise ValueError(
-                f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which only "
-                "SpeculativeLM.generate hands on; call that"
+                f"{self.name!r} drafts for an encoder-decoder and was not shown its input, which"
+                " only SpeculativeLM.generate hands on; call that"
             )
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if layers:
-            raise ValueError(f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a drafter")
+            raise ValueError(
+                f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a"
+                " drafter"
+            )
 
     @cached_property
     def cache_interface(self) -> CacheInterface:

@@ -1,6 +1,9 @@
-"""A known decoder on a GPU: the model's own linear modules, and between them the operations of `heads.layers.fused`.
+"""A known decoder on a GPU: the model's own linear modules, with fused operations between them.
 
-transformers' Llama layer launches 41 kernels for a forward over a few nodes, 34 of them small. Here a layer takes 13:
+These are the operations of `heads.layers.fused`.
+
+transformers' Llama layer launches 41 kernels for a forward over a few nodes, 34 of them small. Here
+a layer takes 13:
 
     1      add_norm             the residual stream with the last layer's output, and its norm
     2-4    q_proj, k_proj, v_proj
@@ -12,11 +15,11 @@ transformers' Llama layer launches 41 kernels for a forward over a few nodes, 34
     12     silu_product
     13     down_proj
 
-Weights are read where they lie and nothing is copied, so LoRA, quantised linear layers and weights that change work as
-in the model. A draft head's decoder layers run in the same way.
+Weights are read where they lie and nothing is copied, so LoRA, quantised linear layers and weights
+that change work as in the model. A draft head's decoder layers run in the same way.
 
-Letters in tensor names: B batch, N nodes, K chosen nodes, H query heads, E head size, D hidden size, F width of the
-chosen layers side by side, V vocabulary.
+Letters in tensor names: B batch, N nodes, K chosen nodes, H query heads, E head size, D hidden
+size, F width of the chosen layers side by side, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from .branches import side_by_side
 from .known import SILU, KnownDecoder, has_attention_norms
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of its scores."""
+"""Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of
+its scores."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Of logits, relative to the largest: sums are taken in another order than by the model."""
 
@@ -64,7 +68,8 @@ class FusedDecoder:
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, K, V] of the nodes `kept_K`, None for all, and features [B, N, F] of `layers`.
 
-        `attend` is the attention of each kind of layer. The nodes' keys and values go to the cache's `slots_BN`.
+        `attend` is the attention of each kind of layer. The nodes' keys and values go to the
+        cache's `slots_BN`.
         """
         known = self.known
         last = len(known.layers) - 1
@@ -79,8 +84,12 @@ class FusedDecoder:
             keys_BGSE = cache.keys[number]
             values_BGSE = cache.values[number]
             place = Place(keys_BGSE, values_BGSE, cache.slots_BN)
-            query_BHNE = rotary_store(projected(attention, normed_BND), rotary, place, attention_norms(layer))
-            attended_BNHE = attend[known.kinds[number]](query_BHNE, keys_BGSE, values_BGSE, attention.scaling)
+            query_BHNE = rotary_store(
+                projected(attention, normed_BND), rotary, place, attention_norms(layer)
+            )
+            attended_BNHE = attend[known.kinds[number]](
+                query_BHNE, keys_BGSE, values_BGSE, attention.scaling
+            )
             out_BND = attention.o_proj(attended_BNHE.flatten(2))
             normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.post_attention_layernorm))
             out_BND = mlp_output(layer.mlp, normed_BND)
@@ -142,7 +151,12 @@ class FusedBlock(nn.Module):
         return self._plain(self.layer, x_BTD, rotary, kv, number)
 
     def _fused(
-        self, layer: FusionLayer, embeds_BTD: Tensor, state_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries
+        self,
+        layer: FusionLayer,
+        embeds_BTD: Tensor,
+        state_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv: KVEntries,
     ) -> Tensor:
         if kv.sees is None:
             return layer(embeds_BTD, state_BTD, rotary, kv)
@@ -150,42 +164,69 @@ class FusedBlock(nn.Module):
         normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.hidden_norm))
         both = torch.cat([normed_embeds_BTD, normed_BTD], dim=-1)
         out_BTD = attention_output(layer, both, rotary, kv, 0)
-        return after_attention(layer, normed_BTD if layer.norm_before_residual else state_BTD, out_BTD)
+        return after_attention(
+            layer, normed_BTD if layer.norm_before_residual else state_BTD, out_BTD
+        )
 
     def _plain(
-        self, layer: DecoderLayer, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries, number: int
+        self,
+        layer: DecoderLayer,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        kv: KVEntries,
+        number: int,
     ) -> Tensor:
         if kv.sees is None:
             return layer(x_BTD, rotary, kv, number)
         normed_BTD = x_BTD
         if not isinstance(layer.input_layernorm, nn.Identity):
             normed_BTD, _ = add_norm(x_BTD, None, norm_of(layer.input_layernorm))
-        return after_attention(layer, x_BTD, attention_output(layer, normed_BTD, rotary, kv, number))
+        return after_attention(
+            layer, x_BTD, attention_output(layer, normed_BTD, rotary, kv, number)
+        )
 
 
 def attention_output(
-    layer: DecoderLayer | FusionLayer, normed_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVEntries, number: int
+    layer: DecoderLayer | FusionLayer,
+    normed_BTD: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    kv: KVEntries,
+    number: int,
 ) -> Tensor:
     """The output of a head layer's attention; new keys and values are stored, NaN and inf as 0."""
     slots_BT = kv.slots_BT
     if slots_BT is None:
-        slots_BT = counting(normed_BTD.shape[1], normed_BTD.device, kv.first).expand(len(normed_BTD), -1)
+        slots_BT = counting(normed_BTD.shape[1], normed_BTD.device, kv.first).expand(
+            len(normed_BTD), -1
+        )
     keys_BGSE = kv.cache.keys[number]
     values_BGSE = kv.cache.values[number]
     place = Place(keys_BGSE, values_BGSE, slots_BT, finite=True)
-    query_BHTE = rotary_store(projected(layer.self_attn, normed_BTD), rotary, place, attention_norms(layer))
+    query_BHTE = rotary_store(
+        projected(layer.self_attn, normed_BTD), rotary, place, attention_norms(layer)
+    )
     assert kv.sees is not None
-    return layer.self_attn.o_proj(attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees).flatten(2))
+    return layer.self_attn.o_proj(
+        attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees).flatten(2)
+    )
 
 
-def after_attention(layer: DecoderLayer | FusionLayer, residual_BTD: Tensor, out_BTD: Tensor) -> Tensor:
-    """The residual stream after a head layer, from that before it and the output of its attention."""
+def after_attention(
+    layer: DecoderLayer | FusionLayer, residual_BTD: Tensor, out_BTD: Tensor
+) -> Tensor:
+    """Return the residual stream after a head layer.
+
+    It is computed from the stream before the layer and its attention's output.
+    """
     normed_BTD, x_BTD = add_norm(residual_BTD, out_BTD, norm_of(layer.post_attention_layernorm))
     return x_BTD + mlp_output(layer.mlp, normed_BTD)
 
 
 def fused_head(head: DraftHead) -> DraftHead:
-    """A head that shares all weights with `head` and runs its decoder layers by fused operations, where they fit."""
+    """Return a head that shares all weights with `head` and runs its decoder layers fused.
+
+    Layers that the fused operations do not fit run unchanged.
+    """
     if not head.attends_by_slots or head.window is not None:
         return head
     return cast(DraftHead, twin_of(head, fused_block))

@@ -1,13 +1,14 @@
-"""Known decoders: models of Llama-like layers, which kernels of our own may run in place of transformers' code.
+"""Known decoders: Llama-like models, which our kernels may run in place of transformers' code.
 
     x = embed(tokens)
     x = x + o_proj(attention(rotary(q, k), v))        of q_proj, k_proj, v_proj (input_layernorm(x))
     x = x + down_proj(silu(gate_proj(y)) * up_proj(y))        y = post_attention_layernorm(x)
     logits = lm_head(norm(x))
 
-A model is recognised by its parts: RMSNorm, rotary embedding, gated MLP with SiLU; optionally biases, and norms of
-queries and keys. It is then tried against the model (`agrees`), because the same parts may be put together in another
-way (a scaled residual, a norm of 1 + weight). The CPU kernels and the fused decoder of a GPU run such models.
+A model is recognised by its parts: RMSNorm, rotary embedding, gated MLP with SiLU; optionally
+biases, and norms of queries and keys. It is then tried against the model (`agrees`), because the
+same parts may be put together in another way (a scaled residual, a norm of 1 + weight). The CPU
+kernels and the fused decoder of a GPU run such models.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 """Norms of each head's queries and keys, which some families have."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TRIED_PARTS = (7, 5)
-"""Tokens of the text that a decoder is tried on, by the forward that reads them: the second finds a cache."""
+"""Tokens of the text that a decoder is tried on, by the forward that reads them: the second finds a
+cache."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,29 @@ class KnownDecoder:
 
 
 def known_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> KnownDecoder | None:
-    """The parts of a model; None for one of another architecture. `kinds` are its layers' kinds of attention."""
+    """The parts of a model; None for one of another architecture.
+
+    `kinds` are its layers' kinds of attention.
+    """
     decoder = model.get_decoder()
     parts = ("embed_tokens", "rotary_emb", "layers", "norm")
     if not all(hasattr(decoder, part) for part in parts) or not _is_rms_norm(decoder.norm):
         return None
     lm_head = model.get_output_embeddings()
-    if lm_head is None or len(kinds) != len(decoder.layers) or not all(map(_is_known_layer, decoder.layers)):
+    if (
+        lm_head is None
+        or len(kinds) != len(decoder.layers)
+        or not all(map(_is_known_layer, decoder.layers))
+    ):
         return None
-    return KnownDecoder(decoder.embed_tokens, decoder.rotary_emb, decoder.layers, decoder.norm, lm_head, tuple(kinds))
+    return KnownDecoder(
+        decoder.embed_tokens,
+        decoder.rotary_emb,
+        decoder.layers,
+        decoder.norm,
+        lm_head,
+        tuple(kinds),
+    )
 
 
 @torch.inference_mode()
@@ -67,13 +83,13 @@ def agrees(
     tolerance: float,
     layers: tuple[int, ...] = (),
 ) -> bool:
-    """Whether a text, read in two parts, gets the model's logits, and its states after these `layers`.
+    """Whether a text read in two parts yields the model's logits, and its states after `layers`.
 
     Args:
         model: the model, which reads the text at once.
         state_shapes: of the cache.
-        forward: returns logits [1, N, V] and features [1, N, F] of tokens [1, N], which go to the cache's `slots_BN`
-            and attend to themselves and all before them.
+        forward: returns logits [1, N, V] and features [1, N, F] of tokens [1, N], which go to the
+            cache's `slots_BN` and attend to themselves and all before them.
         tolerance: relative to the largest of the model's numbers: sums are taken in another order.
         layers: whose features are compared.
     """
@@ -126,9 +142,11 @@ def _is_known_layer(layer: nn.Module) -> bool:
 
 
 def _consists_of(module: nn.Module, parts: set[str]) -> bool:
-    """Whether a module has these parts and nothing else but dropout, no weights of its own either."""
+    """Whether a module has exactly these parts, dropout aside, and no direct weights or buffers."""
     names = {name for name, part in module.named_children() if not isinstance(part, nn.Dropout)}
-    return names == parts and not any(True for _ in (*module.parameters(False), *module.buffers(False)))
+    return names == parts and not any(
+        True for _ in (*module.parameters(False), *module.buffers(False))
+    )
 
 
 def _is_rms_norm(module: Any) -> bool:

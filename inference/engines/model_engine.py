@@ -1,10 +1,10 @@
 """Forwards of the transformers model over a tree: its own modules, our mask, our KV cache.
 
-With a `GraphRunner` they are recorded; of Llama-like layers a `FusedDecoder` then runs what lies between the linear
-modules.
+With a `GraphRunner` they are recorded; of Llama-like layers a `FusedDecoder` then runs what lies
+between the linear modules.
 
-Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, S slots of the cache,
-V vocabulary, D hidden size, F width of the chosen layers side by side.
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, S
+slots of the cache, V vocabulary, D hidden size, F width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
 from .known import agrees, known_decoder
 
 PADDING_ON_CPU = 64
-"""Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one costs little."""
+"""Minimum padding tokens that an extra prefill forward must save on a CPU, where launching one
+costs little."""
 Masks = Tensor | BlockMask | dict[str, Any]
 """A mask, or one for each kind of attention where a model alternates between them."""
 
@@ -57,13 +58,17 @@ class ModelEngine(Engine):
         self.flex = model.config._attn_implementation == "flex_attention"
         self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())
         """Whether accelerate moves the inputs of layers, which lie on several devices as a rule."""
-        self.shares_keys = not self.spread and bool(getattr(target.config, "num_kv_shared_layers", None))
-        """Whether the last layers use keys of others (Gemma 4): they would cut our mask for a number of logits to keep,
-        but not for a list of them."""
-        self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = WeakKeyDictionary()
+        self.shares_keys = not self.spread and bool(
+            getattr(target.config, "num_kv_shared_layers", None)
+        )
+        """Whether the last layers use keys of others (Gemma 4): they would cut our mask for a
+        number of logits to keep, but not for a list of them."""
+        self._heads: WeakKeyDictionary[DraftHead, tuple[WeightWatch, Hashable]] = (
+            WeakKeyDictionary()
+        )
         """Heads that draft here, and the state of their weights."""
-        # Block masks are made on the host; several devices have several streams; a recorded forward stays in a segment,
-        # and asks for no values.
+        # Block masks are made on the host; several devices have several streams; a recorded forward
+        # stays in a segment, and asks for no values.
         in_segments = target.segments is not None or has_changing_angles(target.config)
         if self.flex or self.spread or in_segments:
             self.runner = PlanlessRunner(target.device)
@@ -76,8 +81,8 @@ class ModelEngine(Engine):
         self.hooked = has_hooks(self.model)
         if self.hooked and self.runner.replays:
             warnings.warn(
-                f"{self.target.name!r} has hooks, or forwards in the place of its classes' own: it is launched "
-                "operation by operation, so that they are called",
+                f"{self.target.name!r} has hooks, or forwards in the place of its classes' own: it"
+                " is launched operation by operation, so that they are called",
                 stacklevel=2,
             )
 
@@ -131,17 +136,24 @@ class ModelEngine(Engine):
             cache.reserve(1, 0)
             visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 1:] = False
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=groups))
+            masks = self._additive_masks(
+                dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=groups)
+            )
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
-        layers = max(target.info.num_layers, len(self.state_shapes) // 2)  # a block may have several
-        return groups == [target.info.num_attention_heads // target.info.num_key_value_heads] * layers
+        # a block may have several
+        layers = max(target.info.num_layers, len(self.state_shapes) // 2)
+        return (
+            groups == [target.info.num_attention_heads // target.info.num_key_value_heads] * layers
+        )
 
     @cached_property
     def tree_kernel(self) -> bool:
         """Whether trees are attended to by the kernel that reads the slots in use alone."""
         target = self.target
-        if not self.runner.replays or not has_tree_kernel(target.device, target.dtype, target.info.head_dim):
+        if not self.runner.replays or not has_tree_kernel(
+            target.device, target.dtype, target.info.head_dim
+        ):
             return False
         if "chunked_attention" in target.attention_kinds:  # the kernel knows windows alone
             return False
@@ -149,7 +161,10 @@ class ModelEngine(Engine):
 
     @cached_property
     def decoder(self) -> FusedDecoder | None:
-        """Runs forwards over trees in place of the model's code, where that is known and has no hooks."""
+        """The fused decoder that runs tree forwards in place of the model's code.
+
+        None for a model that is not known to fit, or has hooks.
+        """
         target = self.target
         if type(self) is not ModelEngine or self.hooked or not self.tree_kernel:
             return None
@@ -164,7 +179,9 @@ class ModelEngine(Engine):
             return decoder(tokens_1N, cache.slots_BN, attend, cache, layers)
 
         tolerance = TOLERANCE[target.dtype]
-        return decoder if agrees(self.model, self.state_shapes, forward, tolerance, layers) else None
+        return (
+            decoder if agrees(self.model, self.state_shapes, forward, tolerance, layers) else None
+        )
 
     def renew(self) -> None:
         super().renew()
@@ -176,7 +193,12 @@ class ModelEngine(Engine):
         return fused_head(head) if self.runner.replays else head
 
     def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
     ) -> TargetOutput:
         target, size = self.target, tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
@@ -194,8 +216,11 @@ class ModelEngine(Engine):
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
-        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)  # those of padding may lie beyond
-        logits_BKV, features_BTF = self._unrecorded_forward(tokens_BT, positions_BT, masks, cache, layers, kept)
+        # those of padding may lie beyond
+        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)
+        logits_BKV, features_BTF = self._unrecorded_forward(
+            tokens_BT, positions_BT, masks, cache, layers, kept
+        )
         cache.advance_prompt(size)
         return TargetOutput(logits_BKV, features_BTF)
 
@@ -209,8 +234,11 @@ class ModelEngine(Engine):
         kept: list[int],
     ) -> tuple[Tensor, Tensor]:
         """The model's logits at the indices `kept`, and the features of all tokens."""
-        logits_to_keep: int | Tensor = torch.tensor(kept, dtype=torch.int64, device=self.target.device)
-        if self.spread:  # the LM head may lie on another device than indices: all logits from the first wanted on
+        logits_to_keep: int | Tensor = torch.tensor(
+            kept, dtype=torch.int64, device=self.target.device
+        )
+        # the LM head may lie on another device than indices: all logits from the first wanted on
+        if self.spread:
             logits_to_keep = tokens_BT.shape[1] - kept[0] if kept else 1
         given = (tokens_BT, positions_BT, masks, cache, layers, logits_to_keep)
         logits_BKV, features_BTF = self.runner.run_unrecorded(self._model_forward, *given)
@@ -219,11 +247,18 @@ class ModelEngine(Engine):
         return logits_BKV, features_BTF
 
     def read_prompt(
-        self, tokens_1T: Tensor, cache: TreeCache, layers: tuple[int, ...], kept: list[int], inputs: dict[str, Any]
+        self,
+        tokens_1T: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
+        inputs: dict[str, Any],
     ) -> TargetOutput:
         return read_by_model(self.target, self.model, tokens_1T, cache, layers, kept, inputs)
 
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    def forward_tree(
+        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> TargetOutput:
         cache.reserve(tree.tokens_BN.shape[1], longest)
         self._count_from(cache, longest)
         run = self._runner_for(cache)
@@ -233,7 +268,10 @@ class ModelEngine(Engine):
     def _tree_forward(
         self, cache: TreeCache, tree: DraftTree, lengths_B: Tensor, layers: tuple[int, ...]
     ) -> tuple[TargetOutput, Tensor]:
-        """The forward over all nodes of a tree, and the slots [B, N] of its entries; this function is recorded."""
+        """Run the forward over all nodes of a tree; also return its entries' slots [B, N].
+
+        This function is recorded.
+        """
         return self._nodes_forward(cache, NewNodes.of_tree(tree), None, lengths_B, layers)
 
     def forward_nodes(
@@ -247,17 +285,25 @@ class ModelEngine(Engine):
         cache.reserve(nodes.tokens_BN.shape[1], longest, nodes.cached)
         self._count_from(cache, longest + nodes.cached)
         run = self._runner_for(cache)
-        output, cache.slots_BN = run(self._nodes_forward, (cache,), nodes, kept_K, cache.lengths_B, layers)
+        output, cache.slots_BN = run(
+            self._nodes_forward, (cache,), nodes, kept_K, cache.lengths_B, layers
+        )
         return output
 
     def _runner_for(self, cache: TreeCache) -> Runner:
-        """The runner of forwards over trees: no recording calls hooks, or has the offsets of a prompt with images."""
+        """Return the runner of tree forwards, which records none with hooks or image offsets.
+
+        A recording would not call the hooks, and holds no position offsets of a prompt with images.
+        """
         if cache.position_offsets is not None or self.hooked:
             return PlanlessRunner(self.target.device)
         return self.runner
 
     def _count_from(self, cache: TreeCache, tokens: int) -> None:
-        """Tell layers that count tokens from the cache's length how many there are before the next forward's."""
+        """Set the number of tokens before the next forward's.
+
+        Some layers count tokens from the cache's length.
+        """
         if self.target.segments is not None:
             cache.start = tokens
 
@@ -269,10 +315,14 @@ class ModelEngine(Engine):
         lengths_B: Tensor,
         layers: tuple[int, ...],
     ) -> tuple[TargetOutput, Tensor]:
-        """`forward_nodes` after `lengths_B` committed tokens, and the slots [B, N]; this function is recorded."""
+        """Run `forward_nodes` after `lengths_B` committed tokens; also return the slots [B, N].
+
+        This function is recorded.
+        """
         new = nodes.tokens_BN.shape[1]
         cache.slots_BN = lengths_B[:, None] + counting(new, lengths_B.device, nodes.cached)
-        # Our attention reads only the slots that the mask covers; a recorded forward serves one number of them.
+        # Our attention reads only the slots that the mask covers; a recorded forward serves one
+        # number of them.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
         if self.tree_kernel:
@@ -281,11 +331,15 @@ class ModelEngine(Engine):
             positions_BN, visible = visible_slots(self.target, nodes, lengths_B, slots)
         if self.decoder is not None and cache.position_offsets is None:
             attend = self._attention_to(nodes, lengths_B)
-            logits_BNV, features_BNF = self.decoder(nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K)
+            logits_BNV, features_BNF = self.decoder(
+                nodes.tokens_BN, positions_BN, attend, cache, layers, kept_K
+            )
         else:
             masks = self._tree_masks(nodes, lengths_B) if self.tree_kernel else self._masks(visible)
             kept: int | Tensor = 0 if kept_K is None or self.spread else kept_K
-            logits_BNV, features_BNF = self._model_forward(nodes.tokens_BN, positions_BN, masks, cache, layers, kept)
+            logits_BNV, features_BNF = self._model_forward(
+                nodes.tokens_BN, positions_BN, masks, cache, layers, kept
+            )
             if kept_K is not None and self.spread:
                 logits_BNV = logits_BNV[:, kept_K]
         logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
@@ -304,12 +358,19 @@ class ModelEngine(Engine):
         target = self.target
         indices = target.hidden_state_indices(layers)
         inputs = self._model_inputs(tokens_BN, positions_BN, masks, cache, logits_to_keep)
-        output = self.model(**inputs, use_cache=True, output_hidden_states=sorted(set(indices)) or False)
+        output = self.model(
+            **inputs, use_cache=True, output_hidden_states=sorted(set(indices)) or False
+        )
         logits = kept_logits(output.logits, logits_to_keep)
         return logits, features_of(target, output, layers, tokens_BN)
 
     def _model_inputs(
-        self, tokens_BN: Tensor, positions_BN: Tensor, masks: Masks, cache: TreeCache, logits_to_keep: int | Tensor
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        masks: Masks,
+        cache: TreeCache,
+        logits_to_keep: int | Tensor,
     ) -> dict[str, Any]:
         """Arguments of the model's forward over these tokens."""
         if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
@@ -325,7 +386,9 @@ class ModelEngine(Engine):
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
         """The mask of the slots [B, N, S] that are visible by kind of attention."""
         if self.flex:
-            masks: dict[str, Any] = {kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()}
+            masks: dict[str, Any] = {
+                kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()
+            }
             return as_the_model_takes(masks)
         return self._additive_masks(visible, Mark() if self.own_attention else None)
 
@@ -353,8 +416,11 @@ class ModelEngine(Engine):
         heads = info.num_attention_heads // info.num_key_value_heads
         masks: dict[str, Tensor] = {}
         for kind, visible_BNS in visible.items():
-            mask_B1NS = torch.where(visible_BNS[:, None], *_mask_values(self.target.dtype, visible_BNS.device))
-            if mark is not None and heads * visible_BNS.shape[1] <= FEW:  # once for all layers: see `masked_attention`
+            mask_B1NS = torch.where(
+                visible_BNS[:, None], *_mask_values(self.target.dtype, visible_BNS.device)
+            )
+            # once for all layers: see `masked_attention`
+            if mark is not None and heads * visible_BNS.shape[1] <= FEW:
                 mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
             masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
         return as_the_model_takes(masks)
@@ -398,8 +464,13 @@ def as_the_model_takes(masks: dict[str, Any]) -> Masks:
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def features_of(target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor) -> Tensor:
-    """Features [B, N, F] of these layers, from the hidden states that a forward over these tokens returned."""
+def features_of(
+    target: TargetModel, output: Any, layers: tuple[int, ...], tokens_BN: Tensor
+) -> Tensor:
+    """Return features [B, N, F] of these layers, from a forward's hidden states.
+
+    The forward was over `tokens_BN`.
+    """
     states = []
     for layer, index in zip(layers, target.hidden_state_indices(layers), strict=True):
         state = output.hidden_states[index]
@@ -410,7 +481,7 @@ def features_of(target: TargetModel, output: Any, layers: tuple[int, ...], token
 
 
 def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
-    """The logits that `logits_to_keep` asks for, whether the model's forward knows that argument or not."""
+    """Return the logits that `logits_to_keep` asks for, even if the forward lacks that argument."""
     nodes = logits_BNV.shape[1]
     if isinstance(kept, int):
         return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
@@ -420,7 +491,10 @@ def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
 def visible_slots(
     target: TargetModel, nodes: NewNodes, lengths_B: Tensor, slots: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Position ids [B, N] of new nodes, and by kind of attention the slots they attend to [B, N, S]."""
+    """Return position ids [B, N] of new nodes, and the slots they attend to [B, N, S].
+
+    The slots are given for each kind of attention.
+    """
     framed_BNX = nodes.framed_BNX
     uncommitted = nodes.depths_BM.shape[1]
     device = lengths_B.device
@@ -436,8 +510,12 @@ def visible_slots(
     if local:
         slots_S = counting(slots, device)
         after_BS = slots_S - lengths_B1
-        node_positions_BS = lengths_B1 + nodes.depths_BM.gather(1, after_BS.clamp(0, uncommitted - 1))
-        slot_positions_BS = torch.where((after_BS >= 0) & (after_BS < uncommitted), node_positions_BS, slots_S)
+        node_positions_BS = lengths_B1 + nodes.depths_BM.gather(
+            1, after_BS.clamp(0, uncommitted - 1)
+        )
+        slot_positions_BS = torch.where(
+            (after_BS >= 0) & (after_BS < uncommitted), node_positions_BS, slots_S
+        )
         for kind in local:
             visible[kind] = NEAR[kind](target, positions_BN, slot_positions_BS, visible_BNS)
     return positions_BN, visible
@@ -452,12 +530,18 @@ def node_positions(target: TargetModel, nodes: NewNodes, lengths_B: Tensor) -> T
     return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
 
-def in_window(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+def in_window(
+    target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor
+) -> Tensor:
     """Visible slots [B, N, S] that lie within the sliding window of each node."""
-    return visible_BNS & (slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window)
+    return visible_BNS & (
+        slot_positions_BS[:, None] > positions_BN[..., None] - target.config.sliding_window
+    )
 
 
-def in_chunk(target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor) -> Tensor:
+def in_chunk(
+    target: TargetModel, positions_BN: Tensor, slot_positions_BS: Tensor, visible_BNS: Tensor
+) -> Tensor:
     """Visible slots [B, N, S] that lie in the same chunk of the text as each node."""
     size = target.config.attention_chunk_size
     return visible_BNS & ((slot_positions_BS // size)[:, None] == (positions_BN // size)[..., None])
@@ -474,7 +558,12 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
     """The mask for flex attention."""
     batch, nodes, slots = visible_BNS.shape
     return create_block_mask(
-        lambda b, h, n, s: visible_BNS[b, n, s], batch, None, nodes, slots, device=visible_BNS.device
+        lambda b, h, n, s: visible_BNS[b, n, s],
+        batch,
+        None,
+        nodes,
+        slots,
+        device=visible_BNS.device,
     )
 
 
@@ -482,8 +571,8 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
 
-    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to itself, so that no
-    row of the mask is -inf throughout.
+    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to
+    itself, so that no row of the mask is -inf throughout.
     """
     value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
     lowest = torch.full((), value, dtype=dtype, device=device)

@@ -1,7 +1,9 @@
-"""Forwards of a transformers model whose layers keep states, see `state_cache`: its own modules, lane by lane.
+"""Forwards of a transformers model whose layers keep states: its own modules, lane by lane.
 
-Letters in tensor names: B batch, T tokens of a lane, N nodes, R lanes, S slots of the cache, D hidden size, F width of
-the chosen layers side by side.
+See `state_cache`.
+
+Letters in tensor names: B batch, T tokens of a lane, N nodes, R lanes, S slots of the cache, D
+hidden size, F width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from .cpu import PackedLinearEngine
 from .model_engine import Masks, ModelEngine, in_window
 
 MOST_PENDING = 8
-"""Pending tokens of a row that later forwards read with their drafts; more are read alone, once. See
-benchmarks/hybrids.md."""
+"""Pending tokens of a row that later forwards read with their drafts; more are read alone, once.
+See benchmarks/hybrids.md."""
 CHUNK_STEP = 8
 """Tokens by which the chunks of Mamba-2 grow."""
 CAUSAL = 32
@@ -49,7 +51,11 @@ class StatefulEngine(ModelEngine):
     @cached_property
     def own_attention(self) -> bool:
         target = self.target
-        if self.spread or self.model.config._attn_implementation != "sdpa" or not target.attention_kinds:
+        if (
+            self.spread
+            or self.model.config._attn_implementation != "sdpa"
+            or not target.attention_kinds
+        ):
             return False
         asked: list[int] = []
         with torch.inference_mode():
@@ -59,13 +65,20 @@ class StatefulEngine(ModelEngine):
             cache.tree_lanes(token_11, [[[0]]])
             visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
             visible_111[..., 0] = True
-            masks = self._additive_masks(dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked))
+            masks = self._additive_masks(
+                dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked)
+            )
             self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
         heads = target.info.num_attention_heads // target.info.num_key_value_heads
         return asked == [heads] * (len(self.state_shapes) // 2)
 
     def read_chunk(
-        self, tokens_BT: Tensor, longest: int, cache: TreeCache, layers: tuple[int, ...], kept: list[int]
+        self,
+        tokens_BT: Tensor,
+        longest: int,
+        cache: TreeCache,
+        layers: tuple[int, ...],
+        kept: list[int],
     ) -> TargetOutput:
         assert isinstance(cache, StateCache)
         size = tokens_BT.shape[1]
@@ -74,7 +87,9 @@ class StatefulEngine(ModelEngine):
         cache.advance_prompt(size)
         return output
 
-    def forward_tree(self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
+    def forward_tree(
+        self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    ) -> TargetOutput:
         assert isinstance(cache, StateCache)
         cache.reserve(tree.tokens_BN.shape[1], longest)
         paths = _chains(tree.tokens_BN) if tree.in_order else leaf_paths(tree)
@@ -116,16 +131,25 @@ class StatefulEngine(ModelEngine):
         nodes = tokens_BN.shape[1]
         wanted = list(range(nodes)) if kept is None else kept
         masks = self._lane_masks(cache)
-        # The nodes of one chain a row, all after as many pending tokens, stand in the model's output as they are.
+        # The nodes of one chain a row, all after as many pending tokens, stand in the model's
+        # output as they are.
         before = lanes.width - nodes
-        whole = all(len(lane.path) == nodes and len(lane.slots) == lanes.width for lane in lanes.lanes)
+        whole = all(
+            len(lane.path) == nodes and len(lane.slots) == lanes.width for lane in lanes.lanes
+        )
         if lanes.rows_R is None and whole:
-            logits_BKV, features_BTF = self._lane_forward(cache, masks, layers, [before + node for node in wanted])
+            logits_BKV, features_BTF = self._lane_forward(
+                cache, masks, layers, [before + node for node in wanted]
+            )
             return _output(logits_BKV, features_BTF[:, before:])
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
         if not self.target.computes_logits:
-            logits_RTV, features_RTF = self._lane_forward(cache, masks, layers, list(range(lanes.width)))
-            return _output(_of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes))
+            logits_RTV, features_RTF = self._lane_forward(
+                cache, masks, layers, list(range(lanes.width))
+            )
+            return _output(
+                _of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes)
+            )
         # The LM head reads each node once, not each lane's every token.
         with_last = (*layers, -1)
         _, features_RTF = self._lane_forward(cache, masks, with_last, [])
@@ -140,8 +164,8 @@ class StatefulEngine(ModelEngine):
             pending = cache.pending()
             rows = [row for row, count in enumerate(pending) if count >= self.most_pending]
             if not rows and nodes == 1 and len(set(pending)) > 1:
-                # Rows with fewer pending tokens are padded, so that their states are not kept either: with one token a
-                # round none would ever catch up.
+                # Rows with fewer pending tokens are padded, so that their states are not kept
+                # either: with one token a round none would ever catch up.
                 most = max(pending)
                 rows = [row for row, count in enumerate(pending) if count == most]
             if not rows:
@@ -154,21 +178,30 @@ class StatefulEngine(ModelEngine):
     def _lane_forward(
         self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The model's logits at the indices `kept` of every lane, and the features of all its tokens."""
+        """Return each lane's model logits at the indices `kept`, and features of all its tokens."""
         assert cache.lanes is not None
         lanes = cache.lanes
         positions_RT = lanes.positions_RT.clamp(max=self.target.max_positions - 1)
         return self._unrecorded_forward(lanes.tokens_RT, positions_RT, masks, cache, layers, kept)
 
     def _lane_masks(self, cache: StateCache) -> Masks | None:
-        """Masks of the slots that each lane's tokens see: the committed ones up to their own, and their path."""
+        """Return masks of the slots that each lane's tokens see; None without attention layers.
+
+        A token sees the committed slots up to its own, and those of its path.
+        """
         target, lanes = self.target, cache.lanes
         assert lanes is not None
         kinds = target.attention_kinds
         if not kinds:
             return None
-        last = int(lanes.slots_RT[0, -1]) + 1 if lanes.in_line else 0  # sync: as the others of a round
-        if lanes.in_line and lanes.width >= CAUSAL and self.own_attention and kinds == ("full_attention",):
+        # sync: as the others of a round
+        last = int(lanes.slots_RT[0, -1]) + 1 if lanes.in_line else 0
+        if (
+            lanes.in_line
+            and lanes.width >= CAUSAL
+            and self.own_attention
+            and kinds == ("full_attention",)
+        ):
             cache.attended = last
             return causal_mask(lanes.width, last)
         short = self.on_cpu and self.own_attention
@@ -176,7 +209,9 @@ class StatefulEngine(ModelEngine):
         visible_RTS, slot_positions_RS = _visible(lanes, slots)
         visible = dict.fromkeys(kinds, visible_RTS)
         if "sliding_attention" in visible:
-            visible["sliding_attention"] = in_window(target, lanes.positions_RT, slot_positions_RS, visible_RTS)
+            visible["sliding_attention"] = in_window(
+                target, lanes.positions_RT, slot_positions_RS, visible_RTS
+            )
         masks = self._masks(visible)
         if isinstance(masks, dict):  # layers with a state alone read no mask
             return {"linear_attention": None, "conv": None, **masks}
@@ -186,8 +221,9 @@ class StatefulEngine(ModelEngine):
 class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
     """The same with linear layers in our CPU kernels, and Mamba-2 in chunks as short as its lanes.
 
-    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does not depend on their
-    size, which is an attribute of its modules: those of our copy, the model's own stay as they are.
+    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does
+    not depend on their size, which is an attribute of its modules: those of our copy, the model's
+    own stay as they are.
     """
 
     def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
@@ -218,17 +254,20 @@ def _of_nodes(values_RTX: Tensor, lanes: Lanes) -> Tensor:
 
 
 def _visible(lanes: Lanes, slots: int) -> tuple[Tensor, Tensor]:
-    """Slots that each token of a lane sees [R, T, S], and the position of each slot's token, [R, S]."""
+    """Return the slots that each lane's tokens see [R, T, S], and the slots' positions [R, S]."""
     device = lanes.slots_RT.device
     slots_S = counting(slots, device)
     before_RT = torch.minimum(lanes.slots_RT, lanes.committed_R[:, None] - 1)
     visible_RTS = slots_S <= before_RT[..., None]
-    # Among a lane's own tokens each sees those up to itself; padding repeats the last token's slot, and sees it.
+    # Among a lane's own tokens each sees those up to itself; padding repeats the last token's slot,
+    # and sees it.
     index_T = counting(lanes.width, device)
     index_RT = torch.minimum(index_T, lanes.last_R[:, None])
     own_RTT = index_RT[:, None] <= index_RT[..., None]
     visible_RTS.scatter_(2, lanes.slots_RT[:, None].expand_as(own_RTT), own_RTT)
-    positions_RS = slots_S.expand(len(lanes.slots_RT), -1).scatter(1, lanes.slots_RT, lanes.positions_RT)
+    positions_RS = slots_S.expand(len(lanes.slots_RT), -1).scatter(
+        1, lanes.slots_RT, lanes.positions_RT
+    )
     return visible_RTS, positions_RS
 
 

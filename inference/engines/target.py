@@ -2,8 +2,8 @@
 
 Its forwards over trees of tokens are run by its `engine`.
 
-Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, D hidden size, F width
-of the chosen layers side by side.
+Letters in tensor names: B batch, T time, N nodes, M nodes that are attended to, K chosen nodes, D
+hidden size, F width of the chosen layers side by side.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference,
 
 
 class CurrentLMHead(nn.Module):
-    """A target's LM head for a drafter, which holds it while the target is compiled, or compiled again."""
+    """A target's current LM head, for a drafter that holds it while the target is (re)compiled."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -65,12 +65,15 @@ class CurrentLMHead(nn.Module):
 SIMILAR = 0.75
 """Shortest of the sequences of packed rows that are read together, as a share of the longest."""
 MERGED_ADAPTER = "_headstart_merged_adapter"
-"""Attribute of a model into which an adapter was merged, which must not be merged twice: the adapter's folder, and the
-provenance of the model without it."""
+"""Attribute of a model into which an adapter was merged, which must not be merged twice: the
+adapter's folder, and the provenance of the model without it."""
 
 
 class Target(TargetModel):
-    """A causal LM that is neither trained nor changed; `from_pretrained` loads it frozen, in eval mode."""
+    """A causal LM that is neither trained nor changed.
+
+    `from_pretrained` loads it frozen, in eval mode.
+    """
 
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
@@ -90,7 +93,8 @@ class Target(TargetModel):
         """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
         merged = vars(model).get(MERGED_ADAPTER)
         self.adapter: str | None = None if merged is None else merged[0]
-        """Folder of the peft adapter that was merged into the weights, by this target or an earlier one."""
+        """Folder of the peft adapter that was merged into the weights, by this target or an earlier
+        one."""
         self._compiled_version: Hashable = None
         self._weights = WeightWatch()
         self._refreshed = 0
@@ -108,7 +112,10 @@ class Target(TargetModel):
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
-        return f"{type(self).__name__}({self.name!r}, {dtype_name(self.dtype)}, {self.device}{compiled})"
+        return (
+            f"{type(self).__name__}({self.name!r}, {dtype_name(self.dtype)},"
+            f" {self.device}{compiled})"
+        )
 
     @classmethod
     def from_pretrained(
@@ -122,18 +129,21 @@ class Target(TargetModel):
         """Load a target.
 
         Args:
-            source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an installed package, or a
-                loaded model, a `PeftModel` too, which runs with its active adapter.
-            dtype: dtype of the weights; "auto" for the checkpoint's own, "fastest" for the fastest one here that is as
-                exact, see `dtypes`.
-            device_map: a device, accelerate's map of modules to devices, or the name of one of its strategies ("auto");
-                None for the first GPU, or the CPU.
+            source: a folder, a Hub id, a GGUF file, `package:NAME` for the GGUF file of an
+                installed package, or a loaded model, a `PeftModel` too, which runs with its active
+                adapter.
+            dtype: dtype of the weights; "auto" for the checkpoint's own, "fastest" for the fastest
+                one here that is as exact, see `dtypes`.
+            device_map: a device, accelerate's map of modules to devices, or the name of one of its
+                strategies ("auto"); None for the first GPU, or the CPU.
             revision: revision of a Hub id.
-            model_kwargs: quantization_config, attn_implementation, trust_remote_code, token, cache_dir and others of
-                `loading.MODEL_OPTIONS`, for transformers' `from_pretrained`.
+            model_kwargs: quantization_config, attn_implementation, trust_remote_code, token,
+                cache_dir and others of `loading.MODEL_OPTIONS`, for transformers'
+                `from_pretrained`.
 
         Raises:
-            ValueError: nothing to load at `source`, an unknown option, or an architecture that cannot run draft trees.
+            ValueError: nothing to load at `source`, an unknown option, or an architecture that
+                cannot run draft trees.
         """
         check_model_options(model_kwargs)
         source = without_peft(source)
@@ -164,8 +174,8 @@ class Target(TargetModel):
     def compile(self, mode: bool = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.
 
-        Called again with the same mode, nothing changes unless weights or active adapters have, as far as `version`
-        sees it.
+        Called again with the same mode, nothing changes unless weights or active adapters have, as
+        far as `version` sees it.
         """
         if not mode and not self.compile_mode:
             return
@@ -195,18 +205,33 @@ class Target(TargetModel):
 
     @property
     def draft_modules(self) -> TargetModules:
-        """The parts of it that heads draft with; the LM head is the one of the engine that is chosen at the time."""
+        """The target's parts that heads draft with.
+
+        The LM head is always that of the current engine.
+        """
         lm_head: Any = CurrentLMHead(self)
         return replace(self.modules, lm_head=lm_head)
 
     @property
     def version(self) -> Hashable:
-        """The model, its active adapters and code, and the state of its weights, see `targets.changes`."""
+        """A value that changes with the model, its active adapters, its code or its weights.
+
+        See `targets.changes`.
+        """
         adapters = active_adapters(self.model)
-        return id(self.model), adapters, self._refreshed, self._weights.version(self.model), code_of(self.model)
+        return (
+            id(self.model),
+            adapters,
+            self._refreshed,
+            self._weights.version(self.model),
+            code_of(self.model),
+        )
 
     def refresh(self) -> None:
-        """Take the weights for changed, as after a write that `version` cannot see; copies are made again."""
+        """Treat the weights as changed, for instance after a write that `version` cannot see.
+
+        Copies are made again.
+        """
         self._refreshed += 1
         self.renew()
 
@@ -215,7 +240,8 @@ class Target(TargetModel):
         require_extra("peft", "a head with an adapter for its target")
         from peft import PeftModel  # here: its import takes a second
 
-        provenance = self.provenance  # before the model changes: a head is compared with the base model
+        # before the model changes: a head is compared with the base model
+        provenance = self.provenance
         merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)
@@ -227,14 +253,21 @@ class Target(TargetModel):
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
-        """Identity of the model without a merged adapter, for the checkpoint of a head that is trained against it."""
+        """Identity of the model without a merged adapter.
+
+        It is saved in the checkpoint of a head that is trained against the model.
+        """
         merged = vars(self.model).get(MERGED_ADAPTER)
         return self.current_provenance() if merged is None else merged[1]
 
     def current_provenance(self) -> dict[str, Any]:
         """Identity of the model with its weights as they are now, an adapter merged in or not."""
         packing = getattr(self.model.config, "quantization_config", None)
-        method = getattr(packing, "quant_method", None) or (packing or {}).get("quant_method") if packing else None
+        method = (
+            getattr(packing, "quant_method", None) or (packing or {}).get("quant_method")
+            if packing
+            else None
+        )
         return {
             "target": self.name,
             "revision": self.commit,
@@ -244,7 +277,9 @@ class Target(TargetModel):
         }
 
     def check_decoding(self) -> None:
-        """Try, once for each architecture and version on this machine, whether trees get the model's own logits.
+        """Try whether trees yield the model's own logits.
+
+        The trial runs once for each architecture and version on this machine.
 
         Called before the first token; see `engines.trial`.
 
@@ -256,7 +291,8 @@ class Target(TargetModel):
         with self.lock, as_loaded(self.model):
             check_architecture(self, self._retargeted)
             if self.modules.logit_scale != 1 or self.modules.logit_cap is not None:
-                self.computes_logits  # noqa: B018 - a config has a scale or a cap that the model may not apply
+                # A config has a scale or a cap that the model may not apply.
+                self.computes_logits  # noqa: B018
         self._tried = True
 
     def was_tried(self) -> None:
@@ -265,30 +301,40 @@ class Target(TargetModel):
 
     def check_features(self) -> None:
         super().check_features()
-        if any(weight.is_meta for weight in self.model.parameters()):  # its states come from elsewhere
+        # its states come from elsewhere
+        if any(weight.is_meta for weight in self.model.parameters()):
             return
         vocab_size = self.info.vocab_size
         length = min(6, self.max_positions)
-        tokens_1T = torch.tensor([[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]])
+        tokens_1T = torch.tensor(
+            [[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]]
+        )
         tokens_1T = tokens_1T.to(self.device)
         with self.lock, as_loaded(self.model), torch.inference_mode():
             self.renew()  # weights may have changed since the last generation
             trained_BTD, _ = self.states(tokens_1T, (-1,))
-            decoded = self.engine.read_chunk(tokens_1T, length, self.engine.new_cache(1), (-1,), [length - 1])
+            decoded = self.engine.read_chunk(
+                tokens_1T, length, self.engine.new_cache(1), (-1,), [length - 1]
+            )
         by_median = tolerance(self.model) == ROUNDING_IN_16_BITS
         different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
         if different is not None and different > tolerance(self.model):
             raise ValueError(
-                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than generate does: its "
-                f"last states differ by {different:.2g} of their spread (positions or a mask that it makes only while "
-                "it generates), so a head would learn from other features than it drafts with; train for a target of "
-                "another family, or another version of transformers"
+                f"{type(self.model).__name__} ({self.name!r}) reads a whole text otherwise than"
+                f" generate does: its last states differ by {different:.2g} of their spread"
+                " (positions or a mask that it makes only while it generates), so a head would"
+                " learn from other features than it drafts with; train for a target of another"
+                " family, or another version of transformers"
             )
 
     def _retargeted(self, model: PreTrainedModel) -> tuple[TargetModel, Engine]:
-        """The target of a model that shares this one's weights, and the engine that runs it as it is."""
+        """Return the target of a model that shares this one's weights, and its engine.
+
+        The engine runs the model unchanged.
+        """
         other = type(self)(model, self.name, self.commit)
-        other.hold_weakly()  # a target and its engine hold each other: the model would be freed long after its owner
+        # a target and its engine hold each other: the model would be freed long after its owner
+        other.hold_weakly()
         return other, other.engine
 
     def states(
@@ -296,10 +342,10 @@ class Target(TargetModel):
     ) -> tuple[Tensor, Tensor]:
         """Features of whole right-padded sequences, without a cache.
 
-        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows `positions_BT`, best given on
-        the host, is 0 at the start of every sequence, which attends to no other: sequences of similar length are read
-        together, each as a row of its own. A mask would be quadratic in the row, and not every model and attention
-        kernel takes one.
+        Returns features_BTF of `layers`, and last_BTD, those of layer -1. In packed rows
+        `positions_BT`, best given on the host, is 0 at the start of every sequence, which attends
+        to no other: sequences of similar length are read together, each as a row of its own. A mask
+        would be quadratic in the row, and not every model and attention kernel takes one.
         """
         if positions_BT is None:
             self._keep_step(layers, 1)
@@ -322,7 +368,10 @@ class Target(TargetModel):
         return features_BTF, last_BTD
 
     def forwards(self, needed: int) -> int:
-        """Number of forwards of a read that needs so many: more, where all processes make each forward together."""
+        """Return the number of forwards of a read that needs `needed`.
+
+        It is larger where all processes make each forward together.
+        """
         return needed
 
     def _keep_step(self, layers: tuple[int, ...], needed: int) -> None:
@@ -352,7 +401,10 @@ class Target(TargetModel):
 
 
 def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:
-    """Row and place of each sequence in packed rows; its positions begin with 0, and it has the padding after it."""
+    """Return the row and the slice of each sequence in packed rows.
+
+    A sequence's positions begin at 0, and the padding after it belongs to it.
+    """
     sequences: list[tuple[int, slice]] = []
     for row, positions_T in enumerate(positions_BT):
         starts = torch.nonzero(positions_T == 0).flatten().tolist()
@@ -364,8 +416,8 @@ def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:
 def of_similar_length(lengths: list[int], budget: int) -> list[list[int]]:
     """Divide texts into groups, longest first, that a forward reads as padded rows.
 
-    A group has at most `budget` tokens, padding included, or a single text, and no text in it is shorter than SIMILAR
-    of its longest.
+    A group has at most `budget` tokens, padding included, or a single text, and no text in it is
+    shorter than SIMILAR of its longest.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -1,14 +1,15 @@
-"""A trial of a model's architecture: a forward over a small draft tree against the model's own `generate`.
+"""Trial of a model's architecture: a forward over a small draft tree against its `generate`.
 
-What a forward over a tree needs (a mask and positions that are inputs, a cache that keeps every token) no config tells
-for certain: a model may build a mask of its own, or count places in the cache. So before its first token every
-architecture reads a short text in two parts and then a tree, and the logits are compared with those of `generate`,
-which is made to write the same paths token by token. It is tried once: the result is kept with this machine's
-measurements, by the model's config, dtype and attention, and by the versions of transformers and headstart.
+What a forward over a tree needs (a mask and positions that are inputs, a cache that keeps every
+token) no config tells for certain: a model may build a mask of its own, or count places in the
+cache. So before its first token every architecture reads a short text in two parts and then a tree,
+and the logits are compared with those of `generate`, which is made to write the same paths token by
+token. It is tried once: the result is kept with this machine's measurements, by the model's config,
+dtype and attention, and by the versions of transformers and headstart.
 
-A text must be longer than the model's windows of local attention for them to matter. Those that a model reads from its
-config in every forward are shortened for the trial, in a copy that shares all weights; where the copy differs, the
-model itself is tried on a text of the length that it takes.
+A text must be longer than the model's windows of local attention for them to matter. Those that a
+model reads from its config in every forward are shortened for the trial, in a copy that shares all
+weights; where the copy differs, the model itself is tried on a text of the length that it takes.
 
 Letters in tensor names: B paths, N nodes, T tokens of the text, D tokens of a path, V vocabulary.
 """
@@ -55,11 +56,14 @@ LONGEST_LOCAL = 512
 LONGEST_TEXT = 8192
 """Most tokens of a text on which a model is tried as it is."""
 ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest difference by rounding at any node, relative to the spread of the logits; `generate` returns float32."""
+"""Largest difference by rounding at any node, relative to the spread of the logits; `generate`
+returns float32."""
 ROUNDING_IN_16_BITS = 0.05
-"""The same for shorter formats and quantized weights, at the median node: rounding may choose another expert."""
+"""The same for shorter formats and quantized weights, at the median node: rounding may choose
+another expert."""
 MORE = 3
-"""How many times as large a difference by rounding may be after a long text as after a short one."""
+"""How many times as large a difference by rounding may be after a long text as after a short
+one."""
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -107,11 +111,12 @@ class Trial:
 
 
 def check_architecture(target: TargetModel, retarget: Retarget) -> None:
-    """Refuse a model whose logits for the nodes of a tree are not those that it has for single tokens.
+    """Refuse a model whose logits at the nodes of a tree differ from those for single tokens.
 
     Args:
         target: the model, in eval mode.
-        retarget: makes the target of a model that shares its weights, and the engine that runs it as it is.
+        retarget: makes the target of a model that shares its weights, and the engine that runs it
+            as it is.
 
     Raises:
         ValueError: what was compared, how far off it is, and what to do.
@@ -120,11 +125,15 @@ def check_architecture(target: TargetModel, retarget: Retarget) -> None:
     if model.device.type == "meta" or target.max_positions < 2 * CHAIN.size + 2:
         return
     measure = partial(run_trial, target, retarget)
-    measured_once(target.device, f"trial of {architecture(model)}", measure, read_difference, timing=False)
+    measured_once(
+        target.device, f"trial of {architecture(model)}", measure, read_difference, timing=False
+    )
 
 
 def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
-    """The difference that a model passes the trial with, on the text that its windows need; see `tree_difference`.
+    """Return the difference with which a model passes the trial; see `tree_difference`.
+
+    The text has the length that the model's windows need.
 
     Raises:
         ValueError: the difference is larger than rounding makes it.
@@ -133,9 +142,11 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
     if target.stateful is not None:
         check_states(model)
     windows = windows_of(model.config.get_text_config())
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, bound to the original
+    # accelerate's, bound to the original
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if hooked or not windows:
-        # Texts longer than long windows would take too long in a model that accelerate spreads or offloads.
+        # Texts longer than long windows would take too long in a model that accelerate spreads or
+        # offloads.
         window = max((window for window in windows if window <= LONGEST_LOCAL), default=0)
         length = window + TEXT
         difference = tree_difference(*retarget(model), length)
@@ -154,9 +165,12 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
 
 
 def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> float | None:
-    """The difference after a text that passes all windows, which is at most a few times that after a short text.
+    """Return the difference after a text that is longer than all windows.
 
-    Little of what is seen lies out of a long window, so that forgetting it makes a small difference.
+    It is at most a few times the difference after a short text.
+
+    Little of what is seen lies out of a long window, so that forgetting it makes a small
+    difference.
 
     Raises:
         ValueError: the difference is larger.
@@ -180,12 +194,19 @@ def read_difference(kept: Any) -> float | None:
 
 def architecture(model: PreTrainedModel) -> str:
     """All that decides how a model computes, besides its weights."""
-    config = {key: value for key, value in model.config.to_dict().items() if key not in WITHOUT_EFFECT}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    config = {
+        key: value for key, value in model.config.to_dict().items() if key not in WITHOUT_EFFECT
+    }
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
     attention = model.config._attn_implementation
     experts = getattr(model.config, "_experts_implementation", None)
     how = ", ".join(str(part) for part in (dtype_name(model.dtype), attention, experts) if part)
-    versions = f"transformers {transformers.__version__}, headstart {importlib.metadata.version('headstart')}"
+    versions = (
+        f"transformers {transformers.__version__}, headstart"
+        f" {importlib.metadata.version('headstart')}"
+    )
     return f"{type(model).__module__}.{type(model).__qualname__} {digest} in {how}, {versions}"
 
 
@@ -200,20 +221,22 @@ def refusal(target: TargetModel, difference: float, length: int) -> str:
     """Why a model cannot be decoded, and what to do."""
     model = target.model
     return (
-        f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: after a text of {length} tokens, one "
-        f"forward over a tree of {BRANCHING.size} gives other logits than generate gives for its tokens one by one, by "
-        f"{difference:.2g} of their spread, where rounding in {dtype_name(model.dtype)} makes at most "
-        f"{tolerance(model):.0e}. Its layers see a text in a way that its config does not tell, or differ with and "
-        "without a KV cache; choose a target of another family, or another version of transformers than "
-        f"{transformers.__version__}"
+        f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: after a text of"
+        f" {length} tokens, one forward over a tree of {BRANCHING.size} gives other logits than"
+        f" generate gives for its tokens one by one, by {difference:.2g} of their spread, where"
+        f" rounding in {dtype_name(model.dtype)} makes at most {tolerance(model):.0e}. Its layers"
+        " see a text in a way that its config does not tell, or differ with and without a KV"
+        " cache; choose a target of another family, or another version of transformers than"
+        f" {transformers.__version__}"
     )
 
 
 @torch.inference_mode()
 def tree_difference(target: TargetModel, engine: Engine, length: int) -> float | None:
-    """How far the logits of a tree after a text are from those of `generate`, relative to their spread.
+    """Return how far a tree's logits after a text are from `generate`'s, relative to their spread.
 
-    The largest over the nodes; the median where rounding may choose other experts. None where no logits are finite.
+    The largest over the nodes; the median where rounding may choose other experts. None where no
+    logits are finite.
 
     Raises:
         ValueError: what failed, in `generate` or in our forward.
@@ -227,8 +250,8 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
         raise
     except FAILURES as error:
         raise ValueError(
-            f"{type(model).__name__} ({target.name!r}) cannot be tried: its own generate fails on a text of {longest} "
-            f"tokens with {in_short(error)}"
+            f"{type(model).__name__} ({target.name!r}) cannot be tried: its own generate fails on a"
+            f" text of {longest} tokens with {in_short(error)}"
         ) from error
     try:
         found_NV = tree_logits(target, engine, trial)
@@ -238,12 +261,14 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
         raise
     except FAILURES as error:
         raise ValueError(
-            f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: a forward over a text of "
-            f"{longest} tokens and a tree of {trial.shape.size}, with our KV cache and masks, fails in the model with "
-            f"{in_short(error)}; choose a target of another family, or another version of transformers than "
-            f"{transformers.__version__}"
+            f"{type(model).__name__} ({target.name!r}) cannot be decoded with drafts: a forward"
+            f" over a text of {longest} tokens and a tree of {trial.shape.size}, with our KV cache"
+            f" and masks, fails in the model with {in_short(error)}; choose a target of another"
+            f" family, or another version of transformers than {transformers.__version__}"
         ) from error
-    return relative_difference(found_NV, expected_NV, at_median=tolerance(model) == ROUNDING_IN_16_BITS)
+    return relative_difference(
+        found_NV, expected_NV, at_median=tolerance(model) == ROUNDING_IN_16_BITS
+    )
 
 
 def in_short(error: Exception) -> str:
@@ -252,7 +277,11 @@ def in_short(error: Exception) -> str:
 
 
 def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) -> float | None:
-    """Root mean square of the difference at each node over that of the expected logits around their mean."""
+    """Return the largest RMS difference of a node's logits, relative to their spread.
+
+    The spread is the root mean square of the expected logits around their mean. With `at_median`
+    the median over the nodes is returned; None if no expected logits are finite.
+    """
     found_NV = found_NV.double()
     expected_NV = expected_NV.double()
     known_NV = expected_NV.isfinite()
@@ -266,12 +295,17 @@ def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) 
     error_N = error_N.nan_to_num(nan=torch.inf)
     size_N = (expected_NV.where(known_NV, 0) ** 2).sum(-1)
     least_N = size_N * torch.finfo(torch.float32).eps ** 2  # where all logits are the same
-    relative_N = (error_N / (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)).sqrt()[rows_N]
+    relative_N = (error_N / (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)).sqrt()[
+        rows_N
+    ]
     return float(relative_N.median() if at_median else relative_N.max())
 
 
 def text_length(target: TargetModel, length: int) -> int:
-    """Tokens of the text: `length`, or more to pass local windows, or fewer to stay within the positions."""
+    """Return the text's length in tokens.
+
+    It is `length`, or more to exceed local windows, or less to stay within the positions.
+    """
     for window in local_windows(target.config):
         length = max(length, window + TEXT)
     return min(length, target.max_positions - 2 * CHAIN.size)
@@ -292,7 +326,10 @@ def windows_of(config: PreTrainedConfig) -> list[int]:
 
 
 def with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model that shares its weights, with windows of `SHORT_WINDOW` tokens in its config."""
+    """Return a copy of a model that shares its weights, with short windows in its config.
+
+    These have `SHORT_WINDOW` tokens.
+    """
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
     for key in SHORTENED:
@@ -325,7 +362,10 @@ def trial_of(target: TargetModel, length: int, shape: TreeShape) -> Trial:
 
 
 def special_tokens(config: dict[str, Any]) -> Iterator[int]:
-    """The tokens that a config names: they may stand for an image, or for padding that a model masks."""
+    """Yield the tokens that a config names.
+
+    They may stand for an image, or for padding that a model masks.
+    """
     for key, value in config.items():
         if isinstance(value, dict):
             yield from special_tokens(value)
@@ -348,7 +388,10 @@ class _Forced(LogitsProcessor):
 
 
 def generated_logits(model: Any, trial: Trial) -> Tensor:
-    """The model's own logits [1 + N, V] after the text and at every node, token by token with its own KV cache."""
+    """Return the model's own logits [1 + N, V] after the text and at every node.
+
+    The model computes them token by token, with its own KV cache.
+    """
     paths, depth = trial.paths_BD.shape
     length = trial.text_1T.shape[1]
     text_BT = trial.text_1T.expand(paths, -1)
@@ -379,7 +422,10 @@ def generated_logits(model: Any, trial: Trial) -> Tensor:
 
 
 def tree_logits(target: TargetModel, engine: Engine, trial: Trial) -> Tensor:
-    """Our logits [1 + N, V] after the text, which is read in two parts, and at every node of the tree."""
+    """Return our logits [1 + N, V] after the text and at every node of the tree.
+
+    The text is read in two parts.
+    """
     length = trial.text_1T.shape[1]
     first = length - length // 3
     cache = engine.new_cache(1, length + trial.shape.size)

@@ -27,15 +27,15 @@ class Decoding:
     sampler: Sampler
     """Source of randomness for drafts and for the acceptance rule."""
     noise: PositionNoise | None = None
-    """Random numbers that are fixed for each position of each row, whatever was drafted; None where the rule draws anew
-    in each round."""
+    """Random numbers that are fixed for each position of each row, whatever was drafted; None where
+    the rule draws anew in each round."""
     prompt_inputs: dict[str, Any] | None = None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
     observers: Sequence[RoundObserver] = ()
     """What watches the call."""
     feature_layers: tuple[int, ...] = ()
-    """Where observers read features: the layers that the target computes features of, the drafter's first. Empty for
-    those of the drafter alone."""
+    """Where observers read features: the layers that the target computes features of, the drafter's
+    first. Empty for those of the drafter alone."""
 
     def layers_for(self, drafter: BatchDrafter) -> tuple[int, ...]:
         """The layers that the target computes features of."""

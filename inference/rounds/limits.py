@@ -1,10 +1,11 @@
 """Limits of what one forward of a target can verify, and how a proposed tree is cut to them.
 
-    memory      after it ran out: as many nodes as still fit, at last none
-    chains      some targets verify a chain of tokens and no tree that branches
-    borders     some compute a text differently beyond a length (`Segments`): no draft may cross that
+    memory    after it ran out: as many nodes as still fit, at last none
+    chains    some targets verify a chain of tokens and no tree that branches
+    borders   some compute a text differently beyond a length (`Segments`): no draft may cross that
 
-Drafts whose keys or values are not finite spoil the other nodes of their tree: `forward_without_spoiled`.
+Drafts whose keys or values are not finite spoil the other nodes of their tree:
+`forward_without_spoiled`.
 
 Letters in tensor names: B batch, T time, N nodes, V vocabulary.
 """
@@ -26,7 +27,8 @@ from ..trees.tree import DraftTree, path_from_root
 from ..trees.tree_spec import TreeKind, TreeShape
 
 Cut = tuple[DraftTree, Sequence[int] | None]
-"""The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for all of them."""
+"""The tree that is verified, and `Round.nodes`: its nodes' numbers in the proposed tree, None for
+all of them."""
 
 
 class Limits:
@@ -45,7 +47,9 @@ class Limits:
         return self.ran_out and self.most_nodes < 2
 
     def shrink(self, proposed: DraftTree | None, kind: TreeKind) -> None:
-        """Memory ran out with a tree, or (None) while one of a kind was drafted: verify half as many nodes from now on.
+        """Verify half as many nodes from now on, since memory ran out.
+
+        It ran out with the tree `proposed`, or (None) while a tree of `kind` was drafted.
 
         A part of a sampled tree would have another distribution: it shrinks to the root at once.
         """
@@ -56,7 +60,8 @@ class Limits:
             kind = proposed.kind  # in greedy decoding all trees are of top-k drafts
         self.most_nodes = max(before // 2, 1) if kind == "top_k" else 1
         warnings.warn(
-            f"memory ran out with trees of {before} nodes; this generation goes on with {self.most_nodes}",
+            f"memory ran out with trees of {before} nodes; this generation goes on with"
+            f" {self.most_nodes}",
             stacklevel=5,
         )
 
@@ -73,7 +78,8 @@ class Limits:
     def _crosses_border(self, tree: DraftTree, lengths: list[int]) -> bool:
         """Whether drafts would leave their `Segments`.
 
-        That depends on the lengths alone, not on what was drafted, so sampled drafts may be dropped.
+        That depends on the lengths alone, not on what was drafted, so sampled drafts may be
+        dropped.
         """
         segments = self.target.segments
         if segments is None or tree.max_depth == 0:
@@ -100,15 +106,16 @@ def first_nodes(tree: DraftTree, most: int) -> Cut:
 
 
 def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
-    """The longest path of a tree of one row, the first of several, for a target that checks chains alone.
+    """Return the first longest path of a one-row tree, for a target that verifies chains only.
 
-    It ends at the target's last position, beyond which a table of positions has no entry. Sampled drafts may only be
-    cut to the root: a part of them would have another distribution.
+    It ends at the target's last position, beyond which a table of positions has no entry. Sampled
+    drafts may only be cut to the root: a part of them would have another distribution.
     """
     room = target.max_positions - length
     if tree.in_order and tree.max_depth <= room:
         return tree, None
-    parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()  # sync: these engines wait for their tokens anyway
+    # sync: these engines wait for their tokens anyway
+    parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -118,7 +125,8 @@ def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
     if tree.draft_probs_BNV is not None:
         if len(path) < len(parents):
             raise ValueError(
-                f"{target.name!r} checks chains alone, not drafts that are {tree.kind}; choose chain:LENGTH"
+                f"{target.name!r} checks chains alone, not drafts that are {tree.kind}; choose"
+                " chain:LENGTH"
             )
         path = path[:1]
     path = path[: room + 1]
@@ -128,29 +136,48 @@ def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
 
 
 def at_border(target: Target, lengths: list[int]) -> bool:
-    """Whether the target reads the whole text of its one row again, whose root is the first token of a segment."""
-    return target.rereads_at_border and target.segments is not None and target.segments.first == lengths[0] - 1
+    """Whether the target must reread its one row's text.
+
+    It must if the row's root is the first token of a segment.
+    """
+    return (
+        target.rereads_at_border
+        and target.segments is not None
+        and target.segments.first == lengths[0] - 1
+    )
 
 
-def reread(target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, ...]) -> TargetOutput:
-    """Read all of a row's text again and return the output at its root, its newest token, which stays uncommitted."""
+def reread(
+    target: Target, text_T: Tensor, cache: TreeCache, layers: tuple[int, ...]
+) -> TargetOutput:
+    """Read a row's whole text again and return the output at its root.
+
+    The root, the newest token, stays uncommitted.
+    """
     committed_B = cache.lengths_B
     cache.lengths_B = torch.zeros_like(committed_B)
     cache.prefilled = 0
     last = len(text_T) - 1
-    output = target.engine.read_chunk(text_T[None].to(target.device), len(text_T), cache, layers, [last])
+    output = target.engine.read_chunk(
+        text_T[None].to(target.device), len(text_T), cache, layers, [last]
+    )
     cache.lengths_B = committed_B
     cache.slots_BN = committed_B[:, None]
     return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
 
 
 def forward_without_spoiled(
-    target: Target, shortest: int, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
+    target: Target,
+    shortest: int,
+    tree: DraftTree,
+    longest: int,
+    cache: TreeCache,
+    layers: tuple[int, ...],
 ) -> TargetOutput:
-    """`Engine.forward_tree` for sampled drafts of which some spoil the others: these get NaN, the others their logits.
+    """Run `Engine.forward_tree` on sampled drafts; those that would spoil others get NaN logits.
 
-    A forward over each node's path alone tells which they are; in the tree the root's token stands in their places.
-    The shortest row has `shortest` committed tokens.
+    A forward over each node's path alone tells which they are; in the tree the root's token stands
+    in their places. The shortest row has `shortest` committed tokens.
     """
     assert tree.shape is not None  # of sampled trees
     spoiled = []
@@ -163,4 +190,6 @@ def forward_without_spoiled(
     tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
     cache.erase_uncommitted(shortest)
     output = target.engine.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)
-    return replace(output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan))
+    return replace(
+        output, logits_BNV=output.logits_BNV.masked_fill(spoiled_BN[..., None], torch.nan)
+    )

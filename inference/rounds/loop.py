@@ -2,12 +2,16 @@
 
 A round has these steps, which are numbered in `speculation_round` and `verify_round`:
 
-    1  proposed = drafter.propose(roots)                 what may follow each row's newest token, the root
+    1  proposed = drafter.propose(roots)                 what may follow each row's newest token,
+                                                         the root
     2  verified, nodes = limits.cut(proposed)            the part that the target can verify now
     3  output = engine.forward_tree(verified, cache)     one forward over all nodes
-    4  scores = process(output.logits, verified)         logits processors, each node with its own prefix
-    5  verdict = verify_and_commit(verified, scores)     the accepted path and one token more; the KV cache keeps it
-    6  finished = read_by_host(Round(...))               the only wait for the device, if no processor reads the text
+    4  scores = process(output.logits, verified)         logits processors, each node with its own
+                                                         prefix
+    5  verdict = verify_and_commit(verified, scores)     the accepted path and one token more;
+                                                         the KV cache keeps it
+    6  finished = read_by_host(Round(...))               the only wait for the device,
+                                                         if no processor reads the text
     7  sequences.add(finished)                           text, stopping, streaming
     8  drafter.observe(finished)                         the head reads what was accepted
 
@@ -16,16 +20,19 @@ For example, after the text "the cat", whose last token is the root of this tree
     0 cat ──┬── 1 sat ──── 3 on
             └── 2 is
 
-One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing its own path. The target says "sat"
-after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is emitted, and "a" is the next root.
+One forward reads [cat, sat, is, on] at positions [1, 2, 2, 3], each node seeing its own path. The
+target says "sat" after node 0, "on" after 1 and "a" after 3: the path is [0, 1, 3], "sat on a" is
+emitted, and "a" is the next root.
 
-The same steps run on every device; the engine decides how (`engines.by_device`). On a GPU its runner records four
-functions at their second call and replays them (`engines.cuda_graph`): the draft, the target's forward, the verdict
-with the compaction of the cache, and the head's `observe`. Step 8 is then launched within step 6, before the host knows
-the tokens: see `BatchDrafter.observe_ahead`. On a CPU nothing is recorded; the forward and the head's layers are C++.
+The same steps run on every device; the engine decides how (`engines.by_device`). On a GPU its
+runner records four functions at their second call and replays them (`engines.cuda_graph`): the
+draft, the target's forward, the verdict with the compaction of the cache, and the head's `observe`.
+Step 8 is then launched within step 6, before the host knows the tokens: see
+`BatchDrafter.observe_ahead`. On a CPU nothing is recorded; the forward and the head's layers are
+C++.
 
-Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the chosen layers'
-features.
+Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the
+chosen layers' features.
 """
 
 from __future__ import annotations
@@ -56,9 +63,15 @@ from .sequences import Conversation, Sequences
 
 @torch.inference_mode()
 def speculate(
-    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None = None
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    past: Conversation | None = None,
 ) -> Stats:
-    """Generate until every sequence has ended; `past`, the state of one row's text, is updated in place."""
+    """Generate until every sequence has ended.
+
+    `past`, the state of one row's text, is updated in place.
+    """
     stats = Stats(rows=[[] for _ in sequences.rows])
     if not decoding.observers:
         decode(decoding, drafter, sequences, past, stats)
@@ -67,7 +80,8 @@ def speculate(
     for observer in decoding.observers:
         decoding.target.check_layers(observer.feature_layers)
         layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
-    decoding = replace(decoding, feature_layers=layers)  # also where memory runs out and the drafter leaves
+    # also where memory runs out and the drafter leaves
+    decoding = replace(decoding, feature_layers=layers)
     call = ObservedCall(
         decoding.target,
         drafter,
@@ -91,14 +105,20 @@ def speculate(
 
 
 def decode(
-    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None, stats: Stats
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    past: Conversation | None,
+    stats: Stats,
 ) -> None:
     """Read the prompts, then one round after the other until every sequence has ended."""
     sampler = decoding.sampler
     target = decoding.target
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
         positions = drafter.max_nodes + 1
-        noise = PositionNoise(sampler, sequences.rows, positions, target.info.vocab_size, target.device)
+        noise = PositionNoise(
+            sampler, sequences.rows, positions, target.info.vocab_size, target.device
+        )
         decoding = replace(decoding, noise=noise)
 
     with stats.timed("prefill"):
@@ -146,8 +166,9 @@ def speculation_round(
 ) -> Round:
     """One draft, one target forward, one verification, for all active rows.
 
-    Where memory runs out, or a draft makes the target's scores invalid, the round is tried again with a smaller
-    proposal. What an attempt has left behind, in the cache's free slots and in the drafter, cannot change the output.
+    Where memory runs out, or a draft makes the target's scores invalid, the round is tried again
+    with a smaller proposal. What an attempt has left behind, in the cache's free slots and in the
+    drafter, cannot change the output.
     """
     committed_B = cache.lengths_B
     calls = decoding.process_logits.calls
@@ -176,8 +197,9 @@ def speculation_round(
             drafter.take_back()
             cache.lengths_B = committed_B
             cache.erase_uncommitted(min(sequences.lengths) - 1)
-            # The target's own numbers may be in order: a plain step tells. Sampled drafts must be verified all the
-            # same: to drop them because of what was sampled would change the distribution.
+            # The target's own numbers may be in order: a plain step tells. Sampled drafts must be
+            # verified all the same: to drop them because of what was sampled would change the
+            # distribution.
             if proposed.draft_probs_BNV is None:
                 proposed = NoDraft().propose(roots_B)
             proposed = replace(proposed, fallback="not_finite")
@@ -201,14 +223,15 @@ def verify_round(
     limits: Limits,
     stats: Stats,
 ) -> Round | None:
-    """Steps 2 to 6 of a round: cut the proposed tree, verify it by one forward, and commit what was accepted.
+    """Run steps 2 to 6 of a round: cut the tree, verify it in one forward, commit what it accepts.
 
-    A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`. Attention
-    multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or values are not finite, in
-    this tree or left in the cache by an earlier one, spoils all nodes. It never makes wrong scores that are finite.
+    A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`.
+    Attention multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or
+    values are not finite, in this tree or left in the cache by an earlier one, spoils all nodes. It
+    never makes wrong scores that are finite.
 
-    Returns None if the round must be repeated for that: a row got no token, or some sampled drafts could not be
-    verified. A repeated round (`fallback` is "not_finite") is taken as it is.
+    Returns None if the round must be repeated for that: a row got no token, or some sampled drafts
+    could not be verified. A repeated round (`fallback` is "not_finite") is taken as it is.
     """
     repeated = proposed.fallback == "not_finite"
     sampled = proposed.draft_probs_BNV is not None
@@ -220,15 +243,23 @@ def verify_round(
     # 3 One forward over all nodes: logits_BNV, features_BNF.
     with stats.timed("target"):
         output = forward(decoding, drafter, sequences, cache, verified)
-    if decoding.process_logits.reads_text and not repeated and is_spoiled(output, sequences, sampled):
+    if (
+        decoding.process_logits.reads_text
+        and not repeated
+        and is_spoiled(output, sequences, sampled)
+    ):
         return None  # before a processor sees what plain decoding would not show it
 
     # 4 Scores: each node's logits after the processors, by the text that ends with the node.
     sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(verified)
     with stats.timed("processors"):
-        scores_BNV = output.logits_BNV.to(torch.promote_types(output.logits_BNV.dtype, torch.float32))
+        scores_BNV = output.logits_BNV.to(
+            torch.promote_types(output.logits_BNV.dtype, torch.float32)
+        )
         if decoding.process_logits.processors:
-            scores_BNV = decoding.process_logits(scores_BNV, verified, sequences.text, sequences.decoded)
+            scores_BNV = decoding.process_logits(
+                scores_BNV, verified, sequences.text, sequences.decoded
+            )
         if decoding.process_logits.one_by_one and verified.max_depth > 0:
             sampler = decoding.verification.drawn(verified, scores_BNV, sampler)
             score_accepted(decoding, verified, scores_BNV, sequences, sampler)
@@ -259,7 +290,11 @@ def verify_round(
 
 
 def forward(
-    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, tree: DraftTree
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    tree: DraftTree,
 ) -> TargetOutput:
     """The target's output at all nodes of a tree, which it attends to."""
     target = decoding.target
@@ -276,7 +311,8 @@ def forward(
 def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> bool:
     """Whether the logits after a row's root are NaN; of sampled drafts after any node.
 
-    A processor that keeps a state may see a text only once: of a sampled tree all nodes must be in order.
+    A processor that keeps a state may see a text only once: of a sampled tree all nodes must be in
+    order.
     """
     logits_BNV = output.logits_BNV if sampled else output.logits_BNV[:, :1]
     invalid_BN = logits_BNV.isnan().all(-1)
@@ -299,12 +335,14 @@ def shown_to_drafter(decoding: Decoding, drafter: BatchDrafter, finished: Round)
 def score_accepted(
     decoding: Decoding, tree: DraftTree, scores_BNV: Tensor, sequences: Sequences, sampler: Sampler
 ) -> None:
-    """Score the nodes that the rule accepts, one after another, in place; the roots are scored already.
+    """Score the nodes that the rule accepts, one after another, in place.
 
-    A processor may keep a state that each call advances by the newest token. So it is called as plain decoding calls
-    it: once for each token of a row, in the text's order, never after the row's end and never with a rejected draft.
-    The rule, which must be top-down, is asked after every node which child follows: what it says of nodes below those
-    that are scored is not used.
+    The roots are scored already.
+
+    A processor may keep a state that each call advances by the newest token. So it is called as
+    plain decoding calls it: once for each token of a row, in the text's order, never after the
+    row's end and never with a rejected draft. The rule, which must be top-down, is asked after
+    every node which child follows: what it says of nodes below those that are scored is not used.
     """
     rows = sequences.decoded
     tokens_BN = tree.tokens_BN.tolist()  # sync: these processors run on the host
@@ -328,19 +366,25 @@ def score_accepted(
                 continue
             node = path[known]
             text_T = sequences.text(row, more)
-            scores_BNV[slot, node] = decoding.process_logits.score_next(row, text_T, scores_BNV[slot, node])
+            scores_BNV[slot, node] = decoding.process_logits.score_next(
+                row, text_T, scores_BNV[slot, node]
+            )
             scored[slot].append(node)
             grown.append(slot)
         growing = grown
 
 
 def replace_ended(
-    decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, cache: TreeCache, roots_B: Tensor
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    roots_B: Tensor,
 ) -> Tensor:
-    """Continuous batching: waiting rows take the slots of those that have ended, or the batch shrinks.
+    """Give the slots of ended rows to waiting ones, or shrink the batch (continuous batching).
 
-    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in between, rows that
-    have ended stay as idle ones.
+    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in
+    between, rows that have ended stay as idle ones.
 
     Returns the roots of all rows that are active now.
     """

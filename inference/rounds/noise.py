@@ -1,7 +1,7 @@
-"""Random numbers that are fixed for each position of a text, so that drafts can be drawn by the same ones.
+"""Random numbers fixed for each position of a text, so that drafts can be drawn with them too.
 
-Letters in tensor names: B batch, K positions, N nodes, P positions that one round decides at most, R rows of the call,
-V vocabulary.
+Letters in tensor names: B batch, K positions, N nodes, P positions that one round decides at most,
+R rows of the call, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,26 +18,36 @@ from ..trees.sampling import PositionSampler, RandomSampler, finest
 from ..trees.tree import DraftTree
 
 SPLITMIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
-"""SplitMix64 (Steele, Lea, Flood 2014): the increment of its counter, and the two factors that mix it."""
+"""SplitMix64 (Steele, Lea, Flood 2014): the increment of its counter, and the two factors that mix
+it."""
 GOLDEN, MIX_1, MIX_2 = SPLITMIX
 SIGNED_GOLDEN, *SIGNED_MIX = SPLITMIX.view(np.int64).tolist()
 """The same bits as torch's int64."""
 
 
 class PositionNoise:
-    """For each position of each row, and each token v, a number E_v, exponential of rate 1 and independent.
+    """Independent exponential numbers E_v of rate 1, for each token v at each position of a row.
 
-    The token at a position is the v with the least E_v / p_v: it has the distribution p, whatever was drawn elsewhere,
-    and depends on no draft. A draft that takes the least E_v / q_v, by the same numbers, agrees with it with a
-    probability of at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv:2408.07978).
+    The token at a position is the v with the least E_v / p_v: it has the distribution p, whatever
+    was drawn elsewhere, and depends on no draft. A draft that takes the least E_v / q_v, by the
+    same numbers, agrees with it with a probability of at least (1 - TV) / (1 + TV) (Daliri, Musco,
+    Suresh, arXiv:2408.07978).
 
     The numbers are computed from one seed a row and not stored: they are the same on every device.
     """
 
     def __init__(
-        self, sampler: RandomSampler, texts: list[list[int]], positions: int, vocab_size: int, device: torch.device
+        self,
+        sampler: RandomSampler,
+        texts: list[list[int]],
+        positions: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
-        """Draw a seed for each row; `texts` are their new tokens, of which one step decides `positions` at most."""
+        """Draw a seed for each row.
+
+        `texts` are the rows' new tokens, of which one step decides at most `positions`.
+        """
         source = device if sampler.generator is None else sampler.generator.device
         bounds = -(2**63), 2**63 - 1
         seeds_R = torch.randint(*bounds, (len(texts),), generator=sampler.generator, device=source)
@@ -60,15 +70,22 @@ class PositionNoise:
         known = self._ready_BKV.shape[1]
         if known < count:
             more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
-            self._ready_BKV = more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
+            self._ready_BKV = (
+                more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
+            )
         return self._ready_BKV[:, :count]
 
     def sampler(self, tree: DraftTree) -> PositionSampler:
-        """The sampler of a tree's nodes: one at depth d of a row with n new tokens decides the token at n + d."""
+        """Return the sampler of a tree's nodes.
+
+        A node at depth d of a row with n new tokens decides the token at n + d.
+        """
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
             return PositionSampler(exponential_BNV=numbers_BKV)
-        rows_B1 = counting(len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True)
+        rows_B1 = counting(
+            len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True
+        )
         return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
 
 
@@ -79,7 +96,10 @@ def _steps(width: int, device: torch.device) -> Tensor:
 
 
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
-    """Exponential numbers of rate 1, float32 [B, K, width]: -log(1 - u), u SplitMix64's in (0, 1) from each key on."""
+    """Return exponential numbers of rate 1, float32 [B, K, width].
+
+    They are -log(1 - u), where SplitMix64 gives u in (0, 1) from each key on.
+    """
     if cpu_kernels.in_use(keys_BK.device):
         minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
     else:

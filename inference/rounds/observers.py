@@ -9,11 +9,13 @@
 
     lm.observers.append(Progress())
 
-Observers run in the thread that generates, one after the other, outside of the time that is measured for a round. They
-read what was computed anyway: the text and the drafts are the same with them and without them. An exception of theirs
-ends the generation. A tensor that they get is valid until the method returns: the next round may overwrite it.
+Observers run in the thread that generates, one after the other, outside of the time that is
+measured for a round. They read what was computed anyway: the text and the drafts are the same with
+them and without them. An exception of theirs ends the generation. A tensor that they get is valid
+until the method returns: the next round may overwrite it.
 
-Letters in tensor names: B batch, T time, N nodes, A accepted, V vocabulary, F width of the layers side by side.
+Letters in tensor names: B batch, T time, N nodes, A accepted, V vocabulary, F width of the layers
+side by side.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class ObservedCall:
     rule: AcceptanceRule
     process_logits: TreeLogitsProcessor
     sequences: Sequences
-    """The rows, live: `prompts` and new tokens (`rows`) by their number in the call, and which of them are `active`:
-    `active[b]` is the row in place b of a round's batch."""
+    """The rows, live: `prompts` and new tokens (`rows`) by their number in the call, and which of
+    them are `active`: `active[b]` is the row in place b of a round's batch."""
     stats: Stats
     """The call's statistics so far, live: in `round` the newest round is counted."""
     past: Conversation | None
@@ -50,15 +52,16 @@ class ObservedCall:
     prompt_inputs: dict[str, Any] | None
     """What `model.generate` prepared for a prompt with images; None for text alone."""
     feature_layers: tuple[int, ...]
-    """The layers whose features stand side by side in `features_BTF`, `features_BAF` and `output.features_BNF`: those
-    of the drafter first, then those that observers asked for."""
+    """The layers whose features stand side by side in `features_BTF`, `features_BAF` and
+    `output.features_BNF`: those of the drafter first, then those that observers asked for."""
 
 
 class RoundObserver(Protocol):
-    """Something that watches generations: a subclass overrides the methods that it needs, the others do nothing."""
+    """An observer of generations: subclasses override the methods they need, others do nothing."""
 
     feature_layers: tuple[int, ...] = ()
-    """The target's layers whose features it reads, in any order; `ObservedCall.feature_layers` says where they are."""
+    """The target's layers whose features it reads, in any order; `ObservedCall.feature_layers` says
+    where they are."""
 
     def begin(self, call: ObservedCall) -> None:
         """A call begins: its prompts are known, and will be read next."""
@@ -67,12 +70,14 @@ class RoundObserver(Protocol):
     def prefill(self, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk) -> None:
         """The target has read a chunk of the prompts.
 
-        A row's chunks follow one another. The last one holds its last prompt token, with the first new token after it.
+        A row's chunks follow one another. The last one holds its last prompt token, with the first
+        new token after it.
 
         Args:
             rows: the rows [B] of the chunk, by their number in the call.
-            starts: the position [B] in its text of each row's first token in the chunk. In a row's first chunk it is 0,
-                or where the text of a conversation goes on that the target knows already.
+            starts: the position [B] in its text of each row's first token in the chunk. In a row's
+                first chunk it is 0, or where the text of a conversation goes on that the target
+                knows already.
             chunk: tokens and features.
         """
         return None
@@ -86,8 +91,8 @@ class RoundObserver(Protocol):
 
         Args:
             stats: the call's statistics, of the rounds that have ended.
-            error: why it ended early: what was raised, `StreamClosed` where the reader of a stream has left. None if
-                every row is complete.
+            error: why it ended early: what was raised, `StreamClosed` where the reader of a stream
+                has left. None if every row is complete.
         """
         return None
 

@@ -1,12 +1,13 @@
-"""Prompts: how the target and the drafter read them, at the beginning and when a waiting row takes a place.
+"""How target and drafter read prompts, at the start and when a waiting row gets a slot.
 
     1 groups     rows whose prompts are about as long are read together, the shorter ones padded
     2 stages     a prefix that all rows of a group share is read once, and equal prompts are
     3 chunks     of `PREFILL_TOKENS` at a time, each shown to the drafter and the observers
-    4 verdict    the acceptance rule chooses the token after each prompt, from a tree that is the root alone
+    4 verdict    the acceptance rule chooses the token after each prompt, from a tree that is the
+                 root alone
 
-Letters in tensor names: B batch, T time, R rows that the target reads, K chosen positions, N nodes, A accepted,
-V vocabulary, D hidden size, F width of the chosen layers' features.
+Letters in tensor names: B batch, T time, R rows that the target reads, K chosen positions, N nodes,
+A accepted, V vocabulary, D hidden size, F width of the chosen layers' features.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ from .decoding import Decoding
 from .sequences import Conversation, Sequences, shared_length
 
 SHARED_TOKENS = 32
-"""Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which must pay."""
+"""Shortest common prefix of a batch that is read once for all rows: it takes a forward more, which
+must pay."""
 PREFILL_TOKENS = 2048
-"""Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow with long prompts."""
+"""Tokens of each prompt that one forward reads, so that memory beyond the KV cache does not grow
+with long prompts."""
 
 
 def prefill_all(
     decoding: Decoding, drafter: BatchDrafter, sequences: Sequences, past: Conversation | None
 ) -> tuple[TreeCache, Tensor]:
-    """Read the prompts of all active rows, those of similar lengths together; return the KV cache and the roots [B]."""
+    """Read the prompts of all active rows; return the KV cache and the roots [B].
+
+    Prompts of similar lengths are read together.
+    """
     batch = len(sequences.active)
     first, *others = similar_lengths(sequences, sequences.active, decoding.target)
     sequences.active = first
@@ -44,7 +50,9 @@ def prefill_all(
     if not others:
         return cache, roots_B
     # The rows of the other groups begin as copies of a row that has been read.
-    copied_B = torch.tensor([*range(len(first)), *[0] * (batch - len(first))], device=roots_B.device)
+    copied_B = torch.tensor(
+        [*range(len(first)), *[0] * (batch - len(first))], device=roots_B.device
+    )
     cache.select(copied_B)
     drafter.select(copied_B)
     roots_B = roots_B[copied_B]
@@ -58,8 +66,8 @@ def prefill_all(
 def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> list[list[int]]:
     """Rows in groups whose prompts are read together, padded to the longest of the group.
 
-    A group is split where that saves the most padding, if what it saves, less a common prefix that is then read again,
-    is worth another forward.
+    A group is split where that saves the most padding, if what it saves, less a common prefix that
+    is then read again, is worth another forward.
     """
     prompts = sequences.prompts
     if not target.engine.pads_prompts:
@@ -73,7 +81,9 @@ def similar_lengths(sequences: Sequences, rows: list[int], target: Target) -> li
         return [rows]
     # sync: once a batch whose prompts differ in length
     texts = {row: tuple(prompts[row].tolist()) for row in rows}
-    read = sorted(set(texts.values()) if target.shares_prompts else texts.values(), key=len, reverse=True)
+    read = sorted(
+        set(texts.values()) if target.shares_prompts else texts.values(), key=len, reverse=True
+    )
 
     def split(longest_first: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         count, longest = len(longest_first), len(longest_first[0])
@@ -114,9 +124,10 @@ def prefill(
     past: Conversation | None = None,
     batch_size: int | None = None,
 ) -> tuple[TreeCache, Tensor]:
-    """Read the prompts of `rows`, chunk by chunk; return the KV cache, and the token [B] that follows each prompt.
+    """Read the prompts of `rows` in chunks; return the KV cache and each prompt's next token [B].
 
-    The cache has room for new tokens in `batch_size` rows; with None, where another takes its entries, for the prompts.
+    The cache has room for new tokens in `batch_size` rows; with None, where another takes its
+    entries, for the prompts.
     """
     target, prompts = decoding.target, [sequences.prompts[row] for row in rows]
     lengths = [len(prompt) for prompt in prompts]
@@ -124,7 +135,11 @@ def prefill(
     draft_probs = decoding.process_logits.draft_probs if decoding.verification.samples else None
     noise, temperature = decoding.noise, decoding.process_logits.temperature
     # One position more is computed, which the rule needs.
-    gumbel = None if noise is None else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
+    gumbel = (
+        None
+        if noise is None
+        else lambda count: noise.next(count + 1)[:, :count].log().mul_(-temperature)
+    )
     context = DraftContext(
         len(prompts),
         capacity,
@@ -160,7 +175,9 @@ def prefill(
         cache.keep_snapshot()
     last_tokens_B1 = tokens_BT.gather(1, lengths_B[:, None] - 1)
     tree = NoDraft().propose(last_tokens_B1[:, 0])
-    output = TargetOutput(*(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1)))
+    output = TargetOutput(
+        *(torch.stack([last[row][i] for row in stage.of_row])[:, None] for i in (0, 1))
+    )
     scores_B1V = decoding.process_logits(output.logits_BNV, tree, sequences.text, rows)
     sampler = decoding.sampler
     if noise is not None:
@@ -170,15 +187,21 @@ def prefill(
     first = read_by_host(Round(tree, tree, None, output, verdict, scores_B1V))
     sequences.add(rows, first)
     roots_B = first.verdict.next_tokens_B
-    last_chunk = PrefillChunk(last_tokens_B1, roots_B[:, None], output.features_BNF, first.verdict.lengths_B)
+    last_chunk = PrefillChunk(
+        last_tokens_B1, roots_B[:, None], output.features_BNF, first.verdict.lengths_B
+    )
     show_prompts(decoding, drafter, rows, [length - 1 for length in lengths], last_chunk)
     return cache, roots_B
 
 
 def show_prompts(
-    decoding: Decoding, drafter: BatchDrafter, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    rows: Sequence[int],
+    starts: Sequence[int],
+    chunk: PrefillChunk,
 ) -> None:
-    """Let the drafter and the observers read a chunk of the prompts; see `RoundObserver.prefill`."""
+    """Show a chunk of the prompts to the drafter and the observers (`RoundObserver.prefill`)."""
     for observer in decoding.observers:
         observer.prefill(rows, starts, chunk)
     features_BTF = decoding.features_for(drafter, chunk.features_BTF)
@@ -188,8 +211,8 @@ def show_prompts(
 def padded_prompts(prompts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Prompts [T] as one batch [B, T] on a device, each padded on the right with its last token.
 
-    Padding is read, and weighted by 0 where rows attend: a token that is not in the text could be one for which the
-    target computes NaN, as for an embedding that was never trained.
+    Padding is read, and weighted by 0 where rows attend: a token that is not in the text could be
+    one for which the target computes NaN, as for an embedding that was never trained.
     """
     tokens_BT = pad_sequence(list(prompts), batch_first=True).to(device)
     last_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
@@ -211,7 +234,8 @@ class Stage:
 def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> list[Stage]:
     """Stages that read a common prefix once, and equal prompts once if the target `shares` them.
 
-    `tokens_BT` are the right-padded prompts, the first `kept` tokens of which are in the KV cache already.
+    `tokens_BT` are the right-padded prompts, the first `kept` tokens of which are in the KV cache
+    already.
     """
     every, longest = list(range(len(lengths))), max(lengths)
     if len(lengths) == 1 or not shares:
@@ -219,7 +243,10 @@ def _stages(tokens_BT: Tensor, lengths: list[int], kept: int, shares: bool) -> l
     # sync: once a batch
     texts = [tuple(row[:length]) for row, length in zip(tokens_BT.tolist(), lengths, strict=True)]
     different = list(dict.fromkeys(texts))
-    rows, of_row = [texts.index(text) for text in different], [different.index(text) for text in texts]
+    rows, of_row = (
+        [texts.index(text) for text in different],
+        [different.index(text) for text in texts],
+    )
     # The token after each shared one must be the same, too: a head reads both together.
     shared = shared_length(different) - 1
     if len(different) == 1 or shared < SHARED_TOKENS:
@@ -236,7 +263,10 @@ def _read_stage(
     lengths: list[int],
     cache: TreeCache,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read a stage in chunks; return logits and features of each last prompt token in it, by index in `stage.rows`."""
+    """Read a stage in chunks; return logits and features of the prompts' last tokens in it.
+
+    The keys are indices in `stage.rows`.
+    """
     target, inputs = decoding.target, decoding.prompt_inputs
     layers = decoding.layers_for(drafter)
     lengths_B = torch.tensor(lengths, device=target.device)
@@ -244,20 +274,25 @@ def _read_stage(
     of_row_B = torch.tensor(stage.of_row, device=target.device)
     read_RT = tokens_BT if together else tokens_BT[torch.tensor(stage.rows, device=target.device)]
     last: dict[int, tuple[Tensor, Tensor]] = {}
-    whole = inputs is not None or (target.segments is not None and target.segments.reads_whole(stage.end))
+    whole = inputs is not None or (
+        target.segments is not None and target.segments.reads_whole(stage.end)
+    )
     size = stage.end if whole else PREFILL_TOKENS
     for start in range(stage.begin, stage.end, size):
         stop = min(start + size, stage.end)
         prompt_ends = {index: lengths[row] - 1 - start for index, row in enumerate(stage.rows)}
         prompt_ends = {index: end for index, end in prompt_ends.items() if 0 <= end < stop - start}
-        # Where prompts end at different positions, the logits of all rows at all ends would grow with their square.
-        # Without a head no hidden states are requested: transformers would add hooks to the user's model.
+        # Where prompts end at different positions, the logits of all rows at all ends would grow
+        # with their square. Without a head no hidden states are requested: transformers would add
+        # hooks to the user's model.
         reads_states = layers or target.engine.features_are_free
         apart = len(set(prompt_ends.values())) > 1 and reads_states and target.computes_logits
         kept = [] if apart else sorted(set(prompt_ends.values()))
         wanted = (*layers, -1) if apart and -1 not in layers else layers
         if inputs is None:
-            output = target.engine.read_chunk(read_RT[:, start:stop], stage.end, cache, wanted, kept)
+            output = target.engine.read_chunk(
+                read_RT[:, start:stop], stage.end, cache, wanted, kept
+            )
         else:
             output = target.engine.read_prompt(read_RT, cache, wanted, kept, inputs)
         features_BTF = output.features_BNF
@@ -268,7 +303,9 @@ def _read_stage(
             logits = target.engine.logits(chosen_KD).unbind()
             features_BTF = features_BTF[..., : len(layers) * width]
         else:
-            logits = tuple(output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items())
+            logits = tuple(
+                output.logits_BNV[index, kept.index(end)] for index, end in prompt_ends.items()
+            )
         for (index, end), logits_V in zip(prompt_ends.items(), logits, strict=True):
             last[index] = logits_V, features_BTF[index, end]
         next_BT = tokens_BT[:, start + 1 : stop + 1]
@@ -276,6 +313,8 @@ def _read_stage(
         if known:  # the token after a prompt's last one is not known yet
             features_BTF = features_BTF[:, :known] if together else features_BTF[of_row_B, :known]
             known_B = (lengths_B - 1 - start).clamp(0, known)
-            chunk = PrefillChunk(tokens_BT[:, start : start + known], next_BT, features_BTF, known_B)
+            chunk = PrefillChunk(
+                tokens_BT[:, start : start + known], next_BT, features_BTF, known_B
+            )
             show_prompts(decoding, drafter, rows, [start] * len(rows), chunk)
     return last

@@ -1,4 +1,4 @@
-"""Per-sequence state on the host: emitted tokens, stopping, streaming, and the text that several calls continue."""
+"""Per-sequence host state: emitted tokens, stopping, streaming, and text across calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ..trees.stats import RoundRecord, Stats
 
 
 class Sequences:
-    """The sequences of a call. Per-row lists hold every row of the call; `active` are those being decoded."""
+    """The sequences of a call.
+
+    Per-row lists hold every row of the call; `active` are those being decoded.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,8 @@ class Sequences:
     ) -> None:
         """Begin with unpadded prompts [T], each to be continued by `new_tokens` at most.
 
-        Stopping criteria are called after each token with one row's unpadded tokens [1, T]. Rows beyond
-        `max_batch_size` wait.
+        Stopping criteria are called after each token with one row's unpadded tokens [1, T]. Rows
+        beyond `max_batch_size` wait.
         """
         self.prompts, self.criteria, self.streamer = prompts, criteria, streamer
         self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
@@ -51,15 +54,17 @@ class Sequences:
         self.leaving: set[int] = set()
         """Rows that have ended and are still in the batch."""
         self.idle: set[int] = set()
-        """Rows that have ended and keep their places in the batch, so that its size stays. What is computed for them
-        is dropped."""
+        """Rows that have ended and keep their places in the batch, so that its size stays. What is
+        computed for them is dropped."""
         self.live_B: Tensor | None = None
-        """1 in the places of rows that are being decoded, 0 in those of idle rows; None if no row is idle."""
+        """1 in the places of rows that are being decoded, 0 in those of idle rows; None if no row
+        is idle."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
         self._answers: dict[int, list[bool]] = {}
-        """By row: whether it ends with each of the tokens that have been asked about and are not appended yet."""
+        """By row: whether it ends with each of the tokens that have been asked about and are not
+        appended yet."""
         self._shown_scores: list[tuple[Tensor, ...]] = [() for _ in prompts]
         """For each row, the scores [1, V] of its new tokens, as criteria are shown them."""
 
@@ -70,8 +75,15 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row that is being decoded: the prompt's and the new ones, the newest (the root) included."""
-        return [len(self.prompts[row]) + len(self.rows[row]) for row in self.active if row not in self.idle]
+        """Length in tokens of each row that is being decoded, its prompt included.
+
+        The newest token, the root, counts too.
+        """
+        return [
+            len(self.prompts[row]) + len(self.rows[row])
+            for row in self.active
+            if row not in self.idle
+        ]
 
     @property
     def decoded(self) -> list[int | None]:
@@ -85,26 +97,35 @@ class Sequences:
         return torch.cat([prompt, new_T])
 
     def ends(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> bool:
-        """Whether the row ends with the last of `tokens`, which follow its new tokens; the i-th has scores_of(i), [V].
+        """Whether the row ends with the last of `tokens`, which follow its new tokens.
 
-        To be asked about one token after the other, as often as needed: each criterion is asked once.
+        scores_of(i) returns the scores [V] of the i-th token.
+
+        To be asked about one token after the other, as often as needed: each criterion is asked
+        once.
         """
         answers = self._answers.setdefault(row, [])
         if len(answers) < len(tokens):
-            ended = tokens[-1] in self.eos_token_ids or len(self.rows[row]) + len(tokens) == self.new_tokens
+            ended = (
+                tokens[-1] in self.eos_token_ids
+                or len(self.rows[row]) + len(tokens) == self.new_tokens
+            )
             if self.criteria:
                 scores = None
                 if self.scores is not None:  # as transformers passes them: all so far, in float32
                     self._shown_scores[row] += (scores_of(len(tokens) - 1)[None].float(),)
                     scores = self._shown_scores[row]
                 text_1T = self.text(row, tokens)[None]
-                found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]  # as there, all of them
+                # as there, all of them
+                found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]
                 ended = ended or any(found)
             answers.append(ended)
         return answers[len(tokens) - 1]
 
     def add(self, rows: Sequence[int | None], finished: Round, stats: Stats | None = None) -> None:
-        """Append the tokens that a round emitted in `rows`; without `stats`, those that follow their prompts.
+        """Append the tokens that a round emitted in `rows`.
+
+        Without `stats`, they are the tokens that follow the prompts.
 
         None stands in the place of an idle row.
 
@@ -142,7 +163,10 @@ class Sequences:
                 stats.rows[row].append(record)
 
     def _append(self, row: int, tokens: list[int], scores_of: Callable[[int], Tensor]) -> int:
-        """Append tokens, of which the i-th has scores_of(i), up to where the row ends; return how many."""
+        """Append tokens up to where the row ends; return how many.
+
+        scores_of(i) returns the scores of the i-th token.
+        """
         count = 0
         for count in range(1, len(tokens) + 1):
             if self.ends(row, tokens[:count], scores_of):
@@ -158,30 +182,46 @@ class Sequences:
     def _refuse(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
         """Say why no token can be chosen by a row's scores."""
         where = f"new token {len(self.rows[row])} of row {row}"
-        for values_V, whose in ((logits_V, "the target's logits"), (scores_V, "the logits processors' scores")):
-            broken = "the model's weights or its number format are" if values_V is logits_V else "a processor is"
+        for values_V, whose in (
+            (logits_V, "the target's logits"),
+            (scores_V, "the logits processors' scores"),
+        ):
+            broken = (
+                "the model's weights or its number format are"
+                if values_V is logits_V
+                else "a processor is"
+            )
             if values_V.isnan().any():
-                raise ValueError(f"{whose} for {where} contain NaN: {broken} broken, so nothing can be drawn from them")
+                raise ValueError(
+                    f"{whose} for {where} contain NaN: {broken} broken, so nothing can be drawn"
+                    " from them"
+                )
             if values_V.isposinf().any():
                 hint = "" if values_V is logits_V else ", or the temperature too low for float32"
                 raise ValueError(
-                    f"{whose} for {where} are infinite: {broken} broken{hint}; no probabilities are left to draw by"
+                    f"{whose} for {where} are infinite: {broken} broken{hint}; no probabilities are"
+                    " left to draw by"
                 )
-        raise ValueError(f"the logits processors forbid every token at {where}; leave at least one allowed")
+        raise ValueError(
+            f"the logits processors forbid every token at {where}; leave at least one allowed"
+        )
 
 
 def shared_length(texts: Sequence[Sequence[int] | str]) -> int:
     """Length of the longest common prefix."""
     columns = enumerate(zip(*texts, strict=False))
-    return next((length for length, tokens in columns if len(set(tokens)) > 1), min(map(len, texts)))
+    return next(
+        (length for length, tokens in columns if len(set(tokens)) > 1), min(map(len, texts))
+    )
 
 
 class Conversation:
-    """KV cache and drafter state of one text, for calls that continue it; each call updates it in place.
+    """The KV cache and drafter state of one text, updated in place by calls that continue it.
 
     past = Conversation()
     first = lm.generate(prompt, past_key_values=past)
-    second = lm.generate(first_and_more, past_key_values=past)      # the tokens of a fresh call, faster
+    second = lm.generate(first_and_more, past_key_values=past)      # the tokens of a fresh call,
+    faster
     """
 
     def __init__(self) -> None:
@@ -192,7 +232,8 @@ class Conversation:
         self.segment = 0
         """The segment of positions by which the cache's entries were computed, see `Segments`."""
         self.owner: Hashable = None
-        """The decoder that filled the cache, and the version of its weights; no other can continue it."""
+        """The decoder that filled the cache, and the version of its weights; no other can continue
+        it."""
 
     def __repr__(self) -> str:
         return f"Conversation({len(self.tokens)} tokens)"
@@ -211,11 +252,16 @@ class Conversation:
         """Drop the text and its state."""
         self.tokens, self.cache, self.draft_state = [], None, None
 
-    def resume(self, context: DraftContext, drafter: BatchDrafter, prompt_T: Tensor) -> tuple[TreeCache | None, int]:
-        """Crop the state to the prefix that text and prompt share, and resume the drafter if anything is kept.
+    def resume(
+        self, context: DraftContext, drafter: BatchDrafter, prompt_T: Tensor
+    ) -> tuple[TreeCache | None, int]:
+        """Crop the state to the prefix shared with the prompt.
+
+        If anything is kept, the drafter is resumed.
 
         Returns:
-            The target's KV cache and its length in tokens; None and 0 if the prompt must be read from its start.
+            The target's KV cache and its length in tokens; None and 0 if the prompt must be read
+            from its start.
         """
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
         # The token after each kept one must be known: a head has read the two together.
@@ -239,7 +285,10 @@ class Conversation:
 
 
 def left_padded(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts [T] as one batch: token ids [B, T], padded on the left with 0, and their attention mask."""
+    """Return prompts [T] as one batch of token ids [B, T] with its attention mask.
+
+    The ids are padded on the left with 0.
+    """
     input_ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
     lengths_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     mask_BT = torch.arange(input_ids.shape[1], device=device) >= input_ids.shape[1] - lengths_B1

@@ -1,10 +1,11 @@
-"""The verification of a round: the acceptance rule, with its random numbers, and the commit of what it accepted.
+"""A round's verification: the acceptance rule, its random numbers, and the commit of its path.
 
-A rule is dozens of small operations, which take an accelerator far longer to launch than to run: there they are
-recorded and replayed together with the compaction of the KV cache. Random numbers are drawn beforehand.
+A rule is dozens of small operations, which take an accelerator far longer to launch than to run:
+there they are recorded and replayed together with the compaction of the KV cache. Random numbers
+are drawn beforehand.
 
-Letters in tensor names: B batch, N nodes, A nodes of a path, U uniform numbers, V vocabulary, F width of the chosen
-layers' features side by side.
+Letters in tensor names: B batch, N nodes, A nodes of a path, U uniform numbers, V vocabulary, F
+width of the chosen layers' features side by side.
 """
 
 from __future__ import annotations
@@ -38,8 +39,14 @@ class Verification:
         """Whether it is a rule for sampling."""
         self.one_draw_per_node = rule is point_mass
 
-    def random_numbers(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Tensor | Sampler | None:
-        """Random numbers for the rule; a sampler of another class, such as `drawn` returns, hands out its own."""
+    def random_numbers(
+        self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler
+    ) -> Tensor | Sampler | None:
+        """Return the random numbers for the rule; None if nothing is sampled.
+
+        A sampler of another class, such as that from `drawn`, is returned itself and supplies its
+        own numbers.
+        """
         if not self.samples:
             return None
         if type(sampler) is PositionSampler:
@@ -49,7 +56,10 @@ class Verification:
         return uniform_numbers(tree, sampler, scores_BNV.device)
 
     def drawn(self, tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> Sampler:
-        """A sampler with all random numbers of a round, so that the rule can be asked several times."""
+        """Return a sampler that holds all random numbers of a round.
+
+        The rule can then be asked several times.
+        """
         if not self.samples or isinstance(sampler, PositionSampler):
             return sampler
         return PrecomputedSampler(uniform_BU=uniform_numbers(tree, sampler, scores_BNV.device))
@@ -65,8 +75,12 @@ class Verification:
         runner: Runner = AS_IT_IS,
         live_B: Tensor | None = None,
     ) -> Verdict:
-        """The verdict by these random numbers; rows where `live_B` is 0 are idle and accept nothing."""
-        recorded = runner.replays and not isinstance(numbers, Sampler)  # which counts on the host what was used
+        """Return the verdict by these random numbers and commit it.
+
+        Rows where `live_B` is 0 are idle and accept nothing.
+        """
+        # which counts on the host what was used
+        recorded = runner.replays and not isinstance(numbers, Sampler)
         with stats.timed("verify"):
             if recorded:
                 given = (cache.slots_BN, tree, features_BNF, scores_BNV, numbers)
@@ -101,13 +115,19 @@ class Verification:
         return verdict
 
     def verify(
-        self, tree: DraftTree, features_BNF: Tensor, scores_BNV: Tensor, numbers: Tensor | Sampler | None
+        self,
+        tree: DraftTree,
+        features_BNF: Tensor,
+        scores_BNV: Tensor,
+        numbers: Tensor | Sampler | None,
     ) -> Verdict:
         """The verdict on a tree by its scores."""
         sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
         result = self.rule(tree, scores_BNV, sampler or UNUSED)
         path_BA = result.path_BA
-        emitted_BA = emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
+        emitted_BA = (
+            emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
+        )
         if tree.in_order:
             best_BA = scores_BNV.amax(-1)
             features_BAF = features_BNF
@@ -117,7 +137,8 @@ class Verification:
             features_BAF = features_BNF[rows_B1, path_BA]
         # An infinite logit is the best one; but there are no probabilities to sample from.
         finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
-        # A path ends before the first node after which no token can be chosen; with 3 accepted of A = 4 nodes:
+        # A path ends before the first node after which no token can be chosen; with 3 accepted of A
+        # = 4 nodes:
         #     finite                             1 0 1 1
         #     accepted, or the node's number     3 1 3 3
         #     length                             1, so the path is cut
@@ -128,12 +149,18 @@ class Verification:
 
 
 def uniform_numbers(tree: DraftTree, sampler: Sampler, device: torch.device) -> Tensor:
-    """Uniform numbers [B, U], all that a rule may draw: one for each node and depth, and one for the bonus token."""
+    """Return all the uniform numbers [B, U] that a rule may draw.
+
+    There is one for each node and depth, and one for the bonus token.
+    """
     rows, nodes = tree.tokens_BN.shape
     return sampler.uniform((rows, nodes * tree.max_depth + 1), device)
 
 
 @lru_cache(maxsize=32)
 def verification_by(rule: AcceptanceRule) -> Verification:
-    """The verification by a rule, the same object each time: what was recorded for it serves every generation."""
+    """Return the verification by a rule, the same object each time.
+
+    Its recordings then serve every generation.
+    """
     return Verification(rule)

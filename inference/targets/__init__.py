@@ -1,1 +1,1 @@
-"""The target model and what is known of it: loading, number formats, families, limits of its positions."""
+"""The target model and its properties: loading, dtypes, families, limits of its positions."""

@@ -1,7 +1,8 @@
-"""A user's model as it decodes: in eval mode and in the number format of its weights, whatever it is doing meanwhile.
+"""A user's model as it decodes: in eval mode and its weights' dtype, even while it is trained.
 
-Between two steps of a training, a model is in train mode: dropout would change what it writes, gradient checkpointing
-would keep it from filling a KV cache, and under autocast the cache would have another number format than the weights.
+Between two steps of a training, a model is in train mode: dropout would change what it writes,
+gradient checkpointing would keep it from filling a KV cache, and under autocast the cache would
+have another number format than the weights.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from torch import nn
 
 @contextmanager
 def as_loaded(model: nn.Module) -> Iterator[None]:
-    """Run a model's forwards in eval mode and without autocast; its modes are as before afterwards."""
+    """Run a model's forwards in eval mode without autocast, and restore its modes afterwards."""
     device = next(model.parameters()).device.type
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        with nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False):
+        with (
+            nullcontext()
+            if autocast_dtype(device) is None
+            else torch.autocast(device, enabled=False)
+        ):
             yield
     finally:
         for module in training:
@@ -39,18 +44,18 @@ def as_loaded_together(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The format that the caller's autocast computes in on a type of device; None where there is none."""
+    """Return the dtype of the caller's autocast on a type of device; None if autocast is off."""
     enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if enabled else None
 
 
 def warn_of_autocast(model: nn.Module) -> None:
-    """Warn if the caller's autocast would have changed the number format in which a model decodes."""
+    """Warn if the caller's autocast would have changed the dtype in which a model decodes."""
     weight = next(model.parameters())
     dtype = autocast_dtype(weight.device.type)
     if dtype not in (None, weight.dtype):
         warnings.warn(
-            f"autocast to {dtype} is off while headstart decodes, in the weights' own {weight.dtype}; to decode in "
-            f"{dtype}, load the model in it",
+            f"autocast to {dtype} is off while headstart decodes, in the weights' own"
+            f" {weight.dtype}; to decode in {dtype}, load the model in it",
             stacklevel=3,
         )

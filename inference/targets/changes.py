@@ -1,8 +1,9 @@
-"""Whether weights or code have changed, however they were written: a check that costs less than a token.
+"""Detects changed weights or code, however they were written, for less than the cost of a token.
 
-torch counts writes to a parameter in place (`_version`), but not those through `.data`, as reinforcement learning,
-moving averages and merged adapters write. So a few elements of each tensor are compared as well, and where it lies.
-What changes none of these is not seen: a write through `.data` to a few rows of an embedding.
+torch counts writes to a parameter in place (`_version`), but not those through `.data`, as
+reinforcement learning, moving averages and merged adapters write. So a few elements of each tensor
+are compared as well, and where it lies. What changes none of these is not seen: a write through
+`.data` to a few rows of an embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class WeightWatch:
         """Views of the tensors' sampled elements, by their size in bytes."""
 
     def version(self, module: nn.Module) -> Hashable:
-        """A value that changes with the weights; those on an accelerator are not read, which would wait for it."""
+        """Return a value that changes with the weights.
+
+        Weights on an accelerator are not read, since that would wait for it.
+        """
         tensors: list[Tensor] = []
         _collect(module, tensors)
         places, writes = [], 0
@@ -38,14 +42,17 @@ class WeightWatch:
             writes += 0 if tensor.is_inference() else tensor._version
         if places != self._places:
             self._places, self._samples = places, _samples(tensors)
-        numbers = [torch.cat(samples).view(torch.uint8).numpy().tobytes() for samples in self._samples]
+        numbers = [
+            torch.cat(samples).view(torch.uint8).numpy().tobytes() for samples in self._samples
+        ]
         return (*places, writes, *numbers)
 
 
 def _collect(module: nn.Module, found: list[Tensor]) -> None:
     """Append all plain tensors of a module; `module.parameters()` takes five times as long.
 
-    Buffers that no checkpoint has are no weights: forwards of longrope embeddings write their frequencies there.
+    Buffers that no checkpoint has are no weights: forwards of longrope embeddings write their
+    frequencies there.
     """
     for held in (module._parameters, module._buffers):
         for name, tensor in held.items():
@@ -57,7 +64,7 @@ def _collect(module: nn.Module, found: list[Tensor]) -> None:
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or those that a quantized one is made of; none for one without memory of its own."""
+    """Return the tensor, or the parts of a quantized one; an empty list if it owns no memory."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor]
     parts: list[Tensor] = []
@@ -73,7 +80,9 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or 0 in tensor.shape:
             continue
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         wanted = max(SAMPLED, 2 * len(tensor)) if tensor.ndim == 3 else SAMPLED  # of every expert
         count = min(wanted, extent)
         step = extent // count
@@ -87,7 +96,9 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def code_of(module: nn.Module) -> Hashable:
-    """Code that a call of a module runs: classes of its parts, their hooks, and forwards that were put in their place.
+    """Return the code that a call of a module runs.
+
+    It comprises the classes of its parts, their hooks, and the forwards put in place of theirs.
 
     torch numbers hooks, and gives no number twice.
     """
@@ -97,7 +108,7 @@ def code_of(module: nn.Module) -> Hashable:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the user has put hooks on a module or its parts, or forwards in the place of their own."""
+    """Whether the user has put hooks on a module or its parts, or replaced their forwards."""
     return any(True for part in module.modules() for _ in _hooks(part))
 
 

@@ -1,7 +1,8 @@
-"""The dtype that a model runs in: `dtype="fastest"` is the fastest on this machine of those that are exact for it.
+"""The dtype that a model runs in: `dtype="fastest"` is the fastest exact one on this machine.
 
-Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF file is dequantized
-and exact in float32 only. On an accelerator "fastest" is the checkpoint's own dtype, as "auto" is everywhere.
+Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF
+file is dequantized and exact in float32 only. On an accelerator "fastest" is the checkpoint's own
+dtype, as "auto" is everywhere.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ log = logging.getLogger("headstart.inference")
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes that float32 holds exactly and that may be slow on a CPU."""
 WIDTH, INNER, LAYERS = 1024, 4096, 4
-"""Sizes and number of the linear layers that are timed: as in a model of half a billion parameters, and together larger
-than most processors' caches."""
+"""Sizes and number of the linear layers that are timed: as in a model of half a billion parameters,
+and together larger than most processors' caches."""
 ROWS = (1, 8)
 """Tokens of the forwards that are timed: a plain step, and the verification of a small tree."""
 REPEATS, LIMIT = 7, 1.0
 """Most calls of each, and seconds after which no further one starts."""
 SLOW = 1.25
-"""Least ratio of the time in a named dtype to that in the fastest exact one that gives a warning."""
+"""Least ratio of the time in a named dtype to that in the fastest exact one that gives a
+warning."""
 ROOM = 0.8
 """Share of the free memory that weights in float32 may take; the rest is for caches and a head."""
 
@@ -44,7 +46,9 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     """The torch dtype of a name such as bfloat16."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ValueError(f"unknown dtype {dtype!r}; choose from fastest, auto, float32, bfloat16, float16")
+        raise ValueError(
+            f"unknown dtype {dtype!r}; choose from fastest, auto, float32, bfloat16, float16"
+        )
     return named
 
 
@@ -55,9 +59,10 @@ def chosen_dtype(
     revision: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> torch.dtype | str:
-    """The dtype to load a checkpoint in: "auto" for transformers to read it from the checkpoint, or a dtype.
+    """Return the dtype to load a checkpoint in; "auto" lets transformers read it from there.
 
-    A named dtype that is slow here is warned of; a "fastest" one that is not the checkpoint's is told in one line.
+    A named dtype that is slow here is warned of; a "fastest" one that is not the checkpoint's is
+    told in one line.
 
     Args:
         dtype: a dtype, its name, "auto" or "fastest".
@@ -76,8 +81,9 @@ def chosen_dtype(
         fastest = fastest_dtype(own, config, on_cpu, options or {})
         if fastest != own:
             log_once(
-                f"{source} runs in {dtype_name(fastest)}, as exact as its checkpoint's {dtype_name(own)} and not "
-                "slower on this CPU; dtype='auto' takes the checkpoint's"
+                f"{source} runs in {dtype_name(fastest)}, as exact as its checkpoint's"
+                f" {dtype_name(own)} and not slower on this CPU; dtype='auto' takes the"
+                " checkpoint's"
             )
         return fastest
     named = dtype_named(dtype)
@@ -90,7 +96,10 @@ def chosen_dtype(
 def fastest_dtype(
     own: torch.dtype, config: PreTrainedConfig | None, on_cpu: bool, options: dict[str, Any]
 ) -> torch.dtype:
-    """The checkpoint's own dtype, or float32 on a CPU where that is at least as fast and fits in memory."""
+    """Return the checkpoint's own dtype, or float32 if a CPU is at least as fast with it.
+
+    Float32 must also fit in memory.
+    """
     quantized = getattr(config, "quantization_config", None) or options.get("quantization_config")
     if config is None or quantized or own not in HALVES or not on_cpu or against_float32(own) < 1:
         return own
@@ -99,7 +108,10 @@ def fastest_dtype(
 
 @cache
 def log_once(message: str) -> None:
-    """Log a line at level WARNING, which is seen where logging is not configured; once a process."""
+    """Log a line at level WARNING, once per process.
+
+    This level is shown even where logging is not configured.
+    """
     log.warning(message)
 
 
@@ -123,21 +135,27 @@ def fits(config: PreTrainedConfig) -> bool:
 
 
 def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
-    """Warn, once, that the dtype `named` by the user is slower on this machine's CPU than another exact one."""
+    """Warn once if another exact dtype is faster on this machine's CPU than the user's `named`."""
     others = {torch.float32, own} & {torch.float32, *HALVES} - {named}
     if not others:
         return
-    taken = {each: 1.0 if each == torch.float32 else against_float32(each) for each in (named, *others)}
+    taken = {
+        each: 1.0 if each == torch.float32 else against_float32(each) for each in (named, *others)
+    }
     best = min(others, key=lambda each: taken[each])
     if taken[named] >= SLOW * taken[best]:
         tell_once(
-            f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in {dtype_name(named)} "
-            f"as in {dtype_name(best)}, which is as exact for this model; dtype='fastest' takes it"
+            f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in"
+            f" {dtype_name(named)} as in {dtype_name(best)}, which is as exact for this model;"
+            " dtype='fastest' takes it"
         )
 
 
 def against_float32(dtype: torch.dtype) -> float:
-    """Time of linear layers in `dtype` over that in float32, on this machine's CPU, measured once."""
+    """Return the time of linear layers in `dtype` relative to float32, on this machine's CPU.
+
+    It is measured once.
+    """
     name = f"linear of {ROWS} rows in {dtype_name(dtype)} over float32"
     return measured_once(torch.device("cpu"), name, lambda: _timed(dtype), positive)
 
@@ -154,7 +172,15 @@ def _timed(dtype: torch.dtype) -> float:
     calls: dict[tuple[torch.dtype, int], Callable[[], None]] = {}
     for kind in (torch.float32, dtype):
         weights = [torch.full(shape, 1 / INNER, dtype=kind) for shape in shapes]
-        calls |= {(kind, rows): partial(forward, torch.ones(rows, WIDTH, dtype=kind), weights) for rows in ROWS}
-    taken = {call: statistics.median(times) for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()}
-    in_float32, in_dtype = (sum(taken[kind, rows] for rows in ROWS) for kind in (torch.float32, dtype))
+        calls |= {
+            (kind, rows): partial(forward, torch.ones(rows, WIDTH, dtype=kind), weights)
+            for rows in ROWS
+        }
+    taken = {
+        call: statistics.median(times)
+        for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()
+    }
+    in_float32, in_dtype = (
+        sum(taken[kind, rows] for rows in ROWS) for kind in (torch.float32, dtype)
+    )
     return in_dtype / in_float32

@@ -1,4 +1,4 @@
-"""Model info: dimensions, modules by their usual names, a fingerprint of the weights, and support for token trees."""
+"""Model info: dimensions, modules by usual names, weight fingerprint, support for token trees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINGERPRINTED = 64
 
 
 def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
-    """A model's dimensions from its transformers config, with Llama's value for a key that it lacks."""
+    """Read a model's dimensions from its transformers config, with Llama's as the defaults."""
     heads = layer_fact(config, "num_attention_heads") or max(1, config.hidden_size // HEAD_SIZE)
     return TargetInfo(
         name=name,
@@ -56,11 +56,13 @@ def _first_of(holder: Any, names: Sequence[str], default: Any) -> Any:
 def layer_fact(config: Any, name: str) -> Any:
     """A fact of a config, the first layer's where layers differ; None where it has no such key.
 
-    Layers differ by a list of values, or by a config for each, whose common config then refuses to tell.
+    Layers differ by a list of values, or by a config for each, whose common config then refuses to
+    tell.
     """
     try:
         value = getattr(config, name, None)
-    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError, which older versions lack
+    # transformers' AmbiguousGlobalPerLayerAttributeError, which older versions lack
+    except RuntimeError:
         value = getattr(config.per_layer_config[0], name, None)
     if isinstance(value, list | tuple):
         return value[0] if value else None
@@ -68,7 +70,9 @@ def layer_fact(config: Any, name: str) -> Any:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The rotary embedding of a config; that of the full attention, else the first, where kinds of layers differ.
+    """Return the rotary embedding of a config.
+
+    Where kinds of layers differ, it is that of full attention, else the first.
 
     Empty for a model, or a kind of layer, without one.
     """
@@ -84,24 +88,33 @@ def rope_of(config: Any) -> dict[str, Any]:
 def _rope_of_heads(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters for heads, which rotate all of a head's dimensions, by those of the target.
 
-    The factors of longrope are one for each rotated pair: those for a part of the dimensions fit no head.
+    The factors of longrope are one for each rotated pair: those for a part of the dimensions fit no
+    head.
     """
     default = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     partial = rope.get("partial_rotary_factor") or 1.0
     if rope.get("rope_type") == "longrope" and partial != 1.0:
         return default
-    return {**default, **{key: value for key, value in rope.items() if key != "partial_rotary_factor"}}
+    return {
+        **default,
+        **{key: value for key, value in rope.items() if key != "partial_rotary_factor"},
+    }
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a few values of every weight, rounded to bfloat16: equal in all dtypes, different after training."""
+    """Hash a few values of every weight, rounded to bfloat16.
+
+    The hash is equal in all dtypes and differs after training.
+    """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         parts: list[Tensor] = [weight]
-        if is_traceable_wrapper_subclass(weight):  # weight-only quantization (torchao): a tensor with few operations
+        # weight-only quantization (torchao): a tensor with few operations
+        if is_traceable_wrapper_subclass(weight):
             try:
                 parts = [weight.dequantize()]
-            except NotImplementedError:  # packed for one kernel alone: the parts that it is packed in
+            # packed for one kernel alone: the parts that it is packed in
+            except NotImplementedError:
                 parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
         for part in parts:
             first = part.detach().flatten()[:FINGERPRINTED].to(torch.bfloat16).float().cpu()
@@ -114,11 +127,15 @@ BLOCKS = ("layers", "h", "blocks")
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "embedding_norm")
 """Names of its final norm."""
 TRANSFORMS = ("lm_head", "cls.predictions.transform", "generator_predictions")
-"""Names of the layers before an LM head's matrix, in models whose `get_output_embeddings` is the matrix alone."""
+"""Names of the layers before an LM head's matrix, in models whose `get_output_embeddings` is the
+matrix alone."""
 
 
 def target_modules(model: PreTrainedModel) -> TargetModules:
-    """A model's modules by the names that transformers gives them, with the scale and soft cap of its logits."""
+    """Return a model's modules by their transformers names.
+
+    The scale and soft cap of its logits come with them.
+    """
     body = getattr(model.base_model, "language_model", model.base_model)
     if not any(hasattr(body, name) for name in BLOCKS):  # a causal LM in a multimodal one
         body = model.get_decoder()
@@ -135,7 +152,10 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
 
 
 def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The layers between the final norm and the LM head's matrix, as BERT's relatives have them; None without any."""
+    """Return the layers between the final norm and the LM head's matrix; None without any.
+
+    BERT's relatives have such layers.
+    """
     for path in TRANSFORMS:
         part: Any = model
         for name in path.split("."):
@@ -147,13 +167,17 @@ def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
 
 
 def active_adapters(model: PreTrainedModel) -> Hashable:
-    """For each layer, the peft adapters that are active and those that are merged into its weights."""
-    if sys.modules.get("peft") is None:  # importing it takes a second, and a model with adapters has done so
+    """Return each layer's active peft adapters, and those that are merged into its weights."""
+    # importing it takes a second, and a model with adapters has done so
+    if sys.modules.get("peft") is None:
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    return tuple((tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters)) for each in layers)
+    return tuple(
+        (tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters))
+        for each in layers
+    )
 
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -163,8 +187,9 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """Attention masks that the model's layers need, some of `KINDS`.
 
-    A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then attends to what it
-    would attend to if its path were the text. For layers with a state see `states`.
+    A tree of tokens needs layers of attention, whose mask and positions are inputs: each node then
+    attends to what it would attend to if its path were the text. For layers with a state see
+    `states`.
 
     Raises:
         ValueError: an architecture that cannot process trees, with the reason.
@@ -176,21 +201,22 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     stateful = keeps_states(model)
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError(
-            f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens that are read later "
-            "change what was computed for earlier ones; a target must read causally"
+            f"{name} reads a prompt in both directions (use_bidirectional_attention), so tokens"
+            " that are read later change what was computed for earlier ones; a target must read"
+            " causally"
         )
     if not stateful and counts_positions(model):
         return ("full_attention",)  # whatever they are: its masks are its own
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
         raise ValueError(
-            f"{name} was loaded with attention {attention!r}, which takes no mask of our own; load it with "
-            "attn_implementation sdpa or eager, or on a GPU flex_attention"
+            f"{name} was loaded with attention {attention!r}, which takes no mask of our own; load"
+            " it with attn_implementation sdpa or eager, or on a GPU flex_attention"
         )
     if attention == "flex_attention" and model.device.type == "cpu":
         raise ValueError(
-            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do not compile for "
-            "masks that change; load it with attn_implementation sdpa or eager"
+            f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do"
+            " not compile for masks that change; load it with attn_implementation sdpa or eager"
         )
     if stateful:
         return kinds_beside_states(model)
@@ -198,10 +224,15 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     if layer_types is None:
         # A window over all positions is none: some models with such a one have no mask for it.
         window = getattr(config, "sliding_window", None)
-        sliding = window is not None and window < (getattr(config, "max_position_embeddings", None) or math.inf)
+        sliding = window is not None and window < (
+            getattr(config, "max_position_embeddings", None) or math.inf
+        )
         return ("sliding_attention",) if sliding else ("full_attention",)
     kinds = set(layer_types) - WITHOUT_MIXING
     unknown = sorted(kinds - set(KINDS))
     if unknown:
-        raise ValueError(f"{name} has layers of kind {unknown[0]!r}; a target's layers must be {' or '.join(KINDS)}")
+        raise ValueError(
+            f"{name} has layers of kind {unknown[0]!r}; a target's layers must be"
+            f" {' or '.join(KINDS)}"
+        )
     return tuple(sorted(kinds))

@@ -1,4 +1,6 @@
-"""The arguments and outputs of a model's forward, tried on one token instead of derived from a version of transformers.
+"""Arguments and outputs of a model's forward, tried on one token.
+
+They are not derived from a version of transformers.
 
 Versions name the KV cache differently (`past_key_values`, then `cache`), and count the states that
 `output_hidden_states=[...]` selects with or without the embedding.
@@ -40,14 +42,17 @@ def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterfa
 
 
 def _shape(state: Tensor | None, model: PreTrainedModel) -> StateShape:
-    """The shape of a layer's keys or values; empty for a layer that has none, or uses those of another."""
+    """Return the shape of a layer's keys or values; empty if it has none or uses another's."""
     if state is None:
         return StateShape(0, 0, model.dtype, model.device)
     return StateShape(state.shape[1], state.shape[3], state.dtype, state.device)
 
 
 def logit_scales(config: Any) -> list[float]:
-    """Factors on the LM head's output that a config may mean; whether the model applies them, trying tells."""
+    """Return the factors on the LM head's output that a config may mean.
+
+    A trial tells whether the model applies them.
+    """
     scales = [1.0]
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         value = getattr(config, name, None)
@@ -61,10 +66,10 @@ def logit_scales(config: Any) -> list[float]:
 def fitting_logits(
     model: PreTrainedModel, modules: TargetModules, before: nn.Module | None, tokens_BT: Tensor
 ) -> TargetModules | None:
-    """The modules with the scale and the soft cap by which their logits are the model's own; None if none are.
+    """Return the modules with the scale and soft cap that yield the model's logits, or None.
 
-    A config that has a scale or a cap does not say that the model applies it: multimodal models may not. `before` are
-    the layers between the final norm and the LM head.
+    A config that has a scale or a cap does not say that the model applies it: multimodal models may
+    not. `before` are the layers between the final norm and the LM head.
     """
     with torch.inference_mode():
         output = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
@@ -87,10 +92,12 @@ def fitting_logits(
 
 
 def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) -> int:
-    """The entry of `hidden_states` with the state after block 0, where `output_hidden_states` lists indices.
+    """Return the entry of `hidden_states` with the state after block 0.
 
-    That of block i is i entries on; the last one is the state after the final norm. Found by comparing with the states
-    that a forward over one token returns if all are asked for.
+    It applies to an `output_hidden_states` that lists indices.
+
+    That of block i is i entries on; the last one is the state after the final norm. Found by
+    comparing with the states that a forward over one token returns if all are asked for.
 
     Raises:
         ValueError: the model's hidden states are not those of its `layers` blocks.
@@ -106,22 +113,29 @@ def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) 
 
     everything = hidden_states(True)  # the embedding, then the state after each block
     if len(everything) == layers + 1:
-        # Both ways of counting return all entries up to the last one, with None where a state was not asked for.
+        # Both ways of counting return all entries up to the last one, with None where a state was
+        # not asked for.
         index = len(hidden_states([0])) - layers
         if index in (0, 1):
             state = hidden_states([index])[index]
             expected = everything[1]
-            if state is not None and expected is not None and state.ndim == 3 and _same(state, expected):
+            if (
+                state is not None
+                and expected is not None
+                and state.ndim == 3
+                and _same(state, expected)
+            ):
                 return index
     raise ValueError(
-        f"{type(model).__name__} returns {len(everything)} hidden states for {layers} blocks, and with "
-        "output_hidden_states=[index] none of them is the state after the first block, [batch, time, width], so a "
-        "head cannot read features of its blocks; decode it with a drafter without a head"
+        f"{type(model).__name__} returns {len(everything)} hidden states for {layers} blocks, and"
+        " with output_hidden_states=[index] none of them is the state after the first block,"
+        " [batch, time, width], so a head cannot read features of its blocks; decode it with a"
+        " drafter without a head"
     )
 
 
 def filled_cache(inputs: dict[str, Any]) -> Cache | None:
-    """The KV cache with tokens among the inputs of a forward, whatever its name; None without one."""
+    """Return the KV cache with tokens among a forward's inputs, whatever its name, or None."""
     for value in inputs.values():
         if isinstance(value, Cache) and _holds_tokens(value):
             return value
@@ -130,7 +144,8 @@ def filled_cache(inputs: dict[str, Any]) -> Cache | None:
 
 def _holds_tokens(cache: Cache) -> bool:
     """Whether a cache has seen tokens; one of recurrent states alone does not know how many."""
-    layers = getattr(cache, "layers", None)  # the cache of an encoder-decoder has two caches instead
+    # the cache of an encoder-decoder has two caches instead
+    layers = getattr(cache, "layers", None)
     if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
         return cache.has_previous_state()
     return cache.get_seq_length() > 0
@@ -142,16 +157,17 @@ def _cache_name(model: PreTrainedModel, output: Any) -> str:
     returned = [key for key, value in output.items() if isinstance(value, Cache)]
     if not returned:
         raise ValueError(
-            f"{name} returns no KV cache: none of its outputs ({', '.join(output)}) is a transformers Cache, where "
-            f"{' or '.join(map(repr, CACHE_NAMES))} was looked for; without one it cannot be decoded"
+            f"{name} returns no KV cache: none of its outputs ({', '.join(output)}) is a"
+            f" transformers Cache, where {' or '.join(map(repr, CACHE_NAMES))} was looked for;"
+            " without one it cannot be decoded"
         )
     taken = inspect.signature(model.forward).parameters
     for key in returned:
         if key in taken:
             return key
     raise ValueError(
-        f"{name} returns its KV cache as {returned[0]!r} and takes none of that name; its forward takes "
-        f"{', '.join(taken)}"
+        f"{name} returns its KV cache as {returned[0]!r} and takes none of that name; its forward"
+        f" takes {', '.join(taken)}"
     )
 
 

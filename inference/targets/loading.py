@@ -1,4 +1,7 @@
-"""Loads targets and tokenizers from a folder, a Hub id, a GGUF file, or an installed Python package with one."""
+"""Loads targets and tokenizers: from a folder, a Hub id, a GGUF file, or a package with one.
+
+The package is an installed Python package.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ MODEL_OPTIONS = (
 )
 """All options of `from_pretrained` for a target."""
 MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
-"""transformers' classes that load a language model with its encoders of images, sound or video, the widest first."""
+"""transformers' classes that load a language model with its encoders of images, sound or video, the
+widest first."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that peft writes beside an adapter's weights."""
 _VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
@@ -77,12 +81,16 @@ def locate(source: str | Path) -> tuple[str, str | None]:
         except (ModuleNotFoundError, ValueError):
             spec = None
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"the Python package {package!r} is not installed, so no target can be loaded from it")
+            raise ValueError(
+                f"the Python package {package!r} is not installed, so no target can be loaded"
+                " from it"
+            )
         folder = Path(next(iter(spec.submodule_search_locations)))
         files = sorted(file.name for file in folder.glob("*.gguf"))
         if len(files) != 1:
             raise ValueError(
-                f"the Python package {package!r} holds {len(files)} GGUF files; a target needs exactly one"
+                f"the Python package {package!r} holds {len(files)} GGUF files; a target needs"
+                " exactly one"
             )
         return str(folder), files[0]
     if text.endswith(".gguf"):
@@ -108,11 +116,14 @@ def without_peft(source: Any) -> Any:
     """
     if not hasattr(source, "peft_config") or not hasattr(source, "get_base_model"):
         return source
-    kinds = [str(config.peft_type) for config in source.peft_config.values() if config.is_prompt_learning]
+    kinds = [
+        str(config.peft_type) for config in source.peft_config.values() if config.is_prompt_learning
+    ]
     if kinds:
         raise ValueError(
-            f"the adapter of {type(source).__name__} is of kind {kinds[0]}, which adds tokens of its own to every text "
-            "and not weights to the layers; give a model with LoRA or the like, or without an adapter"
+            f"the adapter of {type(source).__name__} is of kind {kinds[0]}, which adds tokens of"
+            " its own to every text and not weights to the layers; give a model with LoRA or the"
+            " like, or without an adapter"
         )
     return source.get_base_model()
 
@@ -121,7 +132,10 @@ def check_model_options(options: dict[str, Any]) -> None:
     """Refuse unknown options before anything is loaded."""
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r} for a target; choose from {', '.join(sorted(MODEL_OPTIONS))}")
+        raise ValueError(
+            f"unknown option {unknown[0]!r} for a target; choose from"
+            f" {', '.join(sorted(MODEL_OPTIONS))}"
+        )
 
 
 def config_of(
@@ -139,26 +153,39 @@ def config_of(
 
 
 def no_model(source: Any, error: Exception) -> ValueError:
-    """The refusal of what cannot be loaded: transformers' reason, or its beginning where it lists all it knows."""
+    """Return the error for a source that cannot be loaded, with transformers' reason.
+
+    A reason that lists all that transformers knows is cut after its beginning.
+    """
     reason = " ".join(str(error).split())
     if len(reason) > LONGEST_REASON:
         reason = reason[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
-    return ValueError(f"no target model at {str(source)!r}: {reason} (transformers {transformers.__version__})")
+    return ValueError(
+        f"no target model at {str(source)!r}: {reason} (transformers {transformers.__version__})"
+    )
 
 
 def adapter_alone(folder: str) -> bool:
-    """Whether a folder holds a peft adapter and no model; transformers finds the model by what the adapter names."""
+    """Whether a folder holds a peft adapter but no model.
+
+    Transformers finds the model by what the adapter names.
+    """
     place = Path(folder)
     return (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG_NAME).is_file()
 
 
 def model_loader(config: PreTrainedConfig) -> Any:
-    """Transformers' class that builds and loads the language model of a config, multimodal ones too.
+    """Return transformers' class that builds and loads a config's language model.
+
+    This includes multimodal models.
 
     Raises:
-        ValueError: a config of a model that this version of transformers knows under none of these classes.
+        ValueError: a config of a model that this version of transformers knows under none of these
+            classes.
     """
-    loaders: list[Any] = [AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM]
+    loaders: list[Any] = [
+        AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    ]
     for name in MULTIMODAL:
         if hasattr(transformers, name):  # versions name them differently
             loaders.append(getattr(transformers, name))
@@ -167,21 +194,27 @@ def model_loader(config: PreTrainedConfig) -> Any:
         if type(config) in loader._model_mapping or loader.__name__ in own_code:
             return loader
     raise ValueError(
-        f"a model of type {config.model_type!r} is no target: transformers {transformers.__version__} loads it "
-        "neither as a causal language model nor as a multimodal one"
+        f"a model of type {config.model_type!r} is no target: transformers"
+        f" {transformers.__version__} loads it neither as a causal language model nor as a"
+        " multimodal one"
     )
 
 
 def downloaded_commit(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> str | None:
-    """The commit of a Hub id whose config is in the cache at this revision; None for local files."""
+    """Return the commit of a Hub id whose config is cached at this revision.
+
+    None for local files, or if the config is not cached.
+    """
     place, _ = locate(source)
     if Path(place).exists():
         return None
     given = options or {}
     file = PurePosixPath(given.get("subfolder") or "", CONFIG_NAME)
-    cached = try_to_load_from_cache(place, str(file), cache_dir=given.get("cache_dir"), revision=revision)
+    cached = try_to_load_from_cache(
+        place, str(file), cache_dir=given.get("cache_dir"), revision=revision
+    )
     if not isinstance(cached, str):
         return None
     return Path(cached).parents[len(file.parts) - 1].name  # .../snapshots/COMMIT/FILE
@@ -189,7 +222,10 @@ def downloaded_commit(
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """The properties of a target that are known before its weights are loaded, as `Target` has them then."""
+    """The properties of a target that are known before its weights are loaded.
+
+    They equal those of the loaded `Target`.
+    """
 
     end_tokens: frozenset[int]
     """The tokens at which the model's generation config ends a text."""
@@ -198,19 +234,27 @@ class TargetFacts:
 
 
 def target_facts(source: str | Path, revision: str | None = None) -> TargetFacts | None:
-    """Read a target's configs; None where only loading it tells, as for an adapter without a config of its own."""
+    """Read a target's configs; None where the target must be loaded to know.
+
+    An adapter without a model config is such a case.
+    """
     folder, gguf = locate(source)
     try:
-        config = AutoConfig.from_pretrained(folder, revision=revision, **({"gguf_file": gguf} if gguf else {}))
+        config = AutoConfig.from_pretrained(
+            folder, revision=revision, **({"gguf_file": gguf} if gguf else {})
+        )
     except (OSError, ValueError):
         return None
     try:
         generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
-    except OSError:  # most models without a generation config have none; transformers derives it so, too
+    # most models without a generation config have none; transformers derives it so, too
+    except OSError:
         generation = GenerationConfig.from_model_config(config)
     text = config.get_text_config()
     return TargetFacts(
-        end_tokens_of(generation), getattr(text, "max_position_embeddings", 2**31 - 1), int(text.vocab_size)
+        end_tokens_of(generation),
+        getattr(text, "max_position_embeddings", 2**31 - 1),
+        int(text.vocab_size),
     )
 
 
@@ -228,9 +272,12 @@ def load_model(
     revision: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A target's model, frozen and in eval mode; the arguments are those of `Target.from_pretrained`.
+    """Load a target's model, frozen and in eval mode.
 
-    A multimodal model is loaded whole, and decodes as a text model. `options` are named in `MODEL_OPTIONS`.
+    The arguments are those of `Target.from_pretrained`.
+
+    A multimodal model is loaded whole, and decodes as a text model. `options` are named in
+    `MODEL_OPTIONS`.
 
     Raises:
         ValueError: nothing to load at `source`, or a model that is no language model.
@@ -240,7 +287,8 @@ def load_model(
         require_extra("accelerate", f"device_map {where!r}")
     folder, gguf = locate(source)
     given: dict[str, Any] = dict(options or {})
-    loader: Any = AutoModelForCausalLM  # a GGUF file, and an adapter whose folder has no config of a model
+    # a GGUF file, and an adapter whose folder has no config of a model
+    loader: Any = AutoModelForCausalLM
     if gguf is None and not adapter_alone(folder):
         loader = model_loader(cast(PreTrainedConfig, config_of(source, revision, options)))
     if gguf:
@@ -253,16 +301,20 @@ def load_model(
         given["device_map"] = {"": where}
     try:
         model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **given)
-    except (OSError, ValueError, ImportError) as error:  # a tower of the model may need a package of its own
+    # a tower of the model may need a package of its own
+    except (OSError, ValueError, ImportError) as error:
         raise no_model(source, error) from error
     if hasattr(model, "ct_decompress_hook"):
-        # compressed-tensors waits for the first forward of the whole model; blocks are read and run before one.
+        # compressed-tensors waits for the first forward of the whole model; blocks are read and run
+        # before one.
         model.hf_quantizer.compressor.decompress_model(model)
     placed = model if "device_map" in given else model.to(where)
     return cast(PreTrainedModel, placed.eval().requires_grad_(False))
 
 
-def load_tokenizer(source: str | Path, revision: str | None = None, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | Path, revision: str | None = None, **options: Any
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a target.
 
     Args:
@@ -281,7 +333,10 @@ def load_tokenizer(source: str | Path, revision: str | None = None, **options: A
 
 
 def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Hashes of a tokenizer and its chat template, saved with a head as the provenance of its training data."""
+    """Return hashes of a tokenizer and its chat template.
+
+    They are saved with a head as the provenance of its training data.
+    """
     tokens = len(tokenizer)
     known = _VOCABULARIES.get(tokenizer)
     if known is None or known[0] != tokens:
@@ -296,13 +351,20 @@ def _hashed(text: str) -> str:
 
 
 def refuse_loading_options(
-    loaded: torch.dtype, dtype: torch.dtype | str, device_map: Any, revision: str | None, options: dict[str, Any]
+    loaded: torch.dtype,
+    dtype: torch.dtype | str,
+    device_map: Any,
+    revision: str | None,
+    options: dict[str, Any],
 ) -> None:
     """Refuse options of loading for a target that is loaded already."""
     if dtype not in ("fastest", "auto", loaded, dtype_name(loaded)):
         raise ValueError(
-            f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so instead"
+            f"dtype {dtype} was given with a target that is loaded already, in {loaded}; load it so"
+            " instead"
         )
     for name, given in {"device_map": device_map, "revision": revision, **options}.items():
         if given is not None:
-            raise ValueError(f"{name} {given} was given with a target that is loaded already; load it so instead")
+            raise ValueError(
+                f"{name} {given} was given with a target that is loaded already; load it so instead"
+            )

@@ -1,4 +1,7 @@
-"""Models that take a token's place in the cache for its position: they decode in chains, see `engines.counting`."""
+"""Models that take a token's index in the cache for its position: they decode in chains.
+
+See `engines.counting`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from .states import keeps_states
 
 
 def counts_positions(model: PreTrainedModel) -> str:
-    """Why a decoder-only model's tokens lie where its cache ends, as a clause; "" if it takes their positions."""
+    """Return a clause that says why a decoder-only model ties positions to its cache.
+
+    Return "" for a model that takes the positions of its tokens.
+    """
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or keeps_states(model):
         return ""
@@ -33,6 +39,10 @@ def _buffers(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _is_causal_mask(buffer: torch.Tensor, config: Any) -> bool:
-    """Whether a buffer is a mask [..., P, P] by the positions of a text, with or without a local window."""
+    """Whether a buffer is a mask [..., P, P] by positions, with or without a local window."""
     positions = getattr(config, "max_position_embeddings", None)
-    return buffer.dtype == torch.bool and buffer.ndim >= 2 and buffer.shape[-2:] == (positions, positions)
+    return (
+        buffer.dtype == torch.bool
+        and buffer.ndim >= 2
+        and buffer.shape[-2:] == (positions, positions)
+    )

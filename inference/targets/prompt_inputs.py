@@ -1,7 +1,8 @@
 """Inputs beside token ids, such as images: the target reads a prompt with them by its own forward.
 
-Masks and positions of the prompt are the model's (blocks of images that attend to each other, positions in three
-dimensions). Of the positions one number for each dimension stays: what it adds to the place of every later token.
+Masks and positions of the prompt are the model's (blocks of images that attend to each other,
+positions in three dimensions). Of the positions one number for each dimension stays: what it adds
+to the place of every later token.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ IMAGE_TOKENS = ("image_token_id", "image_token_index")
 
 
 def is_prompt_input(target: TargetModel, name: str) -> bool:
-    """Whether the target's forward takes an input of this name and reads it with the prompt alone."""
+    """Whether the target's forward takes this input and reads it with the prompt alone."""
     taken = inspect.signature(target.model.forward).parameters
     if name == ENCODED:
         return True
@@ -49,8 +50,10 @@ def is_prompt_input(target: TargetModel, name: str) -> bool:
     return name.startswith(SEEN_ONCE)
 
 
-def check_prompt_inputs(target: TargetModel, input_ids: Tensor, mask: Tensor | None, given: Mapping[str, Any]) -> None:
-    """Refuse images without a place in the prompt, places without images, and what cannot be read together.
+def check_prompt_inputs(
+    target: TargetModel, input_ids: Tensor, mask: Tensor | None, given: Mapping[str, Any]
+) -> None:
+    """Refuse images without image tokens, image tokens without images, and unreadable combinations.
 
     Raises:
         ValueError: says what was given and what is valid.
@@ -61,44 +64,55 @@ def check_prompt_inputs(target: TargetModel, input_ids: Tensor, mask: Tensor | N
     what = "images or the like" if ENCODED in given else sorted(given)[0]
     if target.counted:
         raise ValueError(
-            f"{target.name!r} {target.counted}, and {what} cannot be read with its prompt; give text alone"
+            f"{target.name!r} {target.counted}, and {what} cannot be read with its prompt; give"
+            " text alone"
         )
     if target.stateful is not None:
         raise ValueError(
-            f"{target.name!r} keeps a state beside keys and values, with which {what} cannot be read here; give text "
-            "alone"
+            f"{target.name!r} keeps a state beside keys and values, with which {what} cannot be"
+            " read here; give text alone"
         )
     if len(input_ids) > 1:
         raise ValueError(
-            f"{what} came with {len(input_ids)} rows: which image belongs to which row is not known here; "
-            "call generate for each prompt"
+            f"{what} came with {len(input_ids)} rows: which image belongs to which row is not known"
+            " here; call generate for each prompt"
         )
     if mask is not None and not bool(mask.bool().all()):  # sync: once a call
-        raise ValueError(f"a prompt with {what} must not be padded; let the processor return one row alone")
+        raise ValueError(
+            f"a prompt with {what} must not be padded; let the processor return one row alone"
+        )
 
 
 def _check_image_tokens(target: TargetModel, input_ids: Tensor, given: Mapping[str, Any]) -> None:
     """Refuse image tokens without images, and images without tokens, by a ValueError."""
     config = target.model.config
-    token = next((getattr(config, name) for name in IMAGE_TOKENS if getattr(config, name, None) is not None), None)
-    if not isinstance(token, int) or "pixel_values" not in inspect.signature(target.model.forward).parameters:
+    token = next(
+        (getattr(config, name) for name in IMAGE_TOKENS if getattr(config, name, None) is not None),
+        None,
+    )
+    if (
+        not isinstance(token, int)
+        or "pixel_values" not in inspect.signature(target.model.forward).parameters
+    ):
         return
     images = [name for name in given if name.startswith(("pixel_values", "image_embeds", ENCODED))]
     count = int((input_ids == token).sum())  # sync: once a call
     if count and not images:
         raise ValueError(
-            f"the prompt has {count} image tokens ({token}) and no images came with it; give all that the "
-            "processor returns: generate(**processor(...))"
+            f"the prompt has {count} image tokens ({token}) and no images came with it; give all"
+            " that the processor returns: generate(**processor(...))"
         )
     if images in (["pixel_values"], [ENCODED]) and not count:
         raise ValueError(
-            f"images were given, and the prompt has no image token ({token}) for them; let the processor "
-            "write the prompt, or apply its chat template"
+            f"images were given, and the prompt has no image token ({token}) for them; let the"
+            " processor write the prompt, or apply its chat template"
         )
 
 
 def position_offsets(positions: Tensor | None, length: int) -> Tensor | None:
-    """Numbers to add to the place of each token after a prompt: one for each dimension of its positions [..., T].
+    """Return the numbers to add to a token's index for its position, for tokens after a prompt.
+
+    There is one for each dimension of the prompt's `positions` [..., T].
 
     None where positions are places, in one dimension.
     """
@@ -111,7 +125,7 @@ def position_offsets(positions: Tensor | None, length: int) -> Tensor | None:
 
 
 def in_one_dimension(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
-    """Positions of text by its places [B, N], for rotary embeddings: equal in all dimensions that turn.
+    """Return rotary positions of text from its indices [B, N], equal in all rotating dimensions.
 
     Of four dimensions the first is the place, by which nothing turns.
     """
@@ -120,14 +134,17 @@ def in_one_dimension(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
     turning = offsets.flatten()[1:] if offsets.numel() == 4 else offsets.flatten()
     if bool((turning != turning[0]).any()):  # sync: on a CPU alone
         raise ValueError(
-            "a prompt that ends within an image has other positions in each dimension, which our CPU kernels do not "
-            "know; end it with text, or load the target with compile=False"
+            "a prompt that ends within an image has other positions in each dimension, which our"
+            " CPU kernels do not know; end it with text, or load the target with compile=False"
         )
     return positions_BN + turning[0]
 
 
 def offset(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
-    """Positions of tokens by their places [B, N], in as many dimensions as the prompt's, [..., B, N]."""
+    """Return the positions of tokens from their indices [B, N].
+
+    They have as many dimensions as the prompt's, [..., B, N].
+    """
     if offsets is None:
         return positions_BN
     return positions_BN + offsets.to(positions_BN.device)[..., None, None]

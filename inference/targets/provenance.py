@@ -18,18 +18,28 @@ PACKAGES = ("headstart", "torch", "transformers", "accelerate", "datasets", "saf
 
 
 def provenance() -> dict[str, Any]:
-    """Package versions, the processor or GPU with its threads, and the git revision of a checkout."""
+    """Return package versions, the hardware, and the git revision of a checkout.
+
+    The hardware is the processor or GPU with its threads.
+    """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
-        versions[name] = next((found.version for found in importlib.metadata.distributions(name=name)), None)
+        versions[name] = next(
+            (found.version for found in importlib.metadata.distributions(name=name)), None
+        )
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
-        revision = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        revision = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         revision = None
     return {"versions": versions, "hardware": hardware(), "git_revision": revision}
 
 
 def hardware() -> str:
-    """The first GPU's name; or the processor's, the instruction set that torch uses, and torch's threads."""
+    """Return the name of the first GPU, or of the processor.
+
+    With the processor come the instruction set that torch uses, and torch's threads.
+    """
     return machine.hardware(torch.device(default_device()))

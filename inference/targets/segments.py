@@ -1,9 +1,12 @@
-"""Models that compute every token of a forward by where the forward lies: it must not cross a border.
+"""Models that compute all tokens of a forward in a way that depends on where the forward lies.
 
-Rotary embeddings of type longrope have two sets of frequencies, and a forward takes one for all of its tokens: the
-second if its last position lies beyond the length that the model was first trained for. Keys that are in the cache keep
-the frequencies that they were computed with. Llama 4 scales the queries of some layers by a factor that grows in steps,
-and counts tokens from the cache's length instead of taking their positions.
+A forward must not cross a border between two segments of positions.
+
+Rotary embeddings of type longrope have two sets of frequencies, and a forward takes one for all of
+its tokens: the second if its last position lies beyond the length that the model was first trained
+for. Keys that are in the cache keep the frequencies that they were computed with. Llama 4 scales
+the queries of some layers by a factor that grows in steps, and counts tokens from the cache's
+length instead of taking their positions.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ from ..cache.kv_cache import StateShape, TreeCache
 
 @dataclass(frozen=True)
 class Segments:
-    """Positions of a text in segments: the tokens of one forward over a tree must lie in one of them."""
+    """Segments of a text's positions, one of which must hold all tokens of a tree forward."""
 
     first: int
     """Positions of the first segment."""
     others: int | None
     """Positions of each later one; None for a second one without an end."""
     by_last: bool
-    """Whether all tokens of a forward are computed by its last position, those of a prompt too; False if each is by its
-    place after the tokens in the cache."""
+    """Whether all tokens of a forward are computed by its last position, those of a prompt too;
+    False if each is by its place after the tokens in the cache."""
 
     def of(self, position: int) -> int:
         """The number of the segment that holds a position."""
@@ -47,9 +50,12 @@ class Segments:
 
 
 def segments_of(config: Any) -> Segments | None:
-    """The segments of a text model's positions, by its config; None where a forward may lie anywhere.
+    """Return the segments of a text model's positions, by its config.
 
-    Rotary embeddings of type "dynamic" change beyond the model's positions alone, where no text is decoded.
+    None where a forward may lie anywhere.
+
+    Rotary embeddings of type "dynamic" change beyond the model's positions alone, where no text is
+    decoded.
     """
     without_rope = 0 in (getattr(config, "no_rope_layers", None) or ())
     if without_rope and getattr(config, "attn_temperature_tuning", False):
@@ -62,17 +68,19 @@ def segments_of(config: Any) -> Segments | None:
             borders.add(int(part["original_max_position_embeddings"]))
     if len(borders) > 1:
         raise ValueError(
-            f"the layers' longrope rotary embeddings change at different positions ({sorted(borders)}); all must "
-            "change at one"
+            "the layers' longrope rotary embeddings change at different positions"
+            f" ({sorted(borders)}); all must change at one"
         )
     return Segments(borders.pop(), None, by_last=True) if borders else None
 
 
 def tokens_read_at_border(model: Any, cache_name: str, border: int) -> int | None:
-    """Tokens that `model.generate` reads without its cache where a text crosses the border of two segments.
+    """Return how many tokens `model.generate` reads without its cache at a segment border.
 
-    None if it keeps its cache. The model is asked with a cache that is as long as the first segment, under the name by
-    which its forward takes one.
+    The text crosses the border between two segments there.
+
+    None if it keeps its cache. The model is asked with a cache that is as long as the first
+    segment, under the name by which its forward takes one.
     """
     cache = TreeCache([StateShape(1, 1, model.dtype, model.device)] * 2, 1, model.device)
     cache.start = border
@@ -83,7 +91,10 @@ def tokens_read_at_border(model: Any, cache_name: str, border: int) -> int | Non
 
 
 def has_changing_angles(config: Any) -> bool:
-    """Whether the rotary angles depend on how far a forward reaches, which the model asks its tensors in each."""
+    """Whether the rotary angles depend on how far a forward reaches.
+
+    The model reads this from its tensors in every forward.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
     return any(part.get("rope_type") in ("dynamic", "longrope") for part in parts)

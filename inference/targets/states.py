@@ -1,7 +1,10 @@
-"""Layers that keep a state: the window of a convolution, a recurrence, or both, in place of or beside keys and values.
+"""Layers that keep a state: a convolution's window, a recurrence, or both.
 
-A state follows one text and cannot be taken back. `state_cache` decodes with drafts all the same, as far as a model's
-modules read several tokens from a state as they would read them one by one: not all of them do, and none says so.
+Such a layer may have keys and values as well.
+
+A state follows one text and cannot be taken back. `state_cache` decodes with drafts all the same,
+as far as a model's modules read several tokens from a state as they would read them one by one: not
+all of them do, and none says so.
 
 Letters in tensor names: T time, V vocabulary.
 """
@@ -32,15 +35,17 @@ ATTENTION_KIND = {
 WITHOUT_CACHE = ("moe", "mlp", "dummy")
 """transformers' names of layers that keep nothing."""
 READ_AT_ONCE = 5
-"""Tokens that the trial reads from a state: more than a convolution's window, fewer than any chunk of a recurrence."""
+"""Tokens that the trial reads from a state: more than a convolution's window, fewer than any chunk
+of a recurrence."""
 READ_BEFORE = 6
 STATE_TOLERANCE = 0.05
-"""Largest relative difference of states. An empty state makes one of 0.3 and more. Nemotron-H and Zamba2 bound the step
-size of the recurrence from below where several tokens are read, and not for a single one: up to 0.006."""
+"""Largest relative difference of states. An empty state makes one of 0.3 and more. Nemotron-H and
+Zamba2 bound the step size of the recurrence from below where several tokens are read, and not for a
+single one: up to 0.006."""
 
 
 def keeps_states(model: PreTrainedModel) -> bool:
-    """Whether some layer keeps a state, by the names of its layers, or by the model's class if they have none."""
+    """Whether some layer keeps a state, by layer names, or by the model's class without any."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None)
     if layer_types is None:
         return bool(getattr(model, "_is_stateful", False))
@@ -58,8 +63,9 @@ def kinds_beside_states(model: PreTrainedModel) -> tuple[str, ...]:
     unknown = sorted(set(layer_types) - set(known))
     if unknown:
         raise ValueError(
-            f"{type(model).__name__} has layers of kind {unknown[0]!r}; beside layers with a convolution or recurrent "
-            "state, a target's layers must be full_attention or sliding_attention"
+            f"{type(model).__name__} has layers of kind {unknown[0]!r}; beside layers with a"
+            " convolution or recurrent state, a target's layers must be full_attention or"
+            " sliding_attention"
         )
     return tuple(sorted({ATTENTION_KIND[name] for name in layer_types if name in ATTENTION_KIND}))
 
@@ -68,7 +74,8 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
     """How the model takes its cache, by a forward over one token.
 
     Raises:
-        ValueError: its states do not lie in a cache of transformers where they can be set, with the reason.
+        ValueError: its states do not lie in a cache of transformers where they can be set, with the
+            reason.
     """
     name = type(model).__name__
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -79,27 +86,32 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
         raise
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"{name} of transformers {transformers_version} fails on one token with a cache of its own, with "
-            f"{type(error).__name__}: {str(error)[:200]}; try another version of transformers"
+            f"{name} of transformers {transformers_version} fails on one token with a cache of its"
+            f" own, with {type(error).__name__}: {str(error)[:200]}; try another version of"
+            " transformers"
         ) from error
     taken = inspect.signature(model.forward).parameters
     returned = [key for key, value in output.items() if isinstance(value, Cache) and key in taken]
     if not returned:
         raise ValueError(
-            f"{name} keeps its recurrent state in its own modules or in a form of its own, not in a transformers "
-            f"Cache (its outputs are {', '.join(output)}): the state cannot be put back after a rejected draft"
+            f"{name} keeps its recurrent state in its own modules or in a form of its own, not in a"
+            f" transformers Cache (its outputs are {', '.join(output)}): the state cannot be put"
+            " back after a rejected draft"
         )
     own = type(output[returned[0]])
     if own.__module__ != Cache.__module__:
         raise ValueError(
-            f"{name} keeps its recurrent state in a cache of its own ({own.__name__}) and takes no other, so the state "
-            "cannot be put back after a rejected draft"
+            f"{name} keeps its recurrent state in a cache of its own ({own.__name__}) and takes no"
+            " other, so the state cannot be put back after a rejected draft"
         )
     held = output[returned[0]].layers
     layers = [_cached_layer(model, layer) for layer in held]
     attending = [layer for layer, known in zip(held, layers, strict=True) if known.has_keys]
     keys_and_values = [*[layer.keys for layer in attending], *[layer.values for layer in attending]]
-    shapes = [StateShape(each.shape[1], each.shape[3], each.dtype, each.device) for each in keys_and_values]
+    shapes = [
+        StateShape(each.shape[1], each.shape[3], each.dtype, each.device)
+        for each in keys_and_values
+    ]
     return StatefulInterface(CacheInterface(returned[0], shapes), layers)
 
 
@@ -108,8 +120,9 @@ def _cached_layer(model: PreTrainedModel, layer: Any) -> CachedLayer:
     recurrences: dict[int, Tensor | None] = getattr(layer, "recurrent_states", {})
     if not isinstance(convolutions, dict) or not isinstance(recurrences, dict):
         raise ValueError(
-            f"{type(model).__name__} keeps a recurrent state, which transformers {transformers_version} hands over in "
-            "a way that cannot be put back after a rejected draft; update transformers to 5.14 or later"
+            f"{type(model).__name__} keeps a recurrent state, which transformers"
+            f" {transformers_version} hands over in a way that cannot be put back after a rejected"
+            " draft; update transformers to 5.14 or later"
         )
     has_keys = isinstance(layer, CacheLayerMixin) and getattr(layer, "keys", None) is not None
     return CachedLayer(has_keys, _row_states(convolutions), _row_states(recurrences))
@@ -124,17 +137,23 @@ def _row_states(states: dict[int, Tensor | None]) -> dict[int, RowState]:
 
 
 def states_follow_chunks(model: PreTrainedModel) -> bool:
-    """Whether several tokens read from a state give the logits, and the states, of reading them one by one.
+    """Whether reading several tokens from a state equals reading them one by one.
 
-    Modules of some families, and of others in older versions of transformers, read several tokens as if they began a
-    text. The states are compared too, roughly: in a model whose logits hardly depend on them, such a fault shows there
-    alone.
+    Both the logits and the states must agree.
+
+    Modules of some families, and of others in older versions of transformers, read several tokens
+    as if they began a text. The states are compared too, roughly: in a model whose logits hardly
+    depend on them, such a fault shows there alone.
     """
     embedding: Any = model.get_input_embeddings()
     vocab_size = embedding.weight.shape[0]
     length = READ_BEFORE + READ_AT_ONCE
-    tokens_1T = torch.tensor([[(7919 * i + 31) % vocab_size for i in range(length)]], device=model.device)
-    expected_TV, expected_states = _read_by_parts(model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE])
+    tokens_1T = torch.tensor(
+        [[(7919 * i + 31) % vocab_size for i in range(length)]], device=model.device
+    )
+    expected_TV, expected_states = _read_by_parts(
+        model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE]
+    )
     for sizes in ([READ_BEFORE, READ_AT_ONCE], [length]):
         found_TV, found_states = _read_by_parts(model, tokens_1T, sizes)
         difference_T = _difference(found_TV[-READ_AT_ONCE:], expected_TV[-READ_AT_ONCE:])
@@ -143,23 +162,33 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
         if not bool(logits_differ <= _tolerance(model)):  # NaN, too
             return False
         for found, expected in zip(found_states, expected_states, strict=True):
-            if not bool(_difference(found.flatten()[None], expected.flatten()[None]) <= STATE_TOLERANCE):
+            if not bool(
+                _difference(found.flatten()[None], expected.flatten()[None]) <= STATE_TOLERANCE
+            ):
                 return False
     return True
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    """Largest relative difference that rounding explains; recurrences are computed in float32 at most."""
+    """Return the largest relative difference that rounding explains.
+
+    Recurrences are computed in float32 at most.
+    """
     return float(max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5)
 
 
 def _difference(found_TX: Tensor, expected_TX: Tensor) -> Tensor:
-    """The largest difference in each row, relative to the row's largest value, [T]; 0 in rows of zeros."""
+    """Return the largest difference in each row, relative to the row's largest value, [T].
+
+    It is 0 in rows of zeros.
+    """
     size_T = expected_TX.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     return (found_TX - expected_TX).abs().amax(-1) / size_T
 
 
-def _read_by_parts(model: PreTrainedModel, tokens_1T: Tensor, sizes: list[int]) -> tuple[Tensor, list[Tensor]]:
+def _read_by_parts(
+    model: PreTrainedModel, tokens_1T: Tensor, sizes: list[int]
+) -> tuple[Tensor, list[Tensor]]:
     """Logits [T, V] and last states of a text that is read in parts, one after the other."""
     cache: dict[str, Any] = {}
     logits = []
@@ -167,7 +196,9 @@ def _read_by_parts(model: PreTrainedModel, tokens_1T: Tensor, sizes: list[int]) 
     for size in sizes:
         part_1T = tokens_1T[:, start : start + size]
         with torch.no_grad():
-            output = model(input_ids=part_1T, **_positions(model, start, size), **cache, use_cache=True)
+            output = model(
+                input_ids=part_1T, **_positions(model, start, size), **cache, use_cache=True
+            )
         cache = {key: value for key, value in output.items() if isinstance(value, Cache)}
         logits.append(output.logits[0].float())
         start += size
@@ -194,7 +225,7 @@ def check_states(model: PreTrainedModel) -> None:
     """
     if not states_follow_chunks(model):
         raise ValueError(
-            f"{type(model).__name__} of transformers {transformers_version} computes other logits for several tokens "
-            "read at once after a text than for the same tokens one by one (its modules begin with an empty state), so "
-            "drafts cannot be verified"
+            f"{type(model).__name__} of transformers {transformers_version} computes other logits"
+            " for several tokens read at once after a text than for the same tokens one by one"
+            " (its modules begin with an empty state), so drafts cannot be verified"
         )

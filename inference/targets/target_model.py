@@ -1,4 +1,6 @@
-"""The model of a target, and all that is known of it: parts, dimensions, what its forward takes and returns.
+"""A target's model and all that is known of it: parts, dimensions, its forward's interface.
+
+The interface is what the forward takes and returns.
 
 Engines run a model by what stands here.
 
@@ -49,22 +51,26 @@ class TargetModel:
         self.stateful = stateful_interface(model) if keeps_states(model) else None
         """What a model keeps beside keys and values; None where all layers are attention."""
         self.counted = "" if self.stateful else counts_positions(model)
-        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their positions."""
+        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their
+        positions."""
         self.segments = segments_of(self.config)
         """Positions between which a forward must lie; None where it may lie anywhere."""
         if self.segments is not None and self.stateful is not None:
             raise ValueError(
-                f"{type(model).__name__} has layers that keep a state, and computes otherwise from a position on ("
-                "longrope, or scaled queries); a target has one of the two"
+                f"{type(model).__name__} has layers that keep a state, and computes otherwise from"
+                " a position on (longrope, or scaled queries); a target has one of the two"
             )
         self.pool = Pool()
         """KV cache blocks of finished generations."""
         self.modules = target_modules(model)
         self.before_lm_head = before_lm_head(model)
-        """Layers between the final norm and the LM head's matrix, whose output is then the feature of layer -1."""
+        """Layers between the final norm and the LM head's matrix, whose output is then the feature
+        of layer -1."""
         # Some configs count two layers, with a KV cache each, in every block.
         blocks = len(self.modules.blocks) or self.config.num_hidden_layers
-        self.info = target_info(self.config, self.name, self.modules.lm_head.weight.shape[0], blocks)
+        self.info = target_info(
+            self.config, self.name, self.modules.lm_head.weight.shape[0], blocks
+        )
 
     @property
     def model(self) -> Any:  # `generate` is mixed into its class, which no annotation says
@@ -76,13 +82,18 @@ class TargetModel:
         self._model = lambda: model
 
     def hold_weakly(self) -> None:
-        """Keep the model alive no longer: its owner frees it, and whoever calls this frees the target then."""
+        """Stop keeping the model alive: its owner frees it.
+
+        Whoever calls this frees the target at that time.
+        """
         self._model = weakref.ref(self.model)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of attention of each layer, where all layers are attention."""
-        return tuple(getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers)
+        return tuple(
+            getattr(self.config, "layer_types", None) or self.attention_kinds * self.info.num_layers
+        )
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -99,12 +110,15 @@ class TargetModel:
         for layer in layers:
             if not -1 <= layer <= last:
                 raise ValueError(
-                    f"feature layer {layer} is out of range for {self.name!r} with {self.info.num_layers} blocks; "
-                    f"choose from 0 to {last} for a block's output, or -1 for the state after the final norm"
+                    f"feature layer {layer} is out of range for {self.name!r} with"
+                    f" {self.info.num_layers} blocks; choose from 0 to {last} for a block's output,"
+                    " or -1 for the state after the final norm"
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of KV cache for `rows` × `tokens`, and of the rows' states: the snapshots, and a forward's copies.
+        """Return the bytes of KV cache for `rows` × `tokens`, and of the rows' states.
+
+        The states are the snapshots and a forward's copies.
 
         A cache is allocated for more tokens than it holds: see `Engine.cache_slots`.
         """
@@ -113,28 +127,42 @@ class TargetModel:
             token_bytes = sum(shape.heads * shape.size * shape.dtype.itemsize for shape in shapes)
             return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
         info = self.info
-        return 2 * self.dtype.itemsize * info.num_layers * rows * tokens * info.num_key_value_heads * info.head_dim
+        return (
+            2
+            * self.dtype.itemsize
+            * info.num_layers
+            * rows
+            * tokens
+            * info.num_key_value_heads
+            * info.head_dim
+        )
 
     @cached_property
     def _read_at_border(self) -> int | None:
-        """Result of `tokens_read_at_border`; None, too, if no forward depends on the last position."""
+        """Result of `tokens_read_at_border`.
+
+        Also None if no forward depends on the last position.
+        """
         if self.segments is None or not self.segments.by_last:
             return None
         return tokens_read_at_border(self.model, self.cache_interface.name, self.segments.first)
 
     @property
     def rereads_at_border(self) -> bool:
-        """Whether `model.generate` reads the whole text again when it crosses the border of two segments.
+        """Whether `model.generate` rereads the whole text where it crosses a segment border.
 
         Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding.
         """
         return self._read_at_border is not None
 
     def check_border(self, lengths: list[int], new_tokens: int) -> None:
-        """Refuse texts, with prompts of these lengths, of which `model.generate` would forget all but one token.
+        """Refuse texts of which `model.generate` would forget all but one token.
+
+        `lengths` are those of their prompts.
 
         Raises:
-            ValueError: Phi-3 before transformers 5.20 drops its cache at the border, and reads the newest token alone.
+            ValueError: Phi-3 before transformers 5.20 drops its cache at the border, and reads the
+                newest token alone.
         """
         if self._read_at_border != 1 or self.segments is None:
             return
@@ -142,10 +170,11 @@ class TargetModel:
         crossing = [length for length in lengths if length <= border < length + new_tokens - 1]
         if crossing:
             raise ValueError(
-                f"{self.name!r} forgets its text after {border} tokens: {type(self.model).__name__} of transformers "
-                f"{transformers_version} drops its cache there and reads the newest token alone; with a prompt of "
-                f"{crossing[0]} tokens choose at most {border + 1 - crossing[0]} new ones, not {new_tokens}, or "
-                "update transformers to 5.20 or later"
+                f"{self.name!r} forgets its text after {border} tokens: {type(self.model).__name__}"
+                f" of transformers {transformers_version} drops its cache there and reads the"
+                f" newest token alone; with a prompt of {crossing[0]} tokens choose at most"
+                f" {border + 1 - crossing[0]} new ones, not {new_tokens}, or update transformers to"
+                " 5.20 or later"
             )
 
     @cached_property
@@ -158,12 +187,13 @@ class TargetModel:
 
     @cached_property
     def computes_logits(self) -> bool:
-        """Whether `modules` make the model's own logits of the features of layer -1, tried on two tokens.
+        """Whether `modules`, tried on two tokens, map features of layer -1 to the model's logits.
 
         Their scale and cap are those of the model from then on, whatever its config suggests.
         """
         vocab_size = self.info.vocab_size
-        # Not 0, which is often padding: its embedding is 0, and so are its logits, whatever the scale.
+        # Not 0, which is often padding: its embedding is 0, and so are its logits, whatever the
+        # scale.
         tokens_12 = torch.tensor([[vocab_size // 2, vocab_size // 3]], device=self.device)
         with as_loaded(self.model):
             fitting = fitting_logits(self.model, self.modules, self.before_lm_head, tokens_12)
@@ -175,14 +205,16 @@ class TargetModel:
         """Refuse a model whose features a head cannot learn from.
 
         Raises:
-            ValueError: its logits are not made by its LM head alone, or it does not return its blocks' states.
+            ValueError: its logits are not made by its LM head alone, or it does not return its
+                blocks' states.
         """
         self.check_states_returned()
         if not self.computes_logits:
             raise ValueError(
-                f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM head's matrix and "
-                "the scale and soft cap of its config, so a head would learn from logits that are not the model's; "
-                "train for a target of another family, or decode this one with a drafter without a head"
+                f"{type(self.model).__name__} ({self.name!r}) makes its logits by more than its LM"
+                " head's matrix and the scale and soft cap of its config, so a head would learn"
+                " from logits that are not the model's; train for a target of another family, or"
+                " decode this one with a drafter without a head"
             )
 
     def check_states_returned(self) -> None:
@@ -190,7 +222,9 @@ class TargetModel:
         self.first_block_index  # noqa: B018 - found now
 
     def last_features(self, states: Tensor) -> Tensor:
-        """The features [..., D] of layer -1, from which the LM head's matrix makes logits: of the final norm's output.
+        """Return the features [..., D] of layer -1, from which the LM head's matrix makes logits.
+
+        They are computed from the final norm's output.
 
         They are that output, but in models with `before_lm_head`.
         """
@@ -199,7 +233,10 @@ class TargetModel:
 
     @cached_property
     def first_block_index(self) -> int:
-        """The index of the state after block 0 in `output_hidden_states`, found by forwards over one token."""
+        """The index of the state after block 0 in `output_hidden_states`.
+
+        It is found by forwards over one token.
+        """
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         return first_block_index(self.model, self.info.num_layers, input_ids=token_11)
 

@@ -9,16 +9,20 @@ from torch import nn
 
 
 def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Copy a module and all modules in it; parameters, buffers and other attributes are those of the original.
+    """Copy a module and all modules in it; parameters, buffers and other attributes are shared.
 
-    `replacement` returns what takes the place of a module and of all that is in it, or None to copy it.
+    `replacement` returns what takes the place of a module and of all that is in it, or None to copy
+    it.
     """
     instead = replacement(module)
     if instead is not None:
         return instead
     twin = copy.copy(module)
-    # transformers hooks a model when its hidden states are first requested: each of the two needs its own hooks.
-    hooks = {name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")}
+    # transformers hooks a model when its hidden states are first requested: each of the two needs
+    # its own hooks.
+    hooks = {
+        name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")
+    }
     vars(twin).update(hooks)
     children = {}
     for name, child in module._modules.items():

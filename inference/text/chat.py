@@ -23,7 +23,7 @@ class Decoder(Protocol):
 
 
 class Chat:
-    """A conversation by the tokenizer's chat template; each answer reads only the new part of the text.
+    """A conversation by the tokenizer's chat template, whose answers read only the new text.
 
     chat = lm.chat(tokenizer, max_new_tokens=256)
     print(chat.say("What is speculative decoding?"))
@@ -50,7 +50,10 @@ class Chat:
             ValueError: a tokenizer without a chat template.
         """
         if not tokenizer.chat_template:
-            raise ValueError(f"{type(tokenizer).__name__} has no chat template; give generate the whole text instead")
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no chat template; give generate the whole text"
+                " instead"
+            )
         self.lm = lm
         self.tokenizer = tokenizer
         self.template = template or {}
@@ -61,14 +64,24 @@ class Chat:
         self.past = Conversation()
 
     def say(self, text: str, **settings: Any) -> str:
-        """The answer to a message, with `settings` for this call. A call that fails leaves `messages` unchanged."""
+        """The answer to a message, with `settings` for this call.
+
+        A call that fails leaves `messages` unchanged.
+        """
         return "".join(self.stream(text, **settings))
 
     def stream(self, text: str, **settings: Any) -> Generator[str]:
-        """The answer, piece by piece; an answer that is not read to its end does not enter the conversation."""
+        """Yield the answer piece by piece.
+
+        An answer that is not read to its end does not enter the conversation.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **self.template
+            messages,
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+            **self.template,
         )
         answer = TextStream(self.tokenizer)
         options = {"tokenizer": self.tokenizer, **self.settings, **settings}

@@ -1,4 +1,7 @@
-"""Prompts by a tokenizer's chat template: rendering, token ids, and what a head's training data was rendered with."""
+"""Prompts by a chat template: rendering, token ids, and how training data was rendered.
+
+The template is the tokenizer's; the training data is a head's.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,27 @@ from ...heads.checkpoints.save_load import differences
 from ...options import template_variables
 from ..targets.loading import load_tokenizer, tokenizer_provenance
 
-GIVEN_BY_TRANSFORMERS = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+GIVEN_BY_TRANSFORMERS = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+}
 """Variables and functions that transformers gives to every chat template."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which servers return an answer's reasoning, and chat templates read it."""
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """The tags of transformers' own around what the assistant writes, in templates that mark it."""
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 """Errors that a template's code raises for messages that it was not written for."""
 
 log = logging.getLogger(__name__)
@@ -38,7 +55,9 @@ def render(
     tools: list[Any] | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> str:
-    """Render messages as the text that the model reads; `template_kwargs` are further variables for the template.
+    """Render messages as the text that the model reads.
+
+    `template_kwargs` are further variables for the template.
 
     Arguments of tool calls are given as objects, and as JSON text to a template that takes them so.
     """
@@ -47,7 +66,11 @@ def render(
     for form in message_forms(messages):
         try:
             text = tokenizer.apply_chat_template(
-                form, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                form,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
             )
         except TEMPLATE_ERRORS as error:
             refused = refused or error
@@ -56,12 +79,17 @@ def render(
         if not any(shown in text for shown in _python_objects(form)):
             return text
     raise ValueError(
-        f"the chat template refuses a conversation: {refused or 'it shows arguments of tools as Python objects'}"
+        "the chat template refuses a conversation:"
+        f" {refused or 'it shows arguments of tools as Python objects'}"
     ) from refused
 
 
 def message_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The messages as a template may take them: arguments of tool calls as objects, and as JSON text."""
+    """Return the forms in which a template may take the messages.
+
+    Arguments of tool calls are objects in the first and JSON text in the second. Messages without
+    tool calls have one form.
+    """
     plain = [_for_template(message) for message in messages]
     if not any(message.get("tool_calls") for message in plain):
         return [plain]
@@ -71,7 +99,10 @@ def message_forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under every key that templates read, and without its weight in training."""
+    """Return a message with its reasoning under every key that templates read.
+
+    Its weight in training is left out.
+    """
     kept = {name: value for name, value in message.items() if name != "weight"}
     reasoning = reasoning_of(message)
     if message["role"] != "assistant" or not reasoning:
@@ -80,7 +111,10 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    """A message whose tool calls have their arguments as JSON text, as they came if they came so, or as an object."""
+    """Return a message whose tool calls have their arguments as JSON text or as an object.
+
+    Where text is wanted, arguments that came as JSON text stay unchanged.
+    """
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -97,11 +131,13 @@ def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _python_objects(messages: list[dict[str, Any]]) -> list[str]:
-    """How arguments of tool calls look where a template shows objects without converting them to JSON.
+    """Return arguments of tool calls as a template shows them that does not convert them to JSON.
 
     Those that a message's own words hold tell nothing.
     """
-    words = "\n".join(message["content"] for message in messages if isinstance(message.get("content"), str))
+    words = "\n".join(
+        message["content"] for message in messages if isinstance(message.get("content"), str)
+    )
     shown = []
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -131,13 +167,15 @@ def check_lengths(prompts: list[Tensor], new_tokens: int, positions: int, where:
     for number, ids_1T in enumerate(prompts, start=1):
         if ids_1T.shape[1] + new_tokens > positions:
             raise ValueError(
-                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, which with {new_tokens} new ones do not fit "
-                f"the model's {positions} positions"
+                f"{where}: prompt {number} has {ids_1T.shape[1]} tokens, which with {new_tokens}"
+                f" new ones do not fit the model's {positions} positions"
             )
 
 
 def data_origin(
-    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Identity of the tokenizer and template options, which a head's checkpoint records.
 
@@ -162,19 +200,24 @@ def warn_of_other_data(
 
 
 def warn_of_unread_variables(
-    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    thinking: bool | None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> None:
-    """Log a warning, of one line, that names the variables that this tokenizer's chat template never reads."""
+    """Log a one-line warning of variables that this tokenizer's chat template never reads."""
     variables = template_variables(thinking, template_kwargs)
     if not variables or not tokenizer.chat_template:
         return
     read = variables_read(tokenizer)
     unread = [f"{name} = {value!r}" for name, value in variables.items() if name not in read]
     if unread:
-        others = ", ".join(sorted(read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map))) or "none"
+        others = (
+            ", ".join(sorted(read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map)))
+            or "none"
+        )
         log.warning(
-            f"this tokenizer's chat template does not read {', '.join(unread)}, which changes nothing; variables that "
-            f"it reads: {others}"
+            f"this tokenizer's chat template does not read {', '.join(unread)}, which changes"
+            f" nothing; variables that it reads: {others}"
         )
 
 
@@ -200,7 +243,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, advice: str =
     """Refuse a tokenizer that cannot render a conversation; `advice` ends the error."""
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for it{advice}"
+            f"the tokenizer of {name!r} has no chat template; conversations cannot be rendered for"
+            f" it{advice}"
         )
 
 

@@ -1,8 +1,9 @@
 """Tokens as text while they come: one incremental detokenizer, and how a token is shown by itself.
 
-`tokenizers.decoders.DecodeStream` decodes a fast tokenizer's tokens with the few before them that count. A token may
-end inside a character: nothing is given out until the token that completes it. Tokenizers that change what they decoded
-before (cleaning up the spaces before punctuation, a `decode` in Python) are asked for the whole text each time.
+`tokenizers.decoders.DecodeStream` decodes a fast tokenizer's tokens with the few before them that
+count. A token may end inside a character: nothing is given out until the token that completes it.
+Tokenizers that change what they decoded before (cleaning up the spaces before punctuation, a
+`decode` in Python) are asked for the whole text each time.
 """
 
 from __future__ import annotations
@@ -24,29 +25,38 @@ BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 """A token that stands for one byte, where a vocabulary falls back to bytes."""
 CLEANED = 8
-"""Characters at the end of a text that cleaning up the spaces before " n't" and the like may still change."""
+"""Characters at the end of a text that cleaning up the spaces before " n't" and the like may still
+change."""
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+def decoded(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool = False
+) -> str:
     """The text of tokens, special ones included unless they are skipped."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
 
 def symbol_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
-    """A token's entry in the vocabulary; None for one that the model has and the tokenizer has not."""
+    """Return a token's vocabulary entry; None if only the model, not the tokenizer, has it."""
     return next(iter(tokenizer.convert_ids_to_tokens([token])))
 
 
 def decodes_in_order(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether `DecodeStream` gives a tokenizer's text: it is fast, and nothing in Python changes what it decodes."""
+    """Whether `DecodeStream`, which is fast, gives a tokenizer's text.
+
+    It does where nothing in Python changes the decoded text.
+    """
     kind = type(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
         return False
-    return kind.decode is PreTrainedTokenizerFast.decode and kind._decode is PreTrainedTokenizerFast._decode
+    return (
+        kind.decode is PreTrainedTokenizerFast.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
 
 
 def step(stream: DecodeStream, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str | None:
-    """The text that tokens add to a stream; None if their decoder takes back text that it gave before."""
+    """Return the text that tokens add to a stream; None if its decoder takes back earlier text."""
     try:
         return stream.step(tokenizer.backend_tokenizer, tokens) or ""
     except Exception as error:  # the class that tokenizers raises
@@ -56,7 +66,9 @@ def step(stream: DecodeStream, tokenizer: PreTrainedTokenizerBase, tokens: list[
 
 
 class TextStream:
-    """The text of an answer while its tokens come: what is given out never changes, and is the whole text in the end.
+    """The text of an answer as its tokens arrive: text that was returned never changes.
+
+    In the end the returned pieces are the whole text.
 
     answer = TextStream(tokenizer)
     for tokens in lm.stream(input_ids, max_new_tokens=256):
@@ -64,7 +76,9 @@ class TextStream:
     print(answer.end())
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.tokens: list[int] = []
@@ -78,7 +92,7 @@ class TextStream:
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
 
     def put(self, tokens: Sequence[int]) -> str:
-        """Add tokens; return the text after what was given out that can no longer change, which may be empty."""
+        """Add tokens; return the further text that can no longer change, which may be empty."""
         self.tokens += tokens
         end = len(self.tokens)
         while end > self._read and self._may_be_in_bytes(self.tokens[end - 1]):
@@ -102,8 +116,10 @@ class TextStream:
         return piece
 
     def _of_whole_text(self, end: int) -> str:
-        """The text of the first `end` tokens after what was given out, without what may still change."""
-        text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens).rstrip(INCOMPLETE)
+        """Return what the first `end` tokens add to the returned text, as far as it is final."""
+        text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens).rstrip(
+            INCOMPLETE
+        )
         if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             text = text[:-CLEANED]
         if not text.startswith(self.text):
@@ -113,7 +129,10 @@ class TextStream:
         return piece
 
     def _may_be_in_bytes(self, token: int) -> bool:
-        """Whether it is a byte, or has no text, so that bytes on both of its sides are decoded together."""
+        """Whether a token is a byte or has no text.
+
+        Bytes on both sides of such a token are decoded together.
+        """
         symbol = symbol_of(self.tokenizer, token)
         return token in self._skipped or symbol is None or BYTE_TOKEN.fullmatch(symbol) is not None
 
@@ -138,8 +157,11 @@ def text_pieces(
 def _pieces_of_whole_text(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool, whole: str
 ) -> list[str]:
-    """`text_pieces` of a tokenizer whose text depends on more of what stands before, or comes after."""
-    ends = [shared_length([decoded(tokenizer, tokens[:end], skip_special_tokens), whole]) for end in range(len(tokens))]
+    """Return `text_pieces` for a tokenizer whose text depends on more context, before or after."""
+    ends = [
+        shared_length([decoded(tokenizer, tokens[:end], skip_special_tokens), whole])
+        for end in range(len(tokens))
+    ]
     ends.append(len(whole))
     for number in reversed(range(len(tokens))):  # what a later token changes is its own
         ends[number] = min(ends[number], ends[number + 1])

@@ -1,4 +1,4 @@
-"""Rows of text as messages: OpenAI's `messages`, ShareGPT's `conversations`, or a `prompt` with its `completion`.
+"""Text rows as messages: OpenAI `messages`, ShareGPT `conversations`, `prompt` and `completion`.
 
 A row becomes {"messages": [{"role": "user", "content": "..."}]}; its other columns stay. `content`
 may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat
@@ -34,7 +34,10 @@ Formats = Mapping[str, tuple[str, ...]]
 
 
 def user_turns(row: Any) -> list[Any]:
-    """The user's turns in a row without messages: Spec-Bench's `turns`, or its `prompt`; empty for any other row."""
+    """Return the user's turns in a row without messages; empty for any other row.
+
+    They are Spec-Bench's `turns`, or its `prompt`.
+    """
     if not isinstance(row, dict):
         return []
     if isinstance(row.get("turns"), list) and row["turns"]:
@@ -52,26 +55,34 @@ def check_columns(columns: list[str], where: str, formats: Formats = TEXT_FORMAT
         missing = [repr(column) for column in needed if column not in columns]
         lacking.append(f"{name} lacks {', '.join(missing)}")
     there = ", ".join(map(repr, columns)) or "no columns"
-    raise ValueError(f"{where}: no conversation in any format that can be read; it has {there}: {'; '.join(lacking)}")
+    raise ValueError(
+        f"{where}: no conversation in any format that can be read; it has {there}:"
+        f" {'; '.join(lacking)}"
+    )
 
 
 def format_of(row: Any, where: str, formats: Formats = TEXT_FORMATS) -> str:
     """Return the format of a row, whose columns without a value do not count."""
     if not isinstance(row, dict):
-        raise ValueError(f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}')
+        raise ValueError(
+            f'{where}: no conversation; expected {{"messages": [{{"role": ..., "content": ...}},'
+            " ...]}"
+        )
     return check_columns([name for name, value in row.items() if value is not None], where, formats)
 
 
 def check_conversation(row: Any, where: str, expected: str | None = None) -> dict[str, Any]:
-    """Convert a row of text to `messages`; its other columns stay. Errors name the row's place, `where`.
+    """Convert a row of text to `messages`; its other columns stay.
+
+    Errors name the row's place, `where`.
 
     `expected` is the format of the source's earlier rows, if there are any.
     """
     found = format_of(row, where)
     if expected not in (None, "tokens", found):
         raise ValueError(
-            f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all rows of a source "
-            "have one format: split it into several sources"
+            f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all"
+            " rows of a source have one format: split it into several sources"
         )
     messages: Any
     if found == "conversations":
@@ -79,7 +90,10 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
     else:
         messages = row["messages"] if found == "messages" else _pair(row, where)
         if not isinstance(messages, list):
-            raise ValueError(f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content': ...}}")
+            raise ValueError(
+                f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content':"
+                " ...}"
+            )
         messages = [_message(message, i, where) for i, message in enumerate(messages)]
     if not messages:
         raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
@@ -90,14 +104,20 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
 def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     turns = row["conversations"]
     if not isinstance(turns, list):
-        raise ValueError(f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value': ...}}")
-    messages = [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
+        raise ValueError(
+            f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value':"
+            " ...}"
+        )
+    messages = (
+        [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
+    )
     for i, turn in enumerate(turns):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
         if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
             raise ValueError(
-                f"{where}: message {i} is from {turn.get('from')!r}; choose from {', '.join(SHAREGPT_ROLES)}"
+                f"{where}: message {i} is from {turn.get('from')!r}; choose from"
+                f" {', '.join(SHAREGPT_ROLES)}"
             )
         messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     return messages
@@ -109,7 +129,9 @@ def _pair(row: dict[str, Any], where: str) -> list[Any]:
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         part = row[name]
         if not isinstance(part, (str, list)):
-            raise ValueError(f"{where}: {name!r} must be a text or a list of messages, not {part!r}")
+            raise ValueError(
+                f"{where}: {name!r} must be a text or a list of messages, not {part!r}"
+            )
         messages += [{"role": role, "content": part}] if isinstance(part, str) else part
     return messages
 
@@ -121,20 +143,33 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise ValueError(
-                    f"{where}: message {number} has a content part {kind!r}; only parts of type 'text' are read"
+                    f"{where}: message {number} has a content part {kind!r}; only parts of type"
+                    " 'text' are read"
                 )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'")
+        raise ValueError(
+            f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'"
+        )
     if message.get("role") not in ROLES:
-        raise ValueError(f"{where}: message {number} has role {message.get('role')!r}; choose from {', '.join(ROLES)}")
+        raise ValueError(
+            f"{where}: message {number} has role {message.get('role')!r}; choose from"
+            f" {', '.join(ROLES)}"
+        )
     message = {**message, "content": content}
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):
-            raise ValueError(f"{where}: message {number} needs a list of 'tool_calls', not {message['tool_calls']!r}")
+            raise ValueError(
+                f"{where}: message {number} needs a list of 'tool_calls', not"
+                f" {message['tool_calls']!r}"
+            )
         message["tool_calls"] = [_tool_call(call, number, where) for call in message["tool_calls"]]
     return message
 
@@ -143,13 +178,17 @@ def _tool_call(call: Any, number: int, where: str) -> dict[str, Any]:
     """Check a tool call, whose arguments are an object or, as OpenAI sends them, its JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: message {number} has a tool call without a function's 'name': {call!r}")
+        raise ValueError(
+            f"{where}: message {number} has a tool call without a function's 'name': {call!r}"
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             json.loads(arguments or "{}")
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: message {number} calls {function['name']} with no JSON: {error}") from error
+            raise ValueError(
+                f"{where}: message {number} calls {function['name']} with no JSON: {error}"
+            ) from error
     return dict(call)
 
 
@@ -161,5 +200,7 @@ def _tools(tools: Any, where: str) -> list[Any]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: 'tools' is a text and no JSON: {error}") from error
     if not isinstance(tools, list):
-        raise ValueError(f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}")
+        raise ValueError(
+            f"{where}: 'tools' must be a list of tools, or its JSON text, not {tools!r}"
+        )
     return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]

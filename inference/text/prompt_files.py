@@ -39,14 +39,18 @@ def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[st
             continue
         row = check_conversation(row, where)
         messages = row["messages"]
-        rows.append({**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages})
+        rows.append(
+            {**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages}
+        )
     return rows
 
 
 def _rows(name: str) -> Iterator[tuple[str, Any]]:
     """Place of every row of a file, for error messages, and its value."""
     if name.endswith(".parquet"):
-        raise ValueError(f"{name}: prompts are read from JSON Lines or a JSON array, not from Parquet")
+        raise ValueError(
+            f"{name}: prompts are read from JSON Lines or a JSON array, not from Parquet"
+        )
     if holds_array(name):
         for number, row in enumerate(json_array(name)):
             yield f"{name}, row {number}", row
@@ -76,7 +80,8 @@ def holds_array(name: str) -> bool:
         raise ValueError(f"{name}: cannot be read: {error}") from error
     if first.startswith(UTF_16_AND_32) or b"\0" in first[:4]:
         raise ValueError(
-            f"{name} is in UTF-16 or UTF-32; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {name} > converted.jsonl"
+            f"{name} is in UTF-16 or UTF-32; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {name} >"
+            " converted.jsonl"
         )
     return first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
@@ -108,7 +113,9 @@ def compression(name: str) -> str | None:
     """
     found = COMPRESSIONS.get(Path(name).suffix)
     if found is not None and found not in fsspec.available_compressions():
-        raise ValueError(f"{name}: reading {found} needs the package zstandard: pip install zstandard")
+        raise ValueError(
+            f"{name}: reading {found} needs the package zstandard: pip install zstandard"
+        )
     return found
 
 
@@ -116,7 +123,9 @@ def open_bytes(name: str) -> IO[bytes]:
     """Open a file for reading, decompressed."""
     if compression(name) is None:
         return Path(name).open("rb")
-    packed: Any = fsspec.open(str(Path(name).absolute()), "rb", compression=compression(name)).open()
+    packed: Any = fsspec.open(
+        str(Path(name).absolute()), "rb", compression=compression(name)
+    ).open()
     return io.BufferedReader(packed)  # zstandard's reader has no lines
 
 

@@ -12,14 +12,18 @@ from transformers.generation.streamers import BaseStreamer
 
 
 def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
-    """Run `generate(streamer=...)` and yield the tokens of each round; closing the iterator ends the generation.
+    """Run `generate(streamer=...)` and yield the tokens of each round.
+
+    Closing the iterator ends the generation.
 
     Raises:
         BaseException: what `generate` raised.
     """
     rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
     streamer = QueueStreamer(rounds)
-    thread = threading.Thread(target=_run, args=(generate, streamer), name="headstart stream", daemon=True)
+    thread = threading.Thread(
+        target=_run, args=(generate, streamer), name="headstart stream", daemon=True
+    )
     thread.start()
     try:
         while (tokens := rounds.get()) is not None:

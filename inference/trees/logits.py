@@ -1,9 +1,10 @@
 """Logits processors for trees.
 
-A processor that reads the logits alone runs on all nodes of a tree at once. One that reads the text runs once per row
-and depth of the tree, each node with the text that it would have if its path were accepted. One that may keep a state
-(a grammar's matcher, any of the user's own) runs once per token, on accepted nodes alone, as in plain decoding. All run
-in their order, on rows without padding.
+A processor that reads the logits alone runs on all nodes of a tree at once. One that reads the text
+runs once per row and depth of the tree, each node with the text that it would have if its path were
+accepted. One that may keep a state (a grammar's matcher, any of the user's own) runs once per
+token, on accepted nodes alone, as in plain decoding. All run in their order, on rows without
+padding.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ READS_LENGTH = (
     known.MinNewTokensLengthLogitsProcessor,
     known.SuppressTokensAtBeginLogitsProcessor,
 )
-"""Processors that compare the text's length with one that `generate` counted over the padded prompt."""
+"""Processors that compare the text's length with one that `generate` counted over the padded
+prompt."""
 READS_TEXT = (
     known.ForcedBOSTokenLogitsProcessor,
     known.MinLengthLogitsProcessor,
@@ -64,47 +66,64 @@ class TreeLogitsProcessor:
     """Applies a call's logits processors to the nodes of a tree, each node with its own prefix."""
 
     def __init__(
-        self, processors: LogitsProcessorList, paddings: Sequence[int], min_length_counts_padding: bool = False
+        self,
+        processors: LogitsProcessorList,
+        paddings: Sequence[int],
+        min_length_counts_padding: bool = False,
     ) -> None:
-        """Check the processors that `generate` prepared for prompts with this many padding tokens in each row.
+        """Check the processors that `generate` prepared for prompts with padding.
+
+        `paddings` holds the number of padding tokens of each row.
 
         Raises:
-            ValueError: a processor that depends on more than one row's text and logits, or one of the user's own that
-                cannot be copied for each row of a batch; named.
+            ValueError: a processor that depends on more than one row's text and logits, or one of
+                the user's own that cannot be copied for each row of a batch; named.
         """
         supported = (*PREFIX_FREE, *READS_LENGTH, *READS_TEXT, *CALLS_USER)
         for processor in processors:
             if _is_transformers(processor) and not isinstance(processor, supported):
                 names = sorted(kind.__name__ for kind in supported)
                 raise ValueError(
-                    f"{type(processor).__name__} is not supported; choose from {', '.join(names)}, or a processor of "
-                    "your own that maps one row's text and logits to scores"
+                    f"{type(processor).__name__} is not supported; choose from {', '.join(names)},"
+                    " or a processor of your own that maps one row's text and logits to scores"
                 )
         self.processors, self._paddings = processors, paddings
-        self._counting = READS_LENGTH + ((known.MinLengthLogitsProcessor,) if min_length_counts_padding else ())
+        self._counting = READS_LENGTH + (
+            (known.MinLengthLogitsProcessor,) if min_length_counts_padding else ()
+        )
         self._reads_text = not all(_reads_logits_alone(processor) for processor in processors)
         self.one_by_one = any(_may_keep_state(processor) for processor in processors)
-        """Whether a processor may keep a state, so that it must be called once for each token, in the text's order, and
-        never with a draft that is rejected."""
+        """Whether a processor may keep a state, so that it must be called once for each token, in
+        the text's order, and never with a draft that is rejected."""
         self.calls = 0
         """Tokens that were scored one by one."""
-        self._wants_numbers = not any(isinstance(each, known.InfNanRemoveLogitsProcessor) for each in processors)
+        self._wants_numbers = not any(
+            isinstance(each, known.InfNanRemoveLogitsProcessor) for each in processors
+        )
         own = [processor for processor in processors if not _is_transformers(processor)]
-        self._own_of_rows = {id(processor): processors_of_rows(processor, len(paddings)) for processor in own}
+        self._own_of_rows = {
+            id(processor): processors_of_rows(processor, len(paddings)) for processor in own
+        }
         """By the user's own processor: the one of each row."""
         warpers = [each for each in processors if isinstance(each, known.TemperatureLogitsWarper)]
         self.temperature = math.prod(float(each.temperature) for each in warpers)
         if self.temperature < SMALLEST_TEMPERATURE:
             raise ValueError(
-                f"temperature {self.temperature:.2g} is below {SMALLEST_TEMPERATURE}, so that scores are infinite; "
-                "do_sample=False takes the best token"
+                f"temperature {self.temperature:.2g} is below {SMALLEST_TEMPERATURE}, so that"
+                " scores are infinite; do_sample=False takes the best token"
             )
-        self._on: dict[torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]] = {}
-        """By the logits' device: the processors that read logits alone, and for each row all of its processors, each
-        with the number of padding tokens that it counts."""
+        self._on: dict[
+            torch.device, tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]
+        ] = {}
+        """By the logits' device: the processors that read logits alone, and for each row all of its
+        processors, each with the number of padding tokens that it counts."""
 
     def __call__(
-        self, logits_BNV: Tensor, tree: DraftTree, text_of: Callable[[int], Tensor], rows: Sequence[int | None]
+        self,
+        logits_BNV: Tensor,
+        tree: DraftTree,
+        text_of: Callable[[int], Tensor],
+        rows: Sequence[int | None],
     ) -> Tensor:
         """Scores of every node, in at least float32; `text_of` a row [T] ends with the tree's root.
 
@@ -120,19 +139,34 @@ class TreeLogitsProcessor:
                     scores_BNV[slot, 0] = self.score_next(row, text_of(row), scores_BNV[slot, 0])
             return scores_BNV
         # sync: processors that read text run depth by depth, and may read it on the host
-        tokens_BN, parents_BN, sizes = tree.tokens_BN.tolist(), tree.parents_BN.tolist(), tree.sizes_B.tolist()
+        tokens_BN, parents_BN, sizes = (
+            tree.tokens_BN.tolist(),
+            tree.parents_BN.tolist(),
+            tree.sizes_B.tolist(),
+        )
         by_row = self._for(logits_BNV.device)[1]
         for slot, row in enumerate(rows):
             if row is None:
                 continue
             nodes, text_T = slice(sizes[slot]), text_of(row).to(logits_BNV.device)
-            self._score_row(scores_BNV[slot], tokens_BN[slot][nodes], parents_BN[slot][nodes], text_T, by_row[row])
+            self._score_row(
+                scores_BNV[slot],
+                tokens_BN[slot][nodes],
+                parents_BN[slot][nodes],
+                text_T,
+                by_row[row],
+            )
         return scores_BNV
 
     def score_next(self, row: int, text_T: Tensor, logits_V: Tensor) -> Tensor:
-        """Scores [V] of the token after a row's text, by all processors, as `generate` calls them for that row."""
-        if self._wants_numbers and bool(logits_V.isnan().any()):  # sync: these processors run on the host
-            return logits_V  # the caller tells that; a processor that has seen the text could not see it again
+        """Return scores [V] of the token after a row's text, by all processors.
+
+        They are called as `generate` calls them for that row.
+        """
+        # sync: these processors run on the host
+        if self._wants_numbers and bool(logits_V.isnan().any()):
+            # the caller tells that; a processor that has seen the text could not see it again
+            return logits_V
         self.calls += 1
         scores_1V = at_least_fp32(logits_V).clone()[None]  # the user's processors may write to it
         text_1T = text_T.to(logits_V.device)[None]
@@ -156,15 +190,29 @@ class TreeLogitsProcessor:
         no_text: Any = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
         return self._for(logits.device)[0](no_text, flat).reshape(logits.shape)
 
-    def _for(self, device: torch.device) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
-        """`_on[device]`: copies with their tensors on that device; `generate` made them on the inputs' device."""
+    def _for(
+        self, device: torch.device
+    ) -> tuple[LogitsProcessorList, list[list[tuple[LogitsProcessor, int]]]]:
+        """Return `_on[device]`: copies of the processors with their tensors on that device.
+
+        `generate` made the processors on the inputs' device.
+        """
         if device not in self._on:
-            alone = [_moved(processor, device) for processor in self.processors if _reads_logits_alone(processor)]
-            by_row = [[self._of_row(p, row, device) for p in self.processors] for row in range(len(self._paddings))]
+            alone = [
+                _moved(processor, device)
+                for processor in self.processors
+                if _reads_logits_alone(processor)
+            ]
+            by_row = [
+                [self._of_row(p, row, device) for p in self.processors]
+                for row in range(len(self._paddings))
+            ]
             self._on[device] = LogitsProcessorList(alone), by_row
         return self._on[device]
 
-    def _of_row(self, processor: LogitsProcessor, row: int, device: torch.device) -> tuple[LogitsProcessor, int]:
+    def _of_row(
+        self, processor: LogitsProcessor, row: int, device: torch.device
+    ) -> tuple[LogitsProcessor, int]:
         """The processor of one row, and the number of padding tokens that it counts."""
         if id(processor) in self._own_of_rows:
             return self._own_of_rows[id(processor)][row], 0
@@ -181,21 +229,27 @@ class TreeLogitsProcessor:
     ) -> None:
         """Process one row's nodes in place, depth by depth.
 
-        A node that its parent's scores forbid can never be accepted. It is skipped: a constraint need not know how to
-        continue a text that it forbids.
+        A node that its parent's scores forbid can never be accepted. It is skipped: a constraint
+        need not know how to continue a text that it forbids.
         """
         paths: dict[int, list[int]] = {0: []}
         while paths:
             nodes = list(paths)
             more_ND = upload(list(paths.values()), text_T.device, text_T.dtype)
-            texts_NT = torch.cat([text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1)
+            texts_NT = torch.cat(
+                [text_T.expand(len(nodes), -1), more_ND.reshape(len(nodes), -1)], dim=1
+            )
             found_NV = scores_NV[nodes]
             for processor, padding in processors:
                 found_NV = processor(F.pad(texts_NT, (padding, 0)), found_NV)
             scores_NV[nodes] = found_NV
             children = [node for node, parent in enumerate(parents) if parent in paths]
-            own = scores_NV[[parents[node] for node in children], [tokens[node] for node in children]].tolist()
-            allowed = [node for node, score in zip(children, own, strict=True) if score > -torch.inf]
+            own = scores_NV[
+                [parents[node] for node in children], [tokens[node] for node in children]
+            ].tolist()
+            allowed = [
+                node for node, score in zip(children, own, strict=True) if score > -torch.inf
+            ]
             paths = {node: [*paths[parents[node]], tokens[node]] for node in allowed}
 
 
@@ -213,10 +267,10 @@ def _reads_logits_alone(processor: LogitsProcessor) -> bool:
 
 
 def processors_of_rows(processor: Any, rows: int) -> list[LogitsProcessor]:
-    """A processor of the user's own for each row of a batch, so that a state that it keeps is that of one text.
+    """Return the user's processor for each row of a batch, so that any state belongs to one text.
 
-    A single row gets the user's object itself. In a batch each row gets what `processor.for_row(row)` returns, or else
-    a deep copy, which shares models and tokenizers.
+    A single row gets the user's object itself. In a batch each row gets what
+    `processor.for_row(row)` returns, or else a deep copy, which shares models and tokenizers.
 
     Raises:
         ValueError: it cannot be copied, and has no `for_row`.
@@ -225,23 +279,32 @@ def processors_of_rows(processor: Any, rows: int) -> list[LogitsProcessor]:
         return [processor]
     if callable(getattr(processor, "for_row", None)):
         return [processor.for_row(row) for row in range(rows)]
-    if isinstance(getattr(processor, "compiled_grammars", None), list) and getattr(processor, "matchers", None) == []:
+    if (
+        isinstance(getattr(processor, "compiled_grammars", None), list)
+        and getattr(processor, "matchers", None) == []
+    ):
         return [_xgrammar_of_row(processor, row) for row in range(rows)]
     attributes = getattr(processor, "__dict__", {}).values()
-    heavy = [value for value in attributes if isinstance(value, (nn.Module, PreTrainedTokenizerBase))]
+    heavy = [
+        value for value in attributes if isinstance(value, (nn.Module, PreTrainedTokenizerBase))
+    ]
     try:
-        return [copy.deepcopy(processor, {id(value): value for value in heavy}) for _ in range(rows)]
+        return [
+            copy.deepcopy(processor, {id(value): value for value in heavy}) for _ in range(rows)
+        ]
     except Exception as error:
         name = type(processor).__name__
         raise ValueError(
-            f"the logits processor {name} cannot be copied for each of {rows} rows ({error}), and shared it would mix "
-            "their texts; give it a method for_row(row) that returns the processor of one row (itself, if it keeps no "
-            "state), or decode rows one at a time"
+            f"the logits processor {name} cannot be copied for each of {rows} rows ({error}), and"
+            " shared it would mix their texts; give it a method for_row(row) that returns the"
+            " processor of one row (itself, if it keeps no state), or decode rows one at a time"
         ) from error
 
 
 def _xgrammar_of_row(processor: Any, row: int) -> LogitsProcessor:
-    """One row's part of an unused `xgrammar.contrib.hf.LogitsProcessor`, which holds one grammar, or one for each row.
+    """Return one row's part of an unused `xgrammar.contrib.hf.LogitsProcessor`.
+
+    The processor holds one grammar, or one for each row.
 
     It makes its matchers, which no copy can have, at its first call.
     """
@@ -262,11 +325,16 @@ def _moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """The processor as `generate` would make it for one row by itself, without padding."""
-    # `generate` passes the penalty the padding's length as a tensor, the user's own choice as an integer.
+    # `generate` passes the penalty the padding's length as a tensor, the user's own choice as an
+    # integer.
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
+    if isinstance(processor, known.RepetitionPenaltyLogitsProcessor) and isinstance(
+        ignored, Tensor
+    ):
         return known.RepetitionPenaltyLogitsProcessor(processor.penalty)
     if isinstance(processor, known.PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        return known.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row, text), num_beams=1)
+        return known.PrefixConstrainedLogitsProcessor(
+            lambda _, text: allowed(row, text), num_beams=1
+        )
     return processor

@@ -22,12 +22,12 @@ def finest(device: torch.device) -> torch.dtype:
 
 @dataclass(eq=False)
 class RandomSampler:
-    """Source of randomness for drafts and acceptance rules: a `torch.Generator`, or the global one if None."""
+    """Source of randomness for drafts and acceptance rules: `generator`, or torch's global one."""
 
     generator: torch.Generator | None = None
     live: tuple[bool, ...] | None = field(default=None, init=False)
-    """For each place of the batch, whether its row is being decoded; None if all are. An idle row gets the numbers of
-    the first that is: those of the others are as without it."""
+    """For each place of the batch, whether its row is being decoded; None if all are. An idle row
+    gets the numbers of the first that is: those of the others are as without it."""
 
     def draw_for(self, live: tuple[bool, ...] | None) -> None:
         """Draw for these places of the batch from now on."""
@@ -35,11 +35,13 @@ class RandomSampler:
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Uniform numbers in [0, 1), float64 where the device has it."""
-        drawn = torch.rand(self._drawn(shape), dtype=finest(device), device=device, generator=self.generator)
+        drawn = torch.rand(
+            self._drawn(shape), dtype=finest(device), device=device, generator=self.generator
+        )
         return self._in_places(drawn)
 
     def _drawn(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape of numbers for the rows that are being decoded, of a shape for the whole batch."""
+        """Return the shape of numbers for the rows being decoded, from the whole batch's shape."""
         return shape if self.live is None else (sum(self.live), *shape[1:])
 
     def _in_places(self, drawn: Tensor) -> Tensor:
@@ -61,23 +63,31 @@ class RandomSampler:
         """One class per distribution, [..., V] to [...], by inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
-        # right=True: the first class whose cumulative mass exceeds the draw, so never one of probability 0
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(-1)
-        return drawn.clamp(max=probs.shape[-1] - 1)  # for NaN probabilities, which the caller detects
+        # right=True: the first class whose cumulative mass exceeds the draw, so never one of
+        # probability 0
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(
+            -1
+        )
+        # for NaN probabilities, which the caller detects
+        return drawn.clamp(max=probs.shape[-1] - 1)
 
     def accept(self, probs: Tensor) -> Tensor:
         """True with each of these probabilities; same shape."""
         return self.uniform(probs.shape, probs.device) < probs
 
     def distinct(self, probs: Tensor, count: int) -> Tensor:
-        """`count` classes per distribution without replacement, in draw order: [..., V] to [..., count].
+        """Draw `count` classes per distribution without replacement: [..., V] to [..., count].
 
-        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate probs[v]. Impossible
-        classes come last.
+        The classes are in draw order.
+
+        Gumbel-top-k (1903.06059): the first arrivals of a race in which class v arrives at rate
+        probs[v]. Impossible classes come last.
         """
         if count == 1:
             return self.categorical(probs)[..., None]
-        times = self._in_places(probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator))
+        times = self._in_places(
+            probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator)
+        )
         return (probs / times).topk(count, dim=-1).indices
 
 
@@ -104,7 +114,10 @@ class PositionSampler(RandomSampler):
 
 @dataclass(eq=False)
 class PrecomputedSampler(RandomSampler):
-    """Samples with precomputed uniform numbers, each used once; the batch is the first dimension."""
+    """Samples with precomputed uniform numbers, each used once.
+
+    Their first dimension is the batch.
+    """
 
     uniform_BU: Tensor = field(kw_only=True)
     used: int = 0
@@ -120,7 +133,10 @@ class PrecomputedSampler(RandomSampler):
 
 
 def sampler_by(numbers: Tensor) -> PositionSampler | PrecomputedSampler:
-    """The sampler that uses random numbers: exponential ones by position [B, N, V], or uniform ones [B, U]."""
+    """Return the sampler that uses these random numbers.
+
+    They are exponential ones by position [B, N, V], or uniform ones [B, U].
+    """
     if numbers.ndim == 3:
         return PositionSampler(exponential_BNV=numbers)
     return PrecomputedSampler(uniform_BU=numbers)

@@ -1,8 +1,9 @@
 """Acceptance statistics by one definition, used in training, decoding and benchmarks.
 
-acceptance length tau    tokens emitted per round, the bonus token counted; the prefill and its token left out,
-                         the last round counting what is returned
-acceptance rate, depth d how often the accepted path reaches depth d + 1, given that it reached d
+acceptance length tau      tokens emitted per round, the bonus token counted; the prefill and its
+                           token left out, the last round counting what is returned
+acceptance rate, depth d   how often the accepted path reaches depth d + 1, given that it
+                           reached d
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 PARTS = ("draft", "target", "processors", "verify", "cache", "host")
-"""Parts of a round: the draft and `observe`, the target's forward with its mask, the logits processors, the acceptance
-rule, the compaction of the KV cache (a part of the rule in a CUDA graph), and synchronization and bookkeeping on the
-host."""
+"""Parts of a round: the draft and `observe`, the target's forward with its mask, the logits
+processors, the acceptance rule, the compaction of the KV cache (a part of the rule in a CUDA
+graph), and synchronization and bookkeeping on the host."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class RoundRecord:
     number: int = field(default=0, compare=False)
     """Which round it was, as an index into `Stats.round_seconds`."""
     fallback: str = field(default="", compare=False)
-    """Why the round had no drafts, see `DraftTree.fallback`; empty if it had, or if there was nothing to draft."""
+    """Why the round had no drafts, see `DraftTree.fallback`; empty if it had, or if there was
+    nothing to draft."""
     nodes: int = field(default=1, compare=False)
     """Nodes of the round's trees, the root counted; 1 for a plain round."""
 
@@ -50,7 +52,8 @@ class Stats:
     round_seconds: list[float] = field(default_factory=list)
     """Duration of every round, over all rows of its batch."""
     first_token_seconds: list[float] = field(default_factory=list)
-    """For each generation, the time in which its first prompts were read, up to their first tokens."""
+    """For each generation, the time in which its first prompts were read, up to their first
+    tokens."""
     cache_bytes: int = 0
     """Memory of the target's KV cache; the largest one if there were several generations."""
 
@@ -99,8 +102,8 @@ class Stats:
     def acceptance_length_interval(self) -> tuple[float, float]:
         """95 % confidence interval of the acceptance length.
 
-        A ratio estimate over clusters: rows (prompts) if there are several, since rounds of one text resemble each
-        other; else rounds. NaN with fewer than two clusters.
+        A ratio estimate over clusters: rows (prompts) if there are several, since rounds of one
+        text resemble each other; else rounds. NaN with fewer than two clusters.
         """
         clusters = [[tokens, rounds] for tokens, rounds in self.tokens_and_rounds if rounds]
         if len(clusters) == 1:
@@ -116,8 +119,8 @@ class Stats:
     def acceptance_rate_by_depth(self) -> list[float]:
         """Acceptance rate for each depth from the root; NaN where no path reached it.
 
-        A row's last round may return fewer tokens than were accepted: it counts for the depths that were returned,
-        not for the next one.
+        A row's last round may return fewer tokens than were accepted: it counts for the depths that
+        were returned, not for the next one.
         """
         reached, accepted = [0] * self.max_depth, [0] * self.max_depth
         for record in (record for row in self.rows for record in row):
@@ -126,7 +129,10 @@ class Stats:
             for depth in range(self.max_depth):
                 reached[depth] += depth < successes or (depth == successes and not truncated)
                 accepted[depth] += depth < successes
-        return [hits / tries if tries else float("nan") for hits, tries in zip(accepted, reached, strict=True)]
+        return [
+            hits / tries if tries else float("nan")
+            for hits, tries in zip(accepted, reached, strict=True)
+        ]
 
     @property
     def round_parts(self) -> dict[str, float]:
@@ -136,10 +142,15 @@ class Stats:
 
     @property
     def token_seconds(self) -> list[float]:
-        """Seconds per returned token: its round's time over the tokens that the round returned in its row."""
+        """Seconds per returned token.
+
+        It is the round's time over the number of tokens that the round returned in the token's row.
+        """
         records = [record for row in self.rows for record in row if self.round_seconds]
         return [
-            self.round_seconds[record.number] / record.returned for record in records for _ in range(record.returned)
+            self.round_seconds[record.number] / record.returned
+            for record in records
+            for _ in range(record.returned)
         ]
 
     def summary(self) -> str:
@@ -148,14 +159,22 @@ class Stats:
             return "no rounds"
         low, high = self.acceptance_length_interval
         spread = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
-        rates = ", ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in self.acceptance_rate_by_depth)
-        parts = ", ".join(f"{part} {1000 * seconds:.1f}" for part, seconds in self.round_parts.items())
+        rates = ", ".join(
+            "-" if math.isnan(rate) else f"{rate:.2f}" for rate in self.acceptance_rate_by_depth
+        )
+        parts = ", ".join(
+            f"{part} {1000 * seconds:.1f}" for part, seconds in self.round_parts.items()
+        )
         seconds = sum(self.round_seconds)
-        prefill, rate = self.seconds.get("prefill", 0.0), self.tokens / seconds if seconds else math.nan
+        prefill, rate = (
+            self.seconds.get("prefill", 0.0),
+            (self.tokens / seconds if seconds else math.nan),
+        )
         return (
-            f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without drafts; acceptance "
-            f"length {self.acceptance_length:.2f}{spread}; acceptance rate by depth {rates or '-'}\n"
-            f"{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round, in ms: {parts}"
+            f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without"
+            f" drafts; acceptance length {self.acceptance_length:.2f}{spread}; acceptance rate by"
+            f" depth {rates or '-'}\n{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round,"
+            f" in ms: {parts}"
         )
 
     @classmethod
@@ -164,7 +183,10 @@ class Stats:
         whole = cls()
         for part in parts:
             before = len(whole.round_seconds)
-            whole.rows += [[replace(record, number=before + record.number) for record in row] for row in part.rows]
+            whole.rows += [
+                [replace(record, number=before + record.number) for record in row]
+                for row in part.rows
+            ]
             whole.round_seconds += part.round_seconds
             whole.max_depth = max(whole.max_depth, part.max_depth)
             whole.first_token_seconds += part.first_token_seconds

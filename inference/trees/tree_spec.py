@@ -1,4 +1,4 @@
-"""Tree specs: which nodes a draft tree has, in the words that users and checkpoints write, and their parser."""
+"""Tree specs: a draft tree's nodes as users and checkpoints write them, and their parser."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGEST_TREE = 2**12
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a `TreeShape`: which children of the frontier become nodes, and which nodes are expanded."""
+    """One depth of a `TreeShape`: which children of the frontier are nodes, which are expanded."""
 
     width: int
     """Top-k children considered of each frontier node."""
@@ -38,7 +38,10 @@ class Level:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A static tree. A node is the path of ranks to it: [0, 2] is the third-best child of the root's best child."""
+    """A static tree.
+
+    A node is the path of ranks to it: [0, 2] is the third-best child of the root's best child.
+    """
 
     paths: tuple[tuple[int, ...], ...]
     """All nodes but the root, sorted by depth and then by ranks."""
@@ -61,7 +64,13 @@ class TreeShape:
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         parents = (-1, *(index[path[:-1]] for path in self.paths))
         inner = tuple(sorted(set(parents[1:])))
-        computed = {"size": size, "depth": depth, "is_chain": size == depth + 1, "parents": parents, "inner": inner}
+        computed = {
+            "size": size,
+            "depth": depth,
+            "is_chain": size == depth + 1,
+            "parents": parents,
+            "inner": inner,
+        }
         vars(self).update(computed, expanded=max(1, len(inner)))
 
     @classmethod
@@ -78,13 +87,20 @@ class TreeShape:
         known = {(), *nodes}
         for path in nodes:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
-                raise ValueError(f"tree path {list(path)} must hold at least one rank, each an integer from 0")
+                raise ValueError(
+                    f"tree path {list(path)} must hold at least one rank, each an integer from 0"
+                )
             if max(path) >= LARGEST_TREE:
                 raise ValueError(f"tree path {list(path)} has a rank above {LARGEST_TREE - 1}")
             if path[:-1] not in known:
-                raise ValueError(f"tree path {list(path)} has no parent {list(path[:-1])} in the tree")
+                raise ValueError(
+                    f"tree path {list(path)} has no parent {list(path[:-1])} in the tree"
+                )
         if len(known) != len(nodes) + 1:
-            raise ValueError("a tree path stands twice: " + str(next(list(p) for p in nodes if nodes.count(p) > 1)))
+            raise ValueError(
+                "a tree path stands twice: "
+                + str(next(list(p) for p in nodes if nodes.count(p) > 1))
+            )
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
 
     @classmethod
@@ -126,7 +142,7 @@ def _check_size(nodes: int) -> None:
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """Limits of a dynamic tree, which takes the draft's most probable paths, others in each step."""
+    """Limits of a dynamic tree, which takes the draft's most probable paths anew in each step."""
 
     size: int = 60
     """Number of nodes, the root counted."""
@@ -147,15 +163,18 @@ class DynamicShape:
         expanded = 1 + (self.depth - 1) * self.width
         if max(expanded, self.width) > LARGEST_TREE:
             raise ValueError(
-                f"a dynamic tree of depth {self.depth} and width {self.width} expands {expanded} nodes, each with "
-                f"{self.width} children; both are at most {LARGEST_TREE}"
+                f"a dynamic tree of depth {self.depth} and width {self.width} expands {expanded}"
+                f" nodes, each with {self.width} children; both are at most {LARGEST_TREE}"
             )
         vars(self).update(expanded=expanded)
 
 
 @dataclass(frozen=True)
 class SampledShape:
-    """A static tree whose children are sampled from the draft's distribution; a rank is the order of sampling."""
+    """A static tree whose children are sampled from the draft's distribution.
+
+    A rank is the order of sampling.
+    """
 
     shape: TreeShape
     independent: bool = False
@@ -171,8 +190,8 @@ class SampledShape:
         for path in self.shape.paths:
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in self.shape.paths:
                 raise ValueError(
-                    f"tree path {list(path)} cannot be sampled without {[*path[:-1], path[-1] - 1]}, which is sampled "
-                    "before it"
+                    f"tree path {list(path)} cannot be sampled without"
+                    f" {[*path[:-1], path[-1] - 1]}, which is sampled before it"
                 )
         siblings = "sampled_independent" if self.independent else "sampled_without_replacement"
         kind = "sampled_chain" if self.shape.is_chain else siblings
@@ -181,7 +200,7 @@ class SampledShape:
 
 @dataclass(frozen=True)
 class EarlyExitShape:
-    """A chain that ends where the next token's probability of being accepted falls below a threshold."""
+    """A chain that ends where the next token's acceptance probability falls below a threshold."""
 
     depth: int
     """Tokens, at most."""
@@ -197,8 +216,8 @@ class EarlyExitShape:
     def __post_init__(self) -> None:
         if self.depth < 1 or not 0 <= self.threshold <= 1:
             raise ValueError(
-                "a chain with early exit needs a length of at least 1 and a threshold from 0 to 1, not "
-                f"{self.depth} and {self.threshold}"
+                "a chain with early exit needs a length of at least 1 and a threshold from 0 to 1,"
+                f" not {self.depth} and {self.threshold}"
             )
         _check_size(self.depth)
         vars(self).update(size=self.depth + 1, expanded=self.depth)
@@ -207,7 +226,8 @@ class EarlyExitShape:
 TreePolicy = TreeShape | DynamicShape | SampledShape | EarlyExitShape
 """Which trees are drafted."""
 TreeSpec = str | Sequence[Sequence[int]] | TreePolicy | Sequence[TreePolicy]
-"""A policy as users and checkpoints write it, see `tree_policy`, or several, see `tree_policies`."""
+"""A policy as users and checkpoints write it, see `tree_policy`, or several, see
+`tree_policies`."""
 
 
 def tree_policies(tree: TreeSpec) -> list[TreePolicy]:
@@ -228,11 +248,12 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     """Parse a tree spec.
 
     Args:
-        tree: `chain:LENGTH`, `root` (no drafts), `branch:2x2x1` (children of every node, depth by depth),
-            `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of paths such as
-            [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain, branch, file or JSON list samples the
-            children instead of taking the top-k, without replacement; `independent:` samples them independently.
-            `stop:0.4:` before a chain, sampled or not, ends it where the draft's confidence is below 0.4.
+        tree: `chain:LENGTH`, `root` (no drafts), `branch:2x2x1` (children of every node, depth by
+            depth), `dynamic:NODES:DEPTH:WIDTH` (the last ones may be left out), a JSON file of
+            paths such as [[0], [1], [0, 0]], or the paths themselves. `drawn:` before a chain,
+            branch, file or JSON list samples the children instead of taking the top-k, without
+            replacement; `independent:` samples them independently. `stop:0.4:` before a chain,
+            sampled or not, ends it where the draft's confidence is below 0.4.
 
     Raises:
         ValueError: another spec, or limits that allow no tree.
@@ -256,7 +277,9 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         children = [range(int(number)) for number in numbers[0].split("x")]
         _check_size(sum(itertools.accumulate(map(len, children), operator.mul)))
         depths = range(1, len(children) + 1)
-        return TreeShape.from_paths([path for depth in depths for path in itertools.product(*children[:depth])])
+        return TreeShape.from_paths(
+            [path for depth in depths for path in itertools.product(*children[:depth])]
+        )
     if all(number.isdigit() for number in numbers):
         if kind == "chain" and len(numbers) == 1:
             return TreeShape.chain(int(numbers[0]))
@@ -267,13 +290,16 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         try:
             paths = json.loads(tree if literal else Path(tree).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}") from error
+            raise ValueError(
+                f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
+            ) from error
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
             raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]")
         return TreeShape.from_paths(paths)
     raise ValueError(
-        f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1, dynamic:NODES:DEPTH:WIDTH, a JSON "
-        "file of paths, or drawn: or independent: and one of these that is not dynamic, or stop:0.4: and a chain"
+        f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1,"
+        " dynamic:NODES:DEPTH:WIDTH, a JSON file of paths, or drawn: or independent: and one of"
+        " these that is not dynamic, or stop:0.4: and a chain"
     )
 
 

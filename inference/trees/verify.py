@@ -1,21 +1,26 @@
 """Acceptance rules: pure functions of a draft tree and the target's scores at its nodes.
 
-With target_probs p = softmax(scores) and draft_probs q, the distribution that a node's children were sampled from:
+With target_probs p = softmax(scores) and draft_probs q, the distribution that a node's children
+were sampled from:
 
     greedy                 go to the child that is the best token: what greedy decoding generates
-    point_mass             draw y from p; go to the child that is y                        (any tree; 2408.07978)
-    token                  accept a sampled x with min(1, p(x)/q(x)), else draw from norm((p - q)+)    (2211.17192)
-    with_replacement       the same child by child: after a rejection p becomes norm((p - q)+)       (2305.09781)
-    without_replacement    and x leaves q, which is renormalised                           (2402.12374, 2402.14160)
-    block                  the whole chain, from its end: accept the longest prefix that may stand   (2403.10444)
-    traversal              the same for trees, leaf by leaf                                          (2505.12398)
-    typical                accept x if p(x) > min(epsilon, delta exp(-entropy of p))                 (2401.10774)
+    point_mass             draw y from p; go to the child that is y           (any tree; 2408.07978)
+    token                  accept a sampled x with min(1, p(x)/q(x)),
+                           else draw from norm((p - q)+)                                (2211.17192)
+    with_replacement       the same child by child: after a rejection
+                           p becomes norm((p - q)+)                                     (2305.09781)
+    without_replacement    and x leaves q, which is renormalised            (2402.12374, 2402.14160)
+    block                  the whole chain, from its end:
+                           accept the longest prefix that may stand                     (2403.10444)
+    traversal              the same for trees, leaf by leaf                             (2505.12398)
+    typical                accept x if p(x) > min(epsilon, delta exp(-entropy of p))    (2401.10774)
 
-All but `typical` are exact: emitted tokens have the target's distribution (greedy: are its best text). `typical` is
-lossy: it emits what the target finds plausible, and more of it.
+All but `typical` are exact: emitted tokens have the target's distribution (greedy: are its best
+text). `typical` is lossy: it emits what the target finds plausible, and more of it.
 
-No rule waits for the device: those for sampled trees walk the tree's `shape`, which the host knows. A node whose token
-has draft probability 0 was not sampled (its siblings were all that the draft had): it is skipped.
+No rule waits for the device: those for sampled trees walk the tree's `shape`, which the host knows.
+A node whose token has draft probability 0 was not sampled (its siblings were all that the draft
+had): it is skipped.
 
 Letters in tensor names: B batch, N nodes, A accepted, V vocabulary.
 """
@@ -40,10 +45,11 @@ class VerifyResult:
     """Outcome of an acceptance rule."""
 
     path_BA: Tensor
-    """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is padding."""
+    """The accepted nodes, the root first, as indices into the tree; A is its depth + 1, the rest is
+    padding."""
     lengths_B: Tensor
-    """Valid nodes of each path, the root counted; also the number of emitted tokens: the path without its root, then
-    `next_tokens_B`."""
+    """Valid nodes of each path, the root counted; also the number of emitted tokens: the path
+    without its root, then `next_tokens_B`."""
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
     emitted_BA: Tensor | None = None
@@ -51,33 +57,48 @@ class VerifyResult:
 
 
 AcceptanceRule = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
-"""An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1 numbers a row."""
+"""An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1
+numbers a row."""
 EPSILON, DELTA = 0.09, 0.3
 """Medusa's thresholds for typical acceptance."""
 
 
 def emitted_tokens(tree: DraftTree, result: VerifyResult) -> Tensor:
-    """The tokens that follow each accepted node, [B, A], padded: the rest of the path, then the bonus token."""
+    """Return the tokens that follow each accepted node, [B, A], padded.
+
+    They are the rest of the path, then the bonus token.
+    """
     ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, result.path_BA)
-    return ordered_BA.roll(-1, 1).scatter(1, result.lengths_B[:, None] - 1, result.next_tokens_B[:, None])
+    return ordered_BA.roll(-1, 1).scatter(
+        1, result.lengths_B[:, None] - 1, result.next_tokens_B[:, None]
+    )
 
 
 def greedy(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Accept what equals the target's best token; lossless with respect to greedy decoding. `sampler` is not used."""
+    """Accept what equals the target's best token; lossless with respect to greedy decoding.
+
+    `sampler` is not used.
+    """
     return follow(tree, scores_BNV.argmax(-1))
 
 
 def point_mass(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Accept what equals a token drawn from the target; lossless for any tree made independently of the draws.
+    """Accept drafts that equal a token drawn from the target.
 
-    With random numbers fixed for each position of the text (`PositionNoise`) it is lossless for any tree, also one that
-    was drafted with these numbers, and the text is the same whatever was drafted.
+    The rule is lossless for any tree made independently of the draws.
+
+    With random numbers fixed for each position of the text (`PositionNoise`) it is lossless for any
+    tree, also one that was drafted with these numbers, and the text is the same whatever was
+    drafted.
     """
     return follow(tree, sampler.categorical(scores_BNV.softmax(-1)))
 
 
 def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
-    """Walk from the root along the children that equal the chosen token after their parent, `choices_BN`."""
+    """Walk from the root along children that equal the token chosen at their parent.
+
+    The choices at all nodes are `choices_BN`.
+    """
     batch, nodes = tree.tokens_BN.shape
     index_N = counting(nodes, choices_BN.device)
     if nodes == 1:
@@ -88,11 +109,16 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
             right_BD = right_BD & (index_N[1:] < tree.sizes_B[:, None])
         accepted_B1 = right_BD.cumprod(1).sum(1, keepdim=True)
         next_tokens_B = choices_BN.gather(1, accepted_B1)[:, 0]
-        return VerifyResult(index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN)
+        return VerifyResult(
+            index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN
+        )
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.structure.above_BN)
-    if tree.kind == "sampled_independent":  # of twins the first, or the draws at both would decide which path is longer
+    # of twins the first, or the draws at both would decide which path is longer
+    if tree.kind == "sampled_independent":
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
-        chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])).any(-1)
+        chosen_BN = chosen_BN & ~(
+            siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])
+        ).any(-1)
     # One path at most; the first of equals is the root, where nothing was accepted.
     last_B = tree.structure.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
     path_BA, lengths_B = tree.path_to(last_B)
@@ -100,16 +126,25 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     return VerifyResult(path_BA, lengths_B, next_tokens_B, choices_BN.gather(1, path_BA))
 
 
-def without_replacement(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool = False) -> VerifyResult:
-    """Child by child against the target's residual; lossless for children that were sampled without replacement.
+def without_replacement(
+    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, replace: bool = False
+) -> VerifyResult:
+    """Accept or reject child by child against the target's residual.
 
-    Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next one.
+    The rule is lossless for children that were sampled without replacement.
+
+    Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next
+    one.
     """
     _, draft_BNV = _sampled_children(tree)
     target_BNV = scores_BNV.softmax(-1)
     rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
     table_NW = _children_table(tree.shape or ROOT, target_BNV.device)
-    node_B, walking_B, p_BV = torch.zeros_like(rows_B), torch.ones_like(rows_B, dtype=torch.bool), target_BNV[:, 0]
+    node_B, walking_B, p_BV = (
+        torch.zeros_like(rows_B),
+        torch.ones_like(rows_B, dtype=torch.bool),
+        target_BNV[:, 0],
+    )
     for _ in range(tree.max_depth):
         next_B, q_BV = torch.zeros_like(node_B), draft_BNV[rows_B, node_B]
         for child_B in table_NW[node_B].unbind(1):  # 0, the root, where there is none
@@ -133,10 +168,10 @@ with_replacement: AcceptanceRule = partial(without_replacement, replace=True)
 
 
 def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyResult:
-    """Leaf by leaf: accept the whole path to a leaf, or remove the leaf and continue with the remaining tree.
+    """Accept the whole path to a leaf, or remove the leaf and continue with the rest of the tree.
 
-    For children sampled without replacement. weight_B[n] is the probability with which the path to n may stand, were n
-    a leaf; on a chain it is block verification.
+    For children sampled without replacement. weight_B[n] is the probability with which the path to
+    n may stand, were n a leaf; on a chain it is block verification.
     """
     children, draft_BNV = _sampled_children(tree)
     target_BNV, nodes = scores_BNV.softmax(-1), range(len(children))
@@ -156,10 +191,12 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
         open_B = open_B & ~accepted_B
         residual_BV = (weight_B[parent][:, None] * p[parent] - q[parent]).clamp(min=0)
         mass_B = residual_BV.sum(-1)
-        left_B = mass_B + 1 - weight_B[parent]  # 0 where p and q agree: then the child was accepted for certain
+        # 0 where p and q agree: then the child was accepted for certain
+        left_B = mass_B + 1 - weight_B[parent]
         # Unused where a path was accepted; nothing changes for a child that was not sampled.
         p[parent] = _normalized(residual_BV, p[parent])
-        q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))  # all 0 after the last possible token
+        # all 0 after the last possible token
+        q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
     rows_B = torch.arange(len(last_B), device=last_B.device)
     next_tokens_B = sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B])
@@ -167,22 +204,30 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
 
 
 def typical(
-    tree: DraftTree, scores_BNV: Tensor, sampler: Sampler, epsilon: float = EPSILON, delta: float = DELTA
+    tree: DraftTree,
+    scores_BNV: Tensor,
+    sampler: Sampler,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
 ) -> VerifyResult:
     """LOSSY: accept whatever the target finds plausible; does not keep the target's distribution.
 
-    A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest wins, and the
-    target's best token follows (Medusa, section 2.3.1). `sampler` is not used: with the same drafts a prompt has one
-    text, whatever the seed, and that is closer to the greedy one than a sample is (benchmarks/typical.md).
+    A child x stands if p(x) > min(epsilon, delta exp(-H(p))); of the longest paths the likeliest
+    wins, and the target's best token follows (Medusa, section 2.3.1). `sampler` is not used: with
+    the same drafts a prompt has one text, whatever the seed, and that is closer to the greedy one
+    than a sample is (benchmarks/typical.md).
     """
     log_p_BNV = scores_BNV.log_softmax(-1)
     threshold_BN = typical_threshold(log_p_BNV, epsilon, delta)
     parents_BN = tree.structure.above_BN
-    log_p_BN = log_p_BNV[torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN]
+    log_p_BN = log_p_BNV[
+        torch.arange(len(parents_BN), device=parents_BN.device)[:, None], parents_BN, tree.tokens_BN
+    ]
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
     plausible_BN = log_p_BN.exp() > threshold_BN.gather(1, parents_BN)
     depths_BN = tree.structure.depths_BN.masked_fill(_rejected(tree, plausible_BN), -1)
-    log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)  # -inf times 0 would be no number
+    # -inf times 0 would be no number
+    log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)
     paths_BN = (tree.structure.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
     longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
     last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
@@ -208,14 +253,20 @@ class Rule:
     """Whether a node's verdict depends on the scores of the node and its ancestors alone."""
 
 
-ANY: frozenset[TreeKind] = frozenset(("top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"))
+ANY: frozenset[TreeKind] = frozenset(
+    ("top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement")
+)
 RULES: dict[str, Rule] = {
     "point_mass": Rule(point_mass, ANY),
     "token": Rule(without_replacement, frozenset(("sampled_chain",))),
     "with_replacement": Rule(with_replacement, frozenset(("sampled_chain", "sampled_independent"))),
-    "without_replacement": Rule(without_replacement, frozenset(("sampled_chain", "sampled_without_replacement"))),
+    "without_replacement": Rule(
+        without_replacement, frozenset(("sampled_chain", "sampled_without_replacement"))
+    ),
     "block": Rule(traversal, frozenset(("sampled_chain",)), top_down=False),
-    "traversal": Rule(traversal, frozenset(("sampled_chain", "sampled_without_replacement")), top_down=False),
+    "traversal": Rule(
+        traversal, frozenset(("sampled_chain", "sampled_without_replacement")), top_down=False
+    ),
     "typical": Rule(typical, ANY, lossy=True, top_down=False),
 }
 """Acceptance rules for sampling by name; greedy decoding has one rule, whatever the tree."""
@@ -255,7 +306,10 @@ def check_rule_name(name: str) -> None:
         ValueError: says which names there are.
     """
     if name.partition(":")[0] not in ("auto", *RULES):
-        raise ValueError(f"unknown acceptance rule {name.partition(':')[0]!r}; choose from auto, {', '.join(RULES)}")
+        raise ValueError(
+            f"unknown acceptance rule {name.partition(':')[0]!r}; choose from auto,"
+            f" {', '.join(RULES)}"
+        )
 
 
 def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
@@ -264,7 +318,8 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     `typical:EPSILON:DELTA` sets the thresholds of typical acceptance.
 
     Raises:
-        ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule without agreement.
+        ValueError: an unknown name, a rule that would be biased for such trees, or a lossy rule
+            without agreement.
     """
     check_rule_name(name)
     if name == "auto":
@@ -272,21 +327,25 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     name, *thresholds = name.split(":")
     rule = RULES[name]
     if kind not in rule.kinds:
-        fitting = ", ".join(each for each, other in RULES.items() if kind in other.kinds and not other.lossy)
+        fitting = ", ".join(
+            each for each, other in RULES.items() if kind in other.kinds and not other.lossy
+        )
         raise ValueError(
-            f"the acceptance rule {name!r} would be biased for trees whose nodes are {_SPOKEN[kind]}; "
-            f"choose from {fitting}"
+            f"the acceptance rule {name!r} would be biased for trees whose nodes are"
+            f" {_SPOKEN[kind]}; choose from {fitting}"
         )
     if rule.lossy and not lossy:
         raise ValueError(
-            f"the acceptance rule {name!r} is lossy: it does not keep the target's distribution; say lossy=True "
-            f"if that is wanted, or choose {BEST[kind]!r}"
+            f"the acceptance rule {name!r} is lossy: it does not keep the target's distribution;"
+            f" say lossy=True if that is wanted, or choose {BEST[kind]!r}"
         )
     return rule.verify if not thresholds else _with_thresholds(name, thresholds)
 
 
 def top_down_rule(name: str, kind: TreeKind) -> AcceptanceRule:
-    """The rule of this name, or for "auto" the exact one, which needs no scores of nodes that it rejects.
+    """Return the rule of this name, or the exact one for "auto".
+
+    It needs no scores of nodes that it rejects.
 
     Raises:
         ValueError: a rule that needs them.
@@ -295,9 +354,10 @@ def top_down_rule(name: str, kind: TreeKind) -> AcceptanceRule:
         return RULES[BEST_TOP_DOWN[kind]].verify
     if not RULES[name.partition(":")[0]].top_down:
         raise ValueError(
-            f"the acceptance rule {name!r} needs the scores of rejected drafts, and logits processors of your own (or "
-            "prefix_allowed_tokens_fn) are called with accepted tokens alone, since they may keep a state; choose the "
-            f"acceptance rule 'auto' or {BEST_TOP_DOWN[kind]!r}"
+            f"the acceptance rule {name!r} needs the scores of rejected drafts, and logits"
+            " processors of your own (or prefix_allowed_tokens_fn) are called with accepted tokens"
+            " alone, since they may keep a state; choose the acceptance rule 'auto' or"
+            f" {BEST_TOP_DOWN[kind]!r}"
         )
     return RULES[name].verify
 
@@ -309,8 +369,9 @@ def _with_thresholds(name: str, thresholds: list[str]) -> AcceptanceRule:
         epsilon = delta = -1.0
     if name != "typical" or not (0 < epsilon <= 1 and delta > 0):
         raise ValueError(
-            f"unknown options {':'.join(thresholds)!r} of the acceptance rule {name!r}; only typical takes any: "
-            f"typical:EPSILON:DELTA with 0 < epsilon <= 1 and delta > 0, by default typical:{EPSILON}:{DELTA}"
+            f"unknown options {':'.join(thresholds)!r} of the acceptance rule {name!r}; only"
+            " typical takes any: typical:EPSILON:DELTA with 0 < epsilon <= 1 and delta > 0, by"
+            f" default typical:{EPSILON}:{DELTA}"
         )
     return partial(typical, epsilon=epsilon, delta=delta)
 
@@ -324,10 +385,15 @@ _SPOKEN: dict[TreeKind, str] = {
 
 
 def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
-    """Nodes that are not accepted, or have an ancestor that is not; the root always is, and padding never."""
+    """Return whether each node, or an ancestor, is not accepted.
+
+    The root is always accepted, padding never.
+    """
     accepted_BN = accepted_BN | (tree.parents_BN < 0)
     if tree.padding:
-        accepted_BN = accepted_BN & (counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None])
+        accepted_BN = accepted_BN & (
+            counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None]
+        )
     return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
 
 
@@ -340,7 +406,10 @@ def _children_table(shape: TreeShape, device: torch.device) -> Tensor:
 
 
 def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
-    """Children of every node of a sampled tree, in draw order, and the distributions [B, N, V] they come from."""
+    """Return the children of each node of a sampled tree, and their distributions [B, N, V].
+
+    The children are in draw order and were sampled from these distributions.
+    """
     if tree.max_depth == 0:  # a root alone is of every kind
         return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
@@ -366,4 +435,6 @@ def depth_first(children: list[list[int]], parent: int = 0) -> list[tuple[int, i
 def _normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
     """Mass scaled to sum 1; `otherwise_BV`, or all 0, where there is none."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
-    return torch.where(total_B1 > 0, mass_BV / total_B1, mass_BV if otherwise_BV is None else otherwise_BV)
+    return torch.where(
+        total_B1 > 0, mass_BV / total_B1, mass_BV if otherwise_BV is None else otherwise_BV
+    )

@@ -1,11 +1,12 @@
 """Measurements of this machine, made once and kept in a file in the user's cache folder.
 
-    machine.json    {"AMD EPYC (family 25, model 1), AVX2, 2 threads, torch 2.13.0+cpu, format 2": {"...": ...}, ...}
+    machine.json    {"AMD EPYC (family 25, model 1), AVX2, 2 threads, torch 2.13.0+cpu, format 2":
+                     {"...": ...}, ...}
 
-A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and torch's version:
-measurements of one do not hold for another. Without the file, or with one that cannot be read, all is measured anew;
-where it cannot be written, or where other processes kept the processor busy, measurements are kept until the process
-ends.
+A machine is a processor with its instruction set, or a GPU, with the threads that torch uses and
+torch's version: measurements of one do not hold for another. Without the file, or with one that
+cannot be read, all is measured anew; where it cannot be written, or where other processes kept the
+processor busy, measurements are kept until the process ends.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import torch
 from ...files import write_whole
 
 FORMAT = 2
-"""Version of the file's entries; another version measures anew and leaves the rest of the file alone."""
+"""Version of the file's entries; another version measures anew and leaves the rest of the file
+alone."""
 
 MACHINE_FILE = "machine.json"
 
 WAITED = 0.1
-"""Seconds that a measurement on a CPU may wait for a core, or the share of its own time if that is more."""
+"""Seconds that a measurement on a CPU may wait for a core, or the share of its own time if that is
+more."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -42,7 +45,9 @@ _told: set[str] = set()
 
 
 def cache_folder() -> Path:
-    """Folder for what is kept between processes: `$HEADSTART_CACHE`, or headstart in the user's cache folder.
+    """Return the folder for what is kept between processes.
+
+    It is `$HEADSTART_CACHE`, or headstart in the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home.
@@ -76,7 +81,10 @@ def cpuinfo() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Name of the processor, with its family and model where the system tells: virtual machines hide the rest."""
+    """Return the processor's name, with family and model where the system tells them.
+
+    Virtual machines hide the rest.
+    """
     told = cpuinfo()
     if {"model name", "cpu family", "model"} <= told.keys():
         return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
@@ -91,31 +99,41 @@ def usable_cores() -> int:
 def check_threads() -> None:
     """Warn, once, of more threads than cores: they wait for each other, which is many times slower.
 
-    torch starts as many threads as the process has cores. It does not notice when it is limited later
-    (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS counts for more than the limit.
+    torch starts as many threads as the process has cores. It does not notice when it is limited
+    later (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS counts for more than the
+    limit.
     """
     threads, cores = torch.get_num_threads(), usable_cores()
     if threads > cores:
         tell_once(
-            f"torch uses {threads} threads and this process may run on {cores} {'core' if cores == 1 else 'cores'}, "
-            f"which is many times slower than with as many threads; call torch.set_num_threads({cores})"
+            f"torch uses {threads} threads and this process may run on {cores}"
+            f" {'core' if cores == 1 else 'cores'}, which is many times slower than with as many"
+            f" threads; call torch.set_num_threads({cores})"
         )
 
 
 def tell_once(message: str, why: str = "") -> None:
-    """Warn, unless this process has given this warning before; `why`, which is appended, may differ."""
+    """Warn, unless this process has given this warning before.
+
+    `why` is appended to the warning and may differ.
+    """
     if message not in _told:
         _told.add(message)
         warnings.warn(message + why, stacklevel=3)
 
 
 def measured_once(
-    device: torch.device, name: str, measure: Callable[[], Any], read: Callable[[Any], Value], timing: bool = True
+    device: torch.device,
+    name: str,
+    measure: Callable[[], Any],
+    read: Callable[[Any], Value],
+    timing: bool = True,
 ) -> Value:
     """A measurement of this machine, made by this process, an earlier one, or now.
 
-    `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError or AttributeError
-    for another one. None, for what could not be measured, is not kept; nor is a `timing` of a busy machine.
+    `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError
+    or AttributeError for another one. None, for what could not be measured, is not kept; nor is a
+    `timing` of a busy machine.
     """
     machine = _machine(device)
     for kept in (_measured, _on_disk()):
@@ -139,7 +157,10 @@ def measured_once(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(folder / MACHINE_FILE, json.dumps(on_disk, indent=1), mode=0o600)
     except (OSError, RuntimeError) as error:
-        tell_once("what was measured of this machine cannot be kept, and is measured again next time", f": {error}")
+        tell_once(
+            "what was measured of this machine cannot be kept, and is measured again next time",
+            f": {error}",
+        )
     return read(found)
 
 
@@ -175,7 +196,8 @@ def _on_disk() -> dict[str, Any]:
     """Content of the file; empty if it is missing or broken."""
     try:
         found = json.loads((cache_folder() / MACHINE_FILE).read_text(encoding="utf-8"))
-    except (OSError, RuntimeError, ValueError):  # a truncated file is no JSON, or no UTF-8: ValueError
+    # a truncated file is no JSON, or no UTF-8: ValueError
+    except (OSError, RuntimeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -187,12 +209,15 @@ def turns(sides: Sequence[Key], number: int) -> list[Key]:
 
 
 def seconds_in_turns(
-    sides: Mapping[Key, Callable[[], object]], repeats: int, limit: float = math.inf, unmeasured: int = 0
+    sides: Mapping[Key, Callable[[], object]],
+    repeats: int,
+    limit: float = math.inf,
+    unmeasured: int = 0,
 ) -> dict[Key, list[float]]:
     """Seconds of `repeats` calls of each side, in turns, after a warm-up call.
 
-    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts. The time of `unmeasured`
-    calls of each side before never does.
+    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts. The
+    time of `unmeasured` calls of each side before never does.
     """
     for _ in range(unmeasured):
         for call in sides.values():

@@ -32,7 +32,8 @@ class RoundCosts:
     plain_step: float | None = None
     """A whole autoregressive step; None for the forward of one token."""
     reading: float = 0.0
-    """What the head takes to read a token of a prompt, many of which it reads at once; 0 without a head."""
+    """What the head takes to read a token of a prompt, many of which it reads at once; 0 without a
+    head."""
 
     @property
     def plain(self) -> float:
@@ -49,7 +50,10 @@ class RoundCosts:
         return self.forward[low] + slope * (nodes - low)
 
     def seconds(self, nodes: int, depth: int, expanded: int = 0) -> float:
-        """Seconds of a round with a tree of `nodes`, the root counted, `expanded` of which have children drafted."""
+        """Return the seconds of a round with a tree of `nodes`, the root counted.
+
+        `expanded` of the nodes have children drafted.
+        """
         return self.forward_seconds(nodes) + self.draft * depth + self.node * expanded + self.rest
 
     def rate(self, tree: TreePolicy, length: float) -> float:
@@ -78,7 +82,10 @@ class RoundCosts:
 
     @classmethod
     def assumed(cls, device: torch.device) -> RoundCosts:
-        """Costs in autoregressive steps; a token more costs nothing on an accelerator, which waits for its memory."""
+        """Return assumed costs, in autoregressive steps.
+
+        One more token costs nothing on an accelerator, which is bound by its memory.
+        """
         if device.type == "cpu":
             return cls({1: 1.0, 2: 1 + 1 / 16}, draft=1 / 8, reading=1 / 64)
         return cls({1: 1.0, 2: 1.0}, draft=1 / 8)

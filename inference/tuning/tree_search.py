@@ -1,4 +1,4 @@
-"""Search for the best tree: static shapes from acceptance by depth and rank, and expected acceptance lengths.
+"""Tree search: static shapes from acceptance by depth and rank, and expected acceptance lengths.
 
 The expected number of accepted tokens of a static tree is the sum over its nodes of the probability
 that the path to them is accepted, taken as the product of a_{d,i}: how often the token at depth d
@@ -33,9 +33,11 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
     if nodes < 1:
         raise ValueError(f"a tree needs at least 1 node, its root, not {nodes}")
     paths: list[tuple[int, ...]] = []
-    # Only a node's first child and its next sibling can be the best node that is not yet in the tree. Ties go to the
-    # shallower one.
-    candidates: list[tuple[float, int, tuple[int, ...], float]] = [(-accuracy_KI[0][0], 1, (0,), 1.0)]
+    # Only a node's first child and its next sibling can be the best node that is not yet in the
+    # tree. Ties go to the shallower one.
+    candidates: list[tuple[float, int, tuple[int, ...], float]] = [
+        (-accuracy_KI[0][0], 1, (0,), 1.0)
+    ]
     while candidates and len(paths) < nodes - 1:
         value, depth, path, parent = heapq.heappop(candidates)
         paths.append(path)
@@ -44,7 +46,9 @@ def best_static_tree(accuracy_KI: Sequence[Sequence[float]], nodes: int) -> Tree
         if rank < len(ranks):
             heapq.heappush(candidates, (-parent * ranks[rank], depth, (*path[:-1], rank), parent))
         if depth < len(accuracy_KI):
-            heapq.heappush(candidates, (value * accuracy_KI[depth][0], depth + 1, (*path, 0), -value))
+            heapq.heappush(
+                candidates, (value * accuracy_KI[depth][0], depth + 1, (*path, 0), -value)
+            )
     return TreeShape.from_paths(paths)
 
 
@@ -60,8 +64,8 @@ def chain_length(rates: Sequence[float], gamma: int) -> float:
     """Acceptance length of a chain: 1 + a_1 + a_1 a_2 + ..., the bonus token counted.
 
     Args:
-        rates: acceptance rate at each depth; the last one holds for deeper ones. One rate a for all gives
-            (1 - a^(gamma+1)) / (1 - a) (Leviathan et al., arXiv:2211.17192, equation 1).
+        rates: acceptance rate at each depth; the last one holds for deeper ones. One rate a for all
+            gives (1 - a^(gamma+1)) / (1 - a) (Leviathan et al., arXiv:2211.17192, equation 1).
         gamma: draft length.
     """
     length = 1.0
@@ -82,7 +86,10 @@ def by_speed(lengths: Mapping[TreePolicy, float], costs: RoundCosts) -> list[Tre
 
 
 def default_accuracy(depth: int, ranks: int = 8) -> list[list[float]]:
-    """Accuracies by depth and rank of a head that was not measured: less by a fifth per depth, by half per rank."""
+    """Return accuracies by depth and rank for a head that was not measured.
+
+    They fall by a fifth per depth and by half per rank.
+    """
     accuracy_KI = []
     for level in range(depth):
         accuracy_KI.append([0.5 * 0.8**level * 0.5**rank for rank in range(ranks)])
@@ -97,16 +104,25 @@ def default_length(policy: TreePolicy) -> float:
         return expected_length(policy, default_accuracy(policy.depth, ranks))
     if isinstance(policy, DynamicShape):
         return default_length(best_static_tree(default_accuracy(policy.depth), policy.size))
-    return default_length(policy.shape if isinstance(policy, SampledShape) else TreeShape.chain(policy.depth))
+    return default_length(
+        policy.shape if isinstance(policy, SampledShape) else TreeShape.chain(policy.depth)
+    )
 
 
 @lru_cache(maxsize=256)
 def prune(shape: TreeShape, nodes: int) -> TreeShape:
-    """The `nodes` of a static tree that are accepted most often with `default_accuracy`, at least its root."""
+    """Keep the `nodes` of a static tree that are accepted most often; at least its root.
+
+    Acceptance is by `default_accuracy`.
+    """
     if shape.size <= nodes:
         return shape
-    # A parent is accepted more often than its children and a sibling more often than the next: what is kept is a tree.
-    ordered = sorted(shape.paths, key=lambda path: (-math.prod(0.8 * 0.5**rank for rank in path), len(path), path))
+    # A parent is accepted more often than its children and a sibling more often than the next: what
+    # is kept is a tree.
+    ordered = sorted(
+        shape.paths,
+        key=lambda path: (-math.prod(0.8 * 0.5**rank for rank in path), len(path), path),
+    )
     return TreeShape.from_paths(ordered[: max(nodes, 1) - 1])
 
 
@@ -120,5 +136,8 @@ def batch_budget(policy: TreePolicy, device: torch.device) -> int:
 
 
 def default_dynamic_tree(max_depth: int, nodes: int) -> DynamicShape:
-    """A dynamic tree of a given size; it expands a third of that per level, and no more than EAGLE-2's ten."""
+    """Return a dynamic tree of a given size.
+
+    It expands a third of its nodes per level, at least two and at most EAGLE-2's ten.
+    """
     return DynamicShape(nodes, max_depth, min(10, max(2, nodes // 3)))

@@ -1,1 +1,1 @@
-"""Measurements that commands and benchmarks share: speed, acceptance, costs of a round, memory bandwidth."""
+"""Measurements for commands and benchmarks: speed, acceptance, round costs, memory bandwidth."""

@@ -36,12 +36,19 @@ def weight_bytes(target: Target) -> int:
     """Bytes of weights that a step reads: all but an embedding that is not also the LM head."""
     embedding = target.model.get_input_embeddings().weight
     every = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
-    return every if embedding is target.modules.lm_head.weight else every - embedding.numel() * embedding.element_size()
+    return (
+        every
+        if embedding is target.modules.lm_head.weight
+        else every - embedding.numel() * embedding.element_size()
+    )
 
 
 @torch.inference_mode()
 def profile(lm: SpeculativeLM, stats: Stats, text_1T: Tensor) -> dict[str, Any]:
-    """Milliseconds of the parts of a round with batch size 1, beside the two lower bounds, after `text_1T`."""
+    """Return the milliseconds of a round's parts, next to the round's two lower bounds.
+
+    The batch size is 1; the lower bounds hold after `text_1T`.
+    """
     target = lm.target
     nodes = lm.drafter.max_nodes
     parts = {part: 1000 * seconds for part, seconds in stats.round_parts.items()}

@@ -1,4 +1,4 @@
-"""Comparisons of decoders on the same prompts: interleaved, prompt by prompt, with quartiles over prompts."""
+"""Comparisons of decoders on the same prompts: interleaved by prompt, quartiles over prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def read_prompt_files(paths: Sequence[str], limit: int | None) -> dict[str, list
 def load_with_prompts(
     config: DecodingOptions, prompts: dict[str, list[Messages]], **more: Any
 ) -> tuple[SpeculativeLM, dict[str, list[Tensor]]]:
-    """Load a model that drafts, and encode the prompts of every file as token ids [1, time] on its device."""
+    """Load a model that drafts, and encode the prompts of every file as token ids [1, time].
+
+    The ids are on the model's device.
+    """
     lm, tokenizer = config.load(**more)
     encoded: dict[str, list[Tensor]] = {}
     for path, rows in prompts.items():
@@ -51,13 +54,17 @@ def load_with_prompts(
 def encoded_prompt(
     target: Target, tokenizer: PreTrainedTokenizerBase, messages: Messages, config: DecodingOptions
 ) -> Tensor:
-    """Token ids [1, time] of a prompt: a conversation by the chat template, or the text that an encoder reads."""
+    """Return the token ids [1, time] of a prompt.
+
+    A conversation is rendered by the chat template; for an encoder-decoder the text is encoded
+    alone.
+    """
     if not isinstance(target, Seq2SeqTarget):
         return prompt_ids(tokenizer, messages, config.thinking, config.template_kwargs)
     if len(messages) != 1 or not isinstance(messages[0]["content"], str):
         raise ValueError(
-            f"{target.name!r} is an encoder-decoder, which reads one text; a prompt of {len(messages)} messages was "
-            "given: let each prompt be one message of a user"
+            f"{target.name!r} is an encoder-decoder, which reads one text; a prompt of"
+            f" {len(messages)} messages was given: let each prompt be one message of a user"
         )
     ids: Tensor = tokenizer(messages[0]["content"], return_tensors="pt")["input_ids"]
     return ids
@@ -68,7 +75,9 @@ def answer_begin(target: Target, input_ids: Tensor) -> int:
     return 1 if isinstance(target, Seq2SeqTarget) else input_ids.shape[1]
 
 
-def answer_settings(new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
+def answer_settings(
+    new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> dict[str, Any]:
     """Arguments of `generate`: greedy, or sampled, by default from the whole distribution."""
     if temperature == 0:
         return {"max_new_tokens": new_tokens, "do_sample": False}
@@ -76,14 +85,22 @@ def answer_settings(new_tokens: int, temperature: float, top_k: int = 0, top_p: 
     return {"max_new_tokens": new_tokens, "do_sample": True, **sampling}
 
 
-def stock_settings(target: Target, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, Any]:
-    """Arguments of `model.generate` that only a model with stop strings of its own needs; ours finds its tokenizer."""
+def stock_settings(
+    target: Target, tokenizer: PreTrainedTokenizerBase | None = None
+) -> dict[str, Any]:
+    """Return the arguments that only stock `model.generate` needs: a tokenizer for stop strings.
+
+    They are empty if the model's generation config has no stop strings. Our `generate` finds its
+    tokenizer itself.
+    """
     if not target.model.generation_config.stop_strings:
         return {}
     return {"tokenizer": tokenizer or load_tokenizer(target.name)}
 
 
-def answered(lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, Any]) -> list[Answered]:
+def answered(
+    lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, Any]
+) -> list[Answered]:
     """Answer prompts [1, time], one after the other."""
     answers = []
     for ids_1T in counted(prompts, "answers"):
@@ -92,8 +109,13 @@ def answered(lm: SpeculativeLM, prompts: Sequence[Tensor], settings: dict[str, A
     return answers
 
 
-def in_turns(engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]) -> dict[Key, Stats]:
-    """Answer each prompt with every engine before the next, so that a machine whose speed drifts treats them alike."""
+def in_turns(
+    engines: Mapping[Key, SpeculativeLM], prompts: list[Tensor], settings: dict[str, Any]
+) -> dict[Key, Stats]:
+    """Answer each prompt with every engine before the next prompt.
+
+    A machine whose speed drifts then treats all engines alike.
+    """
     stats: dict[Key, list[Stats]] = {key: [] for key in engines}
     with ProgressBar("answers", len(engines) * (1 + len(prompts))) as bar:
         for lm in engines.values():  # the first answer of each is slow
@@ -133,7 +155,9 @@ def first_difference(
 
 def quartiles(values: list[float]) -> dict[str, float]:
     """Median and quartiles over prompts."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, median, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
     return {"median": median, "lower_quartile": low, "upper_quartile": high}
 
 

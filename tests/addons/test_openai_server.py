@@ -1,4 +1,5 @@
-"""Requests to a server: what is repeated, what is refused, and that no secret of its address is shown."""
+"""Requests to a server: what is repeated, what is refused, and that no secret of its address is
+shown."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def replies(running, *statuses, text="", **headers):
     running.replies += [(status, text, headers) for status in statuses]
 
 
-@pytest.mark.parametrize("url", ["", "localhost", "ftp://h/v1", f"http://u:{SECRET}@", f"http://u:{SECRET}@h:port/v1"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost", "ftp://h/v1", f"http://u:{SECRET}@", f"http://u:{SECRET}@h:port/v1"]
+)
 def test_what_is_no_url_is_refused_without_being_shown(url):
     with pytest.raises(ValueError, match=r"features\.server must be a URL") as caught:
         OpenAIServer.at(url, 1.0, "features.server")
@@ -113,7 +116,10 @@ def test_secrets_that_a_server_repeats_are_removed(running, monkeypatch, status)
     monkeypatch.setenv(KEY, "sk-CANARY")
     password = 'pä"CANARY'
     url = running.url.replace("://", "://me:p%C3%A4%22CANARY@") + "?token=tok-CANARY"
-    said = f"sk-CANARY {password} {json.dumps(password)} p%C3%A4%22CANARY bWU6cMOkIkNBTkFSWQ== tok-CANARY"
+    said = (
+        f"sk-CANARY {password} {json.dumps(password)} p%C3%A4%22CANARY bWU6cMOkIkNBTkFSWQ=="
+        " tok-CANARY"
+    )
     replies(running, status, text=said)
     server = OpenAIServer.at(url, 5.0)
     try:

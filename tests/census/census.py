@@ -1,11 +1,15 @@
-"""The census: every type of language model of the installed transformers, tiny and random, as a target.
+"""The census: every type of language model of the installed transformers, tiny and random, as a
+target.
 
-    make census                                              # all types in about ten minutes, and docs/models.md
-    .venv/bin/python tests/census/census.py qwen3 lfm2       # some types: their records, and nothing is written
+    make census                                              # all types in about ten minutes,
+                                                             # and docs/models.md
+    .venv/bin/python tests/census/census.py qwen3 lfm2       # some types: their records,
+                                                             # and nothing is written
 
-Each type decodes with prompt lookup, with trees and chains that hold the true text but for a share of wrong tokens, and
-with an EAGLE-3 head that a few steps of training have taught the model's own answers; a row alone, and two rows in a
-padded batch. Each row must be what `model.generate` writes for it alone. A type is
+Each type decodes with prompt lookup, with trees and chains that hold the true text but for a share
+of wrong tokens, and with an EAGLE-3 head that a few steps of training have taught the model's own
+answers; a row alone, and two rows in a padded batch. Each row must be what `model.generate` writes
+for it alone. A type is
 
     trees       identical in trees and chains
     chains      identical in chains; trees are cut to chains, or refused where they are named
@@ -78,7 +82,8 @@ TREE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0,
 CHAIN = TreeShape.chain(4)
 TEACHING_STEPS = 9
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Distance of the two best logits, relative to the largest, below which another token is rounding."""
+"""Distance of the two best logits, relative to the largest, below which another token is
+rounding."""
 
 
 @dataclass
@@ -112,7 +117,8 @@ class Text:
 
 
 def random_prompts() -> tuple[list[Tensor], list[Tensor]]:
-    """One prompt that repeats itself, for lookup, and two of different lengths for a padded batch."""
+    """One prompt that repeats itself, for lookup, and two of different lengths for a padded
+    batch."""
     random = torch.Generator().manual_seed(7)
 
     def draw(length: int) -> Tensor:
@@ -129,7 +135,8 @@ def written_by(model: PreTrainedModel, prompts: list[Tensor], settings: dict[str
 
 
 def lively_model(name: str) -> tuple[PreTrainedModel, list[Text], list[Text]]:
-    """A model that says something, and its texts without and with penalties; alone, then those of the batch."""
+    """A model that says something, and its texts without and with penalties; alone, then those of
+    the batch."""
     alone, together = random_prompts()
     best: tuple[Any, ...] | None = None
     for scale, untied in SCALES:
@@ -148,25 +155,35 @@ def lively_model(name: str) -> tuple[PreTrainedModel, list[Text], list[Text]]:
 
 
 def decode(lm: SpeculativeLM, text: Text, settings: dict[str, Any]) -> float:
-    """The acceptance length with which `lm` writes the truths; a `Difference` if it writes others."""
+    """The acceptance length with which `lm` writes the truths; a `Difference` if it writes
+    others."""
     padded, mask = padded_batch(text.prompts)
     output = lm.generate(padded, attention_mask=mask, **settings)
     width = padded.shape[1]
     for row, (prompt, truth) in enumerate(zip(text.prompts, text.truths, strict=True)):
         found = output.sequences[row, width:].tolist()
         if found != truth:
-            _check_rounding(lm.target.model, prompt, found, truth, f"row {row} of {len(text.truths)}")
+            _check_rounding(
+                lm.target.model, prompt, found, truth, f"row {row} of {len(text.truths)}"
+            )
     return output.stats.acceptance_length
 
 
-def _check_rounding(model: PreTrainedModel, prompt: Tensor, found: list[int], truth: list[int], where: str) -> None:
+def _check_rounding(
+    model: PreTrainedModel, prompt: Tensor, found: list[int], truth: list[int], where: str
+) -> None:
     """Raise a `Difference`, unless the two tokens have the same logits but for rounding."""
-    at = next((i for i, pair in enumerate(zip(found, truth)) if pair[0] != pair[1]), min(len(found), len(truth)))
+    at = next(
+        (i for i, pair in enumerate(zip(found, truth)) if pair[0] != pair[1]),
+        min(len(found), len(truth)),
+    )
     said = f"{where}, token {at}: {found[at : at + 3]} where generate writes {truth[at : at + 3]}"
     if at >= min(len(found), len(truth)):
         raise Difference(said)
     with torch.no_grad():
-        logits_V = model(input_ids=torch.cat([prompt, torch.tensor(truth[:at]).long()])[None]).logits[0, -1]
+        logits_V = model(
+            input_ids=torch.cat([prompt, torch.tensor(truth[:at]).long()])[None]
+        ).logits[0, -1]
     apart = (logits_V[found[at]] - logits_V[truth[at]]).abs() / logits_V.abs().max()
     if apart > ROUNDING[logits_V.dtype]:
         raise Difference(said)
@@ -183,17 +200,22 @@ def taught_head(target: Target, texts: list[Text]) -> DraftHead:
     layers = target.info.num_layers
     chosen = [0, 1, -1] if layers > 2 else [0, -1] if layers > 1 else [-1]
     torch.manual_seed(0)
-    head = build_head("eagle3", {"depth": 4, "feature_layers": chosen}, target.info).to(target.dtype)
+    head = build_head("eagle3", {"depth": 4, "feature_layers": chosen}, target.info).to(
+        target.dtype
+    )
     head.initialize(target.modules, torch.arange(target.info.vocab_size) + 1)
     examples = []
     for text in texts:
         for prompt, truth in zip(text.prompts, text.truths, strict=True):
             tokens = [*prompt.tolist(), *truth]
-            examples.append(Example(tokens, [place >= len(prompt) - 1 for place in range(len(tokens))]))
+            examples.append(
+                Example(tokens, [place >= len(prompt) - 1 for place in range(len(tokens))])
+            )
     features = online_features(target, head, collate(examples), target.dtype)
     weights = [weight for weight in head.train().parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=1e-2)
-    by_tokens = Objective({"ce": 1.0})  # not by distributions, which a random model may leave almost uniform
+    # not by distributions, which a random model may leave almost uniform
+    by_tokens = Objective({"ce": 1.0})
     losses = []
     for _ in range(TEACHING_STEPS):
         loss = head(features, by_tokens).loss
@@ -202,7 +224,9 @@ def taught_head(target: Target, texts: list[Text]) -> DraftHead:
         loss.backward()
         optimizer.step()
     if not losses[-1] < 0.9 * losses[0]:
-        raise Difference(f"the loss of an EAGLE-3 head goes from {losses[0]:.3g} to {losses[-1]:.3g}")
+        raise Difference(
+            f"the loss of an EAGLE-3 head goes from {losses[0]:.3g} to {losses[-1]:.3g}"
+        )
     return head.requires_grad_(False).eval()
 
 
@@ -219,11 +243,14 @@ def is_refusal(error: Exception) -> bool:
     """Whether an exception is a sentence of ours: a ValueError that headstart itself raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     packages = [ROOT / name for name in ("heads", "inference", "train", "package")]
-    return isinstance(error, ValueError) and any(Path(last.filename).is_relative_to(place) for place in packages)
+    return isinstance(error, ValueError) and any(
+        Path(last.filename).is_relative_to(place) for place in packages
+    )
 
 
 def in_words(error: Exception) -> str:
-    """An exception in a line: a refusal's or difference's own words, else where it was raised too."""
+    """An exception in a line: a refusal's or difference's own words, else where it was raised
+    too."""
     words = " ".join(str(error).split())
     if isinstance(error, Difference) or is_refusal(error):
         return words
@@ -277,7 +304,9 @@ def _true_text(target: Target, shape: TreeShape, texts: list[Text]) -> float:
     vocabulary = target.info.vocab_size
     lengths = []
     for text in texts:
-        by_prompt = {tuple(row.tolist()): truth for row, truth in zip(text.prompts, text.truths, strict=True)}
+        by_prompt = {
+            tuple(row.tolist()): truth for row, truth in zip(text.prompts, text.truths, strict=True)
+        }
         lm = SpeculativeLM(target, PromptOracle(shape, by_prompt, vocabulary, 0.1))
         lengths.append(decode(lm, text, VARIED))
     return max(lengths)
@@ -321,7 +350,11 @@ def _from_a_folder(target: Target, prompt: Tensor) -> str:
             found, expected = (one.model(input_ids=prompt[None]).logits for one in (loaded, target))
         except Exception as error:
             return in_words(error).replace(folder, "FOLDER")
-        return "loads" if torch.allclose(found, expected, rtol=1e-4, atol=1e-4) else "loads with other logits"
+        return (
+            "loads"
+            if torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+            else "loads with other logits"
+        )
 
 
 # All types, in processes of their own.
@@ -333,7 +366,11 @@ def made_by() -> dict[str, str]:
     for part in ("heads", "inference", "train", "tests/census"):
         for path in sorted((ROOT / part).rglob("*.py")):
             digest.update(path.read_bytes())
-    return {"transformers": transformers.__version__, "torch": torch.__version__, "code": digest.hexdigest()[:16]}
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "code": digest.hexdigest()[:16],
+    }
 
 
 def _in_a_process(name: str, results: Any) -> None:
@@ -357,7 +394,9 @@ def run(names: list[str], processes: int) -> Iterator[dict[str, Any]]:
             process.start()
             sending.close()
             running[name] = (process, receiving, time.monotonic())
-        multiprocessing.connection.wait([receiving for _, receiving, _ in running.values()], timeout=1.0)
+        multiprocessing.connection.wait(
+            [receiving for _, receiving, _ in running.values()], timeout=1.0
+        )
         for name, (process, receiving, began) in list(running.items()):
             overdue = time.monotonic() - began > SECONDS
             if not receiving.poll() and process.is_alive() and not overdue:
@@ -368,7 +407,11 @@ def run(names: list[str], processes: int) -> Iterator[dict[str, Any]]:
                 record = None
             if record is None:
                 process.kill()
-                reason = f"no result in {SECONDS} seconds" if overdue else f"the process ended with {process.exitcode}"
+                reason = (
+                    f"no result in {SECONDS} seconds"
+                    if overdue
+                    else f"the process ended with {process.exitcode}"
+                )
                 record = asdict(Record(name, "", "error", reason))
             process.join()
             del running[name]
@@ -389,13 +432,18 @@ def told(record: dict[str, Any]) -> str:
     """A record in one line."""
     accepted = " ".join(f"{drafter} {length}" for drafter, length in record["accepted"].items())
     more = [record["reason"]]
-    more += [record[part] for part in ("heads", "folder") if record[part] not in ("", "trains", "loads")]
-    return f"{record['name']:32} {record['outcome']:10} {accepted} {' | '.join(filter(None, more))}".rstrip()
+    more += [
+        record[part] for part in ("heads", "folder") if record[part] not in ("", "trains", "loads")
+    ]
+    remarks = " | ".join(filter(None, more))
+    return f"{record['name']:32} {record['outcome']:10} {accepted} {remarks}".rstrip()
 
 
 def main() -> None:
     """Run the census, or some types of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("types", nargs="*", help="types or variants; all if none is given")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -421,7 +469,10 @@ def main() -> None:
             progress.write(json.dumps(record) + "\n")
             progress.flush()
             left = (time.monotonic() - began) / done * (len(missing) - done)
-            print(f"{len(records):3}/{len(names)}, {left / 60:4.1f} min left  {told(record)}", flush=True)
+            print(
+                f"{len(records):3}/{len(names)}, {left / 60:4.1f} min left  {told(record)}",
+                flush=True,
+            )
     save(code, [records[name] for name in names])
     print(dict(Counter(record["outcome"] for record in records.values())))
     print(f"{(time.monotonic() - began) / 60:.1f} minutes for {len(missing)} types")
@@ -432,7 +483,9 @@ def save(code: dict[str, str], records: list[dict[str, Any]]) -> None:
     import models_page
 
     lines = ",\n".join(json.dumps(record) for record in records)
-    RESULTS.write_text(f'{{"made_by": {json.dumps(code)},\n"records": [\n{lines}\n]}}\n', encoding="utf-8")
+    RESULTS.write_text(
+        f'{{"made_by": {json.dumps(code)},\n"records": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
     models_page.write()
 
 

@@ -1,6 +1,7 @@
 """Writes the tables of docs/models.md, between two comments, from the results of the census.
 
-.venv/bin/python tests/census/models_page.py        # after a change of the page alone; `make census` does it too
+.venv/bin/python tests/census/models_page.py        # after a change of the page alone; `make
+census` does it too
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def tables(census: dict[str, Any]) -> str:
     parts.append(_not_loaded(by_outcome))
     not_built = ", ".join(f"`{record['name']}`" for record in by_outcome.get("not built", []))
     parts.append(
-        "## Not tried\n\nOf these the census builds no small model that writes text from text alone: a package that is "
-        f"missing here, a config that cannot be shrunk, or a model that needs an image or a sound.\n\n{not_built}"
+        "## Not tried\n\nOf these the census builds no small model that writes text from text"
+        " alone: a package that is missing here, a config that cannot be shrunk, or a model that"
+        f" needs an image or a sound.\n\n{not_built}"
     )
     return "\n\n".join(parts) + "\n"
 
@@ -69,10 +71,9 @@ def _decoded(by_outcome: dict[str, list[dict[str, Any]]], served: dict[str, Any]
     why = _grouped({**record, "reason": record["heads"]} for record in untaught)
     notes = "".join(f"\n\nNo head for {types}: {reason}." for reason, types in why)
     return (
-        "## Identical\n\n"
-        f"In the last column *EAGLE-3* means that vLLM {served['version']} lists the architecture with support for "
-        "such heads, *listed* that it serves it without.\n\n"
-        f"| type | drafts | EAGLE-3 head | vLLM |\n|---|---|---|---|\n" + "\n".join(rows) + notes
+        f"## Identical\n\nIn the last column *EAGLE-3* means that vLLM {served['version']} lists"
+        " the architecture with support for such heads, *listed* that it serves it without.\n\n|"
+        " type | drafts | EAGLE-3 head | vLLM |\n|---|---|---|---|\n" + "\n".join(rows) + notes
     )
 
 
@@ -84,14 +85,21 @@ def _reasons(title: str, column: str, records: list[dict[str, Any]]) -> str:
 def _not_loaded(by_outcome: dict[str, list[dict[str, Any]]]) -> str:
     """Types that decode as a loaded model, and not by the name of a folder."""
     records = [record for outcome in DECODED for record in by_outcome.get(outcome, [])]
-    failed = [{**record, "reason": record["folder"]} for record in records if record["folder"] not in ("", "loads")]
+    failed = [
+        {**record, "reason": record["folder"]}
+        for record in records
+        if record["folder"] not in ("", "loads")
+    ]
     if not failed:
-        return "## From a folder\n\nAll types that decode also load from a folder, and so by Hub id."
+        return (
+            "## From a folder\n\nAll types that decode also load from a folder, and so by Hub id."
+        )
     return _reasons("## Loaded models alone", "why a folder does not load", failed)
 
 
 def _grouped(records: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Reasons with the types that have them in common, most types first; the class's name is left out of a reason."""
+    """Reasons with the types that have them in common, most types first; the class's name is left
+    out of a reason."""
     found: dict[str, list[str]] = {}
     for record in records:
         kind = record["kind"]

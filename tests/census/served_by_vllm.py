@@ -1,9 +1,11 @@
-"""Which classes of transformers an installed vLLM lists, and with an EAGLE-3 head: writes served_by_vllm.json.
+"""Which classes of transformers an installed vLLM lists, and with an EAGLE-3 head: writes
+served_by_vllm.json.
 
-    .venv/bin/python tests/census/served_by_vllm.py .venv-vllm/lib/python3.11/site-packages      # after `make peers`
+    .venv/bin/python tests/census/served_by_vllm.py \\
+        .venv-vllm/lib/python3.11/site-packages      # after `make peers`
 
-Read from its source: its registry of models by architecture, and the interface `SupportsEagle3` among the bases of
-their classes. Nothing is run.
+Read from its source: its registry of models by architecture, and the interface `SupportsEagle3`
+among the bases of their classes. Nothing is run.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def bases_by_class(models: Path) -> dict[tuple[str, str], list[str]]:
 
 
 def supports_eagle3(place: tuple[str, str], bases: dict[tuple[str, str], list[str]]) -> bool:
-    """Whether a class, or one from which it inherits, has the interface; bases are looked up in all modules."""
+    """Whether a class, or one from which it inherits, has the interface; bases are looked up in all
+    modules."""
     waiting = [place]
     seen: set[tuple[str, str]] = set()
     while waiting:
@@ -68,7 +71,9 @@ def main() -> None:
     for architecture, place in architectures(models / "registry.py").items():
         served[architecture] = "EAGLE-3" if supports_eagle3(place, bases) else "listed"
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(served[name])}" for name in sorted(served))
-    SERVED.write_text(f'{{"version": "{version[1]}", "architectures": {{\n{lines}\n}}}}\n', encoding="utf-8")
+    SERVED.write_text(
+        f'{{"version": "{version[1]}", "architectures": {{\n{lines}\n}}}}\n', encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

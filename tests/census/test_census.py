@@ -1,4 +1,5 @@
-"""The census of a few types that matter, and its page; `make census` runs all types and writes the page."""
+"""The census of a few types that matter, and its page; `make census` runs all types and writes the
+page."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_every_type_is_identical_or_refused_as_the_page_says(group: str) -> None
 
 def test_the_page_has_the_results() -> None:
     page = models_page.PAGE.read_text(encoding="utf-8")
-    assert page == models_page.with_tables(page, models_page.results()), "run tests/census/models_page.py"
+    assert page == models_page.with_tables(page, models_page.results()), (
+        "run tests/census/models_page.py"
+    )
 
 
 def test_the_results_have_every_type() -> None:

@@ -1,4 +1,5 @@
-"""Random cases of the twenty families that matter most: `HEADSTART_FUZZ=200` makes as many of each."""
+"""Random cases of the twenty families that matter most: `HEADSTART_FUZZ=200` makes as many of
+each."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from hypothesis import given
 from headstart.inference import Target
 
 FAMILIES = [
-    *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3", "gemma3_text", "gemma4_text"),
+    *(
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "olmo2",
+        "granite",
+        "smollm3",
+        "gemma3_text",
+        "gemma4_text",
+    ),
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"),
     *("qwen3_next", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h"),
 ]

@@ -1,8 +1,9 @@
 """A tiny random model of every type of language model that the installed transformers knows.
 
-The config of a type is its class's default with every dimension replaced by a small one of the same meaning, found by
-the field's name (`SIZES`), and with a few layers that together show every kind of layer of the default. What that does
-not make valid is in `EXCEPTIONS`; `VARIANTS` has options that are off by default.
+The config of a type is its class's default with every dimension replaced by a small one of the same
+meaning, found by the field's name (`SIZES`), and with a few layers that together show every kind of
+layer of the default. What that does not make valid is in `EXCEPTIONS`; `VARIANTS` has options that
+are off by default.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ POSITIONS = 256
 WINDOW = 6
 """Of sliding layers: shorter than the prompts."""
 LARGEST = 110_000_000
-"""Parameters of a model that is still built: more would mean that a dimension has not been found."""
+"""Parameters of a model that is still built: more would mean that a dimension has not been
+found."""
 
 NAMES_BY_SIZE = [
     (VOCAB, "vocab_size vocab_size_per_layer_input decoder_vocab_size"),
@@ -101,9 +103,21 @@ SIZES = {name: size for size, names in NAMES_BY_SIZE for name in names.split()}
 """Small values by the names of fields."""
 ONE_MEANS_OFF = ("num_experts_per_tok", "moe_topk", "n_group", "num_expert_group", "top_k_experts")
 """Fields whose default of 1 is kept."""
-SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+SPECIAL_TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
 NOT_DIMENSIONS = (
-    *("model_type", "transformers_version", "architectures", "_name_or_path", "dtype", "torch_dtype"),
+    *(
+        "model_type",
+        "transformers_version",
+        "architectures",
+        "_name_or_path",
+        "dtype",
+        "torch_dtype",
+    ),
     *("id2label", "label2id", "per_layer_config"),
 )
 LEFT_OUT: Any = object()
@@ -113,7 +127,12 @@ SLIDING = {"sliding_window": WINDOW}
 MIXED = ["sliding_attention", "full_attention"] * 2
 STATES = ["linear_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -129,7 +148,14 @@ LONGROPE = {
     "long_factor": [2.0 + 0.3 * i for i in range(HEAD // 2)],
     "original_max_position_embeddings": 64,
 }
-ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}}
+ALPHA = {
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "alpha": 1000.0,
+        "factor": 1.0,
+    }
+}
 
 
 def multimodal_rope(*sections: int, **more: Any) -> dict[str, Any]:
@@ -146,22 +172,49 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "local_attention_window_len": 64,
         "patch_in_forward": True,
     },
-    "blt_global_transformer": {"hidden_size": 2 * WIDTH, "head_dim": 2 * HEAD, "num_key_value_heads": 4},
-    "blt_local_decoder": {"vocab_size": 260, "hidden_size_global": 2 * WIDTH, "num_key_value_heads": 4},
-    "blt_local_encoder": {"vocab_size": 260, "hidden_size_global": 2 * WIDTH, "num_key_value_heads": 4},
+    "blt_global_transformer": {
+        "hidden_size": 2 * WIDTH,
+        "head_dim": 2 * HEAD,
+        "num_key_value_heads": 4,
+    },
+    "blt_local_decoder": {
+        "vocab_size": 260,
+        "hidden_size_global": 2 * WIDTH,
+        "num_key_value_heads": 4,
+    },
+    "blt_local_encoder": {
+        "vocab_size": 260,
+        "hidden_size_global": 2 * WIDTH,
+        "num_key_value_heads": 4,
+    },
     "blt_patcher": {"vocab_size": 260, "num_key_value_heads": 4},
     "chameleon": {"vocabulary_map": {"<image>": 8}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "cosmos3_edge_text": multimodal_rope(2, 3, 3),
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": WIDTH,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
         "num_key_value_heads": 2,
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek_v2": {
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
     "doge": {"num_key_value_heads": 4},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "dots3_note_audio_encoder": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH},
     "dots3_note_vision_encoder": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], **multimodal_rope(3, 3, 2)},
@@ -183,7 +236,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": STATES, "shared_intermediate_size": 64},
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD, "num_experts": 4, "moe_topk": 2},
-    "hunyuan_vl_text": {"head_dim": HEAD, **multimodal_rope(2, 2, 2, 2, xdrope_section=[2, 2, 2, 2])},
+    "hunyuan_vl_text": {
+        "head_dim": HEAD,
+        **multimodal_rope(2, 2, 2, 2, xdrope_section=[2, 2, 2, 2]),
+    },
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -211,11 +267,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl_text": multimodal_rope(2, 3, 3),
     "qwen2_5_omni_text": multimodal_rope(2, 3, 3),
-    "qwen2_5_omni_thinker": {"vision_start_token_id": 5, "vision_end_token_id": 6, "audio_start_token_id": 7},
+    "qwen2_5_omni_thinker": {
+        "vision_start_token_id": 5,
+        "vision_end_token_id": 6,
+        "audio_start_token_id": 7,
+    },
     "qwen2_5_vl_text": multimodal_rope(2, 3, 3),
     "qwen2_vl_text": multimodal_rope(2, 3, 3),
     "qwen3_omni_moe_text": multimodal_rope(2, 3, 3),
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": 5, "vision_end_token_id": 6, "audio_start_token_id": 7},
+    "qwen3_omni_moe_thinker": {
+        "vision_start_token_id": 5,
+        "vision_end_token_id": 6,
+        "audio_start_token_id": 7,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -250,13 +314,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 """By the type of a config or of a part of one: values that no rule gives."""
 
-LATER_LAYERS_SLIDE = {"use_sliding_window": True, **SLIDING, "max_window_layers": 2, "layer_types": LEFT_OUT}
+LATER_LAYERS_SLIDE = {
+    "use_sliding_window": True,
+    **SLIDING,
+    "max_window_layers": 2,
+    "layer_types": LEFT_OUT,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v3@yarn": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "dots1@sliding": {"layer_types": MIXED},
     "falcon@alibi": {"alibi": True},
     "falcon@new": {"new_decoder_architecture": True},
-    "gemma4_text@kv-shared": {"layer_types": MIXED, "num_kv_shared_layers": 2, "num_hidden_layers": 4},
+    "gemma4_text@kv-shared": {
+        "layer_types": MIXED,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+    },
     "gemma4_text@moe": {
         "layer_types": MIXED,
         "enable_moe_block": True,
@@ -268,7 +341,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
     },
     "gpt_neo@global": {"attention_types": [[["global"], 4]]},
-    "granitemoehybrid@attention-only": {"layer_types": ["full_attention"] * 4, "num_local_experts": 0},
+    "granitemoehybrid@attention-only": {
+        "layer_types": ["full_attention"] * 4,
+        "num_local_experts": 0,
+    },
     "granitemoehybrid@moe": {"num_local_experts": 4},
     "hunyuan_v1_dense@alpha": ALPHA,
     "hunyuan_v1_moe@alpha": ALPHA,
@@ -281,7 +357,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ministral@mixed": {"layer_types": MIXED},
     "mistral@full": {"sliding_window": None},
     "mixtral@sliding": SLIDING,
-    "nemotron_h@attention-only": {"layers_block_type": ["full_attention", "mlp", "full_attention", "moe"]},
+    "nemotron_h@attention-only": {
+        "layers_block_type": ["full_attention", "mlp", "full_attention", "moe"]
+    },
     "phi3@longrope": {"rope_parameters": LONGROPE},
     "phi3@sliding": SLIDING,
     "phimoe@longrope": {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2}},
@@ -304,7 +382,10 @@ def causal_types() -> dict[str, str]:
 def multimodal_types() -> dict[str, str]:
     """Class names of models that take images or sound besides text, by model type."""
     found: dict[str, str] = {}
-    for table in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES"):
+    for table in (
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+        "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    ):
         found |= getattr(modeling_auto, table, {})
     return {name: kind for name, kind in found.items() if name not in causal_types()}
 
@@ -325,8 +406,8 @@ def tiny_config(name: str) -> PreTrainedConfig:
 def tiny_model(name: str, scale: float, untied: bool = False, seed: int = 0) -> PreTrainedModel:
     """A random model of a type or variant, frozen, in float64 where its code allows that.
 
-    Matrices are multiplied by `scale`, so that the next token depends on the text; `untied` gives the LM head weights
-    of its own, without which a model with a tied one repeats its last token.
+    Matrices are multiplied by `scale`, so that the next token depends on the text; `untied` gives
+    the LM head weights of its own, without which a model with a tied one repeats its last token.
 
     Raises:
         MemoryError: a model that is not tiny.
@@ -338,7 +419,11 @@ def tiny_model(name: str, scale: float, untied: bool = False, seed: int = 0) -> 
     if size > LARGEST:
         raise MemoryError(f"{size / 1e6:.0f} million parameters")
     torch.manual_seed(seed)
-    model = _built(model_type, config).eval().to(torch.float32 if model_type in IN_FLOAT32 else torch.float64)
+    model = (
+        _built(model_type, config)
+        .eval()
+        .to(torch.float32 if model_type in IN_FLOAT32 else torch.float64)
+    )
     lm_head = model.get_output_embeddings()
     if untied and lm_head is not None:
         lm_head.weight = torch.nn.Parameter(0.1 * torch.randn_like(lm_head.weight))
@@ -356,7 +441,8 @@ def tiny_model(name: str, scale: float, untied: bool = False, seed: int = 0) -> 
 
 
 def _built(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model; a tower that needs a package which is not here (timm) is left empty: the text does not pass it."""
+    """The model; a tower that needs a package which is not here (timm) is left empty: the text does
+    not pass it."""
     from_config = AutoModel.from_config
 
     def tower(*given: Any, **named: Any) -> torch.nn.Module:
@@ -371,7 +457,9 @@ def _built(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
         return getattr(transformers, multimodal_types()[model_type])._from_config(config)
 
 
-def _shrunk(default: PreTrainedConfig, model_type: str, variant: dict[str, Any]) -> PreTrainedConfig:
+def _shrunk(
+    default: PreTrainedConfig, model_type: str, variant: dict[str, Any]
+) -> PreTrainedConfig:
     """A config with small dimensions; those of its towers, too."""
     kind = type(default)
     fields = default.to_dict()
@@ -404,11 +492,16 @@ def _number_of_layers(fields: dict[str, Any]) -> tuple[str, int]:
 
 
 def _is_per_layer(value: Any, layers: int) -> bool:
-    return isinstance(value, list) and 1 < layers == len(value) and not isinstance(value[0], list | dict)
+    return (
+        isinstance(value, list)
+        and 1 < layers == len(value)
+        and not isinstance(value[0], list | dict)
+    )
 
 
 def _layers_of_every_kind(fields: dict[str, Any]) -> list[int]:
-    """Numbers of layers that together show every kind, at least `LAYERS` of them; none if all layers are alike."""
+    """Numbers of layers that together show every kind, at least `LAYERS` of them; none if all
+    layers are alike."""
     _, layers = _number_of_layers(fields)
     per_layer = [value for value in fields.values() if _is_per_layer(value, layers)]
     if not per_layer:

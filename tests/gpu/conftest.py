@@ -1,6 +1,8 @@
-"""Decoding and training on an accelerator: HEADSTART_TEST_DEVICE is "sim", or "cuda" (`make test-gpu`).
+"""Decoding and training on an accelerator: HEADSTART_TEST_DEVICE is "sim", or "cuda" (`make
+test-gpu`).
 
-The simulated device changes the process that registers it, so these tests run in a process of their own.
+The simulated device changes the process that registers it, so these tests run in a process of their
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if DEVICE == "sim":
     from headstart.inference.engines import cuda_graph
 
     cuda_graph.GRAPHS["sim"] = simulated.SimGraph
-    tree_slots.KERNEL_DTYPES["sim"] = (torch.float32, torch.float64)  # by the reference of the kernel
+    # by the reference of the kernel
+    tree_slots.KERNEL_DTYPES["sim"] = (torch.float32, torch.float64)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

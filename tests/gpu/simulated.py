@@ -1,17 +1,21 @@
-"""A simulated accelerator: tensors on "sim:0" and "sim:1" lie in ordinary memory and behave as a GPU's where bugs hide.
+"""A simulated accelerator: tensors on "sim:0" and "sim:1" lie in ordinary memory and behave as a
+GPU's where bugs hide.
 
-An operation that mixes devices raises, as CUDA's would, and so does a draw by a generator of another device. What makes
-the host wait for the device (`.item()`, `.tolist()`, `.cpu()`, `nonzero`, an index by a boolean mask) and what the host
-uploads is counted, by line of the project; so are all operations, but for those in `uncounted()`. An upload is a wait,
-too, unless it is `non_blocking` and comes from pinned memory.
+An operation that mixes devices raises, as CUDA's would, and so does a draw by a generator of
+another device. What makes the host wait for the device (`.item()`, `.tolist()`, `.cpu()`,
+`nonzero`, an index by a boolean mask) and what the host uploads is counted, by line of the project;
+so are all operations, but for those in `uncounted()`. An upload is a wait, too, unless it is
+`non_blocking` and comes from pinned memory.
 
     with simulated.counted() as counts:
         lm.generate(prompts.to("sim"), ...)
     counts.waits, counts.uploads, counts.operations, counts.launches
 
-Functions are recorded and replayed as CUDA graphs are, by `SimGraph`, which refuses what a capture refuses.
+Functions are recorded and replayed as CUDA graphs are, by `SimGraph`, which refuses what a capture
+refuses.
 
-Built on torch's Python backend for PrivateUse1. Nothing runs asynchronously, so that a missing wait cannot be seen.
+Built on torch's Python backend for PrivateUse1. Nothing runs asynchronously, so that a missing wait
+cannot be seen.
 """
 
 from __future__ import annotations
@@ -135,7 +139,9 @@ class SimTensor(torch.Tensor):
         return self.raw.tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +151,9 @@ class SimTensor(torch.Tensor):
 def _note(kind: str) -> None:
     """Count for the innermost line of the project that is running."""
     if _recorder is not None and kind in ("waits", "uploads"):
-        raise RuntimeError(f"not permitted while operations are recorded: it {kind.removesuffix('s')}s")
+        raise RuntimeError(
+            f"not permitted while operations are recorded: it {kind.removesuffix('s')}s"
+        )
     if not _counts:
         return
     frame: Any = sys._getframe(1)
@@ -182,10 +190,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _note("operations")
     leaves = pytree.tree_leaves((args, kwargs))
     here = {leaf.device for leaf in leaves if isinstance(leaf, SimTensor)}
-    host = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimTensor)]
+    host = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, SimTensor)
+    ]
     asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     if func is aten._to_copy.default:
-        return _copied(args[0], asked, {name: value for name, value in kwargs.items() if name != "device"})
+        return _copied(
+            args[0], asked, {name: value for name, value in kwargs.items() if name != "device"}
+        )
     if func is aten.copy_.default:
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         _transferred(args[1], args[0].device, non_blocking)
@@ -196,14 +210,24 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     on_host = [tensor for tensor in host if tensor.dim() > 0]
     if len(here) > 1 or (here and on_host):
-        found = ", ".join(sorted({str(device) for device in (*here, *(tensor.device for tensor in on_host))}))
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two: {found} ({func})")
-    device = next(iter(here)) if here else asked if asked is not None and asked.type == "sim" else None
+        found = ", ".join(
+            sorted({str(device) for device in (*here, *(tensor.device for tensor in on_host))})
+        )
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two: {found}"
+            f" ({func})"
+        )
+    device = (
+        next(iter(here)) if here else asked if asked is not None and asked.type == "sim" else None
+    )
     generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
     if device is not None and generator is not None and generator.device.type != "sim":
-        raise RuntimeError(f"Expected a 'sim' device type for generator but found '{generator.device.type}'")
+        raise RuntimeError(
+            f"Expected a 'sim' device type for generator but found '{generator.device.type}'"
+        )
     masked = func in INDEXED and any(
-        isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in pytree.tree_leaves(args[1])
+        isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool
+        for leaf in pytree.tree_leaves(args[1])
     )
     if func in WAITING or masked:
         _note("waits")
@@ -232,7 +256,9 @@ def _is_view(func: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
-def _copied(tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]) -> torch.Tensor:
+def _copied(
+    tensor: torch.Tensor, asked: torch.device | None, options: dict[str, Any]
+) -> torch.Tensor:
     """`to`: a copy on the asked device, or on the tensor's own."""
     device = tensor.device if asked is None else asked
     _transferred(tensor, device, bool(options.get("non_blocking")))
@@ -269,12 +295,14 @@ class SimPool:
 
 
 class SimGraph:
-    """A recording of operations, as strict as a CUDA graph: it is replayed on the memory that it was recorded with.
+    """A recording of operations, as strict as a CUDA graph: it is replayed on the memory that it
+    was recorded with.
 
-    While it records it refuses to wait, to upload and to draw random numbers. What the operations write to is set back
-    afterwards, and what they make holds nothing usable before the first replay. Nor does what was made by graphs that
-    were recorded in the same pool later, once this one is replayed: there it may lie on what this one uses meanwhile.
-    A pool whose graphs are all gone must not be used again.
+    While it records it refuses to wait, to upload and to draw random numbers. What the operations
+    write to is set back afterwards, and what they make holds nothing usable before the first
+    replay. Nor does what was made by graphs that were recorded in the same pool later, once this
+    one is replayed: there it may lie on what this one uses meanwhile. A pool whose graphs are all
+    gone must not be used again.
     """
 
     def __init__(self, pool: SimPool, device: torch.device) -> None:
@@ -313,7 +341,9 @@ class SimGraph:
     def run(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-            raise RuntimeError(f"not permitted while operations are recorded: {func} draws random numbers")
+            raise RuntimeError(
+                f"not permitted while operations are recorded: {func} draws random numbers"
+            )
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not on_device:
             return func(*args, **kwargs)
@@ -327,7 +357,11 @@ class SimGraph:
         there = {_whole(tensor).data_ptr() for tensor in given if tensor.numel()}
         new = []
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and _whole(tensor).data_ptr() not in there:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.numel()
+                and _whole(tensor).data_ptr() not in there
+            ):
                 self.made[_whole(tensor).data_ptr()] = _whole(tensor)
                 new.append(tensor)
         self.steps.append((func, args, kwargs, new))
@@ -342,14 +376,26 @@ class SimGraph:
             result = func(*args, **kwargs)
             if not new:
                 continue
-            again = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor) and each.numel()]
+            again = [
+                each
+                for each in pytree.tree_leaves(result)
+                if isinstance(each, torch.Tensor) and each.numel()
+            ]
             for tensor, value in zip(new, again, strict=True):
-                assert tensor.shape == value.shape, f"{func} returned another shape when it was replayed"
+                assert tensor.shape == value.shape, (
+                    f"{func} returned another shape when it was replayed"
+                )
                 tensor.copy_(value)
 
 
-POISON = {torch.float16: torch.nan, torch.bfloat16: torch.nan, torch.float32: torch.nan, torch.float64: torch.nan}
-"""What recorded tensors hold before the first replay, by dtype; integers hold an index that is out of range."""
+POISON = {
+    torch.float16: torch.nan,
+    torch.bfloat16: torch.nan,
+    torch.float32: torch.nan,
+    torch.float64: torch.nan,
+}
+"""What recorded tensors hold before the first replay, by dtype; integers hold an index that is out
+of range."""
 POISON |= {torch.uint8: 255, torch.int8: 127, torch.int16: 2**14, torch.int32: 2**30}
 
 
@@ -388,7 +434,8 @@ _library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "Priva
 
 
 def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor(..., device="sim")` does not reach the dispatcher: it is made on the host and uploaded."""
+    """`torch.tensor(..., device="sim")` does not reach the dispatcher: it is made on the host and
+    uploaded."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None and args and isinstance(args[0], SimTensor):
@@ -401,7 +448,8 @@ def _made_on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _counted_up(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.arange(..., device="sim")` would resize an empty tensor, which its wrapper would not follow."""
+    """`torch.arange(..., device="sim")` would resize an empty tensor, which its wrapper would not
+    follow."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if device is None or torch.device(device).type != "sim":

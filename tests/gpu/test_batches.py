@@ -1,4 +1,5 @@
-"""Batches whose rows end one after another: few sizes are recorded, and each row writes what it writes alone."""
+"""Batches whose rows end one after another: few sizes are recorded, and each row writes what it
+writes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from headstart.heads import HEADS
 from headstart.inference import Drafter, DraftTree, SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error:.*launched operation by operation"),
+]
 BUCKETS = {1, 2, 4, 8, 16, 24, 32}
 FIRST, STEP = 4, 2
 """New tokens of the row that ends first, and by how many more each of the others ends."""
@@ -58,7 +62,9 @@ def written(lm, prompts, slots=None, seed=5, **settings):
         **settings,
     )
     texts = []
-    for prompt, row in zip(prompts.tolist(), output.sequences[:, prompts.shape[1] :].tolist(), strict=True):
+    for prompt, row in zip(
+        prompts.tolist(), output.sequences[:, prompts.shape[1] :].tolist(), strict=True
+    ):
         texts.append(row[: new_tokens(prompt.count(1))])
     return output, texts
 
@@ -155,7 +161,8 @@ def test_every_source_with_idle_rows(lms, drafter, fallback):
     ],
 )
 def test_draws_do_not_depend_on_idle_rows(lms, tree, acceptance):
-    """The numbers come from one generator, row by row: as on the CPU, where the batch shrinks at once."""
+    """The numbers come from one generator, row by row: as on the CPU, where the batch shrinks at
+    once."""
     here, away = lms("eagle3", tree=tree, acceptance=acceptance)
     prompts = prompts_of(7)
     _, expected = written(here, prompts, do_sample=True)
@@ -186,9 +193,15 @@ def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
 
     def generate(free):
         monkeypatch.setattr(inputs, "free_memory", lambda _: float(free))
-        settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False, "pad_token_id": 0}
+        settings = {
+            "attention_mask": torch.ones_like(prompts),
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         new = tokens - prompts.shape[1]
-        return lm.generate(prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True], **settings)
+        return lm.generate(
+            prompts, max_new_tokens=new, stopping_criteria=[lambda text, _: True], **settings
+        )
 
     too_few = target.cache_bytes(1, exact) + rows.model.cache_bytes(1, exact) + logits
     for free in (too_few, caches + logits - 1):

@@ -1,4 +1,5 @@
-"""Costs of rounds that are replayed: those of the device, without the calls that compile and record."""
+"""Costs of rounds that are replayed: those of the device, without the calls that compile and
+record."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FORWARD, OTHER = 0.01, 0.002
 
 
 def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
-    """A forward that is run, or recorded, takes ten seconds: it would be all that fits into the time."""
+    """A forward that is run, or recorded, takes ten seconds: it would be all that fits into the
+    time."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_measured", {})
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(there.device)
@@ -55,5 +57,6 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
     costs = measured_costs(lm.target, head)
     assert costs.forward == pytest.approx(dict.fromkeys(costs.forward, FORWARD))
-    assert costs.draft == pytest.approx(2 * OTHER / min(head.max_depth, 4))  # a token is read, a chain drafted
+    # a token is read, a chain drafted
+    assert costs.draft == pytest.approx(2 * OTHER / min(head.max_depth, 4))
     there.compile(False)

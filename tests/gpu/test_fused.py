@@ -1,4 +1,5 @@
-"""The fused kernels against the torch operations that they stand for, on a GPU; tests/heads/layers interprets them."""
+"""The fused kernels against the torch operations that they stand for, on a GPU; tests/heads/layers
+interprets them."""
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ def on_both(operation, *inputs):
 
 
 def check(expected, computed, dtype):
-    torch.testing.assert_close(computed.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    torch.testing.assert_close(
+        computed.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -49,10 +52,14 @@ def test_norm_and_activation(dtype, batch, nodes, width):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("batch", "nodes", "heads", "groups", "size"), [(1, 1, 32, 8, 128), (2, 60, 9, 3, 64)])
+@pytest.mark.parametrize(
+    ("batch", "nodes", "heads", "groups", "size"), [(1, 1, 32, 8, 128), (2, 60, 9, 3, 64)]
+)
 def test_rotary_and_store(dtype, normed, batch, nodes, heads, groups, size):
     torch.manual_seed(0)
-    projected = Projected(*(torch.randn(batch, nodes, count * size).to(dtype) for count in (heads, groups, groups)))
+    projected = Projected(
+        *(torch.randn(batch, nodes, count * size).to(dtype) for count in (heads, groups, groups))
+    )
     projected.key_BNX[0, 0, 3] = torch.nan
     angles = torch.rand(batch, nodes, size)
     rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
@@ -61,7 +68,9 @@ def test_rotary_and_store(dtype, normed, batch, nodes, heads, groups, size):
 
     def run(projected, rotary, slots, norms):
         block = torch.zeros(2, batch, groups, 400, size, dtype=dtype, device=slots.device)
-        query = fused.rotary_store(projected, rotary, Place(block[0], block[1], slots, finite=True), norms)
+        query = fused.rotary_store(
+            projected, rotary, Place(block[0], block[1], slots, finite=True), norms
+        )
         return query, block
 
     expected, computed = on_both(run, projected, rotary, slots, norms)

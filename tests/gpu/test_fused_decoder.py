@@ -1,7 +1,8 @@
-"""Text through the tree kernel and the fused decoder: that of `generate`, for known families, trees, batches, windows.
+"""Text through the tree kernel and the fused decoder: that of `generate`, for known families,
+trees, batches, windows.
 
-Other tests here decode in float64, which neither takes on a GPU; on the simulated device torch operations stand for
-the kernels.
+Other tests here decode in float64, which neither takes on a GPU; on the simulated device torch
+operations stand for the kernels.
 """
 
 from __future__ import annotations
@@ -46,12 +47,17 @@ FAMILIES = {
     ),
     "qwen3, norms": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32, torch.float64)
+DTYPES = (
+    (torch.float32, torch.bfloat16, torch.float16)
+    if DEVICE == "cuda"
+    else (torch.float32, torch.float64)
+)
 TREES = ("chain:3", "dynamic:20:5:4")
 
 
 def model_of(family: str, dtype: torch.dtype):
-    """A random model that follows a permutation of its tokens by a wide margin, so that rounding decides nothing."""
+    """A random model that follows a permutation of its tokens by a wide margin, so that rounding
+    decides nothing."""
     torch.manual_seed(0)
     model = FAMILIES[family]().eval().requires_grad_(False)
     with torch.no_grad():
@@ -66,13 +72,17 @@ def test_text_is_that_of_generate(device, family, dtype):
     model = model_of(family, dtype).to(device)
     target = Target(model)
     target.compile(True)
-    head = copy.deepcopy(head_for(Target(model_of(family, torch.float32)), "eagle3")).to(device, dtype)
+    head = copy.deepcopy(head_for(Target(model_of(family, torch.float32)), "eagle3")).to(
+        device, dtype
+    )
     prompts = [torch.arange(3, 3 + length) * 7 % VOCAB for length in (5, 31, 18)]
     expected = []
     for prompt in prompts:
         prompt_1T = prompt[None].to(device)
         mask_1T = torch.ones_like(prompt_1T)
-        written = model.generate(prompt_1T, attention_mask=mask_1T, max_new_tokens=40, do_sample=False)
+        written = model.generate(
+            prompt_1T, attention_mask=mask_1T, max_new_tokens=40, do_sample=False
+        )
         expected.append(written[0, len(prompt) :].tolist())
     for tree in TREES:
         lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, fallback=False)
@@ -82,7 +92,9 @@ def test_text_is_that_of_generate(device, family, dtype):
         assert written_after(lm, prompts, 40, device) == expected
 
 
-def written_after(lm: SpeculativeLM, prompts: list[torch.Tensor], tokens: int, device) -> list[list[int]]:
+def written_after(
+    lm: SpeculativeLM, prompts: list[torch.Tensor], tokens: int, device
+) -> list[list[int]]:
     """New tokens of each row of a left-padded batch."""
     longest = max(map(len, prompts))
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -91,7 +103,11 @@ def written_after(lm: SpeculativeLM, prompts: list[torch.Tensor], tokens: int, d
         padded[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
     output = lm.generate(
-        padded.to(device), attention_mask=mask.to(device), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+        padded.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
     )
     return output.sequences[:, longest:].tolist()
 
@@ -106,9 +122,15 @@ def test_a_hook_on_a_module_that_kernels_replace_is_called(device):
     before = written_after(lm, [prompt], 12, device)
     assert target.engine.decoder is not None
     steering = torch.randn(64, generator=torch.Generator().manual_seed(1)).to(device, dtype) * 30
-    hook = model.model.layers[4].register_forward_hook(lambda module, inputs, output: output + steering)
+    hook = model.model.layers[4].register_forward_hook(
+        lambda module, inputs, output: output + steering
+    )
     prompt_1T = prompt[None].to(device)
-    settings = {"attention_mask": torch.ones_like(prompt_1T), "max_new_tokens": 12, "do_sample": False}
+    settings = {
+        "attention_mask": torch.ones_like(prompt_1T),
+        "max_new_tokens": 12,
+        "do_sample": False,
+    }
     steered = model.generate(prompt_1T, **settings)[:, len(prompt) :].tolist()
     assert steered != before
     assert written_after(lm, [prompt], 12, device) == steered

@@ -1,4 +1,5 @@
-"""On an accelerator as on the CPU: every head, tree, acceptance rule, processor, padding and kind of batch."""
+"""On an accelerator as on the CPU: every head, tree, acceptance rule, processor, padding and kind
+of batch."""
 
 from __future__ import annotations
 
@@ -12,11 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads import HEADS
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error:.*launched operation by operation"),
+]
 PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
 GREEDY = ("chain:3", "branch:2x2", "dynamic:8:3:2", "stop:0.05:chain:3", "root", "auto")
 DRAWN = {
-    "drawn:chain:3": ("point_mass", "token", "with_replacement", "without_replacement", "block", "traversal"),
+    "drawn:chain:3": (
+        "point_mass",
+        "token",
+        "with_replacement",
+        "without_replacement",
+        "block",
+        "traversal",
+    ),
     "drawn:branch:2x2": ("point_mass", "without_replacement", "traversal"),
     "independent:branch:2x2": ("point_mass", "with_replacement"),
     "stop:0.05:drawn:chain:3": ("block",),
@@ -47,7 +58,9 @@ def text(lm, prompts, seed=5, tokens=14, slots=None, **settings):
     torch.manual_seed(seed)
     settings = {"do_sample": False, "pad_token_id": 0, **settings}
     mask = (prompts != 0).long()
-    return lm.generate(prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings)
+    return lm.generate(
+        prompts, attention_mask=mask, max_new_tokens=tokens, max_batch_size=slots, **settings
+    )
 
 
 def both(on_cpu, there, mode, kind=None, drafter=None, **options):
@@ -56,7 +69,9 @@ def both(on_cpu, there, mode, kind=None, drafter=None, **options):
     lms = []
     for target, compile in ((on_cpu, False), (there, mode)):
         own = None if head is None else copy.deepcopy(head).to(target.device)
-        lms.append(SpeculativeLM.from_pretrained(target, own, compile=compile, drafter=drafter, **options))
+        lms.append(
+            SpeculativeLM.from_pretrained(target, own, compile=compile, drafter=drafter, **options)
+        )
     return lms
 
 
@@ -71,15 +86,23 @@ def test_every_head_with_every_tree(on_cpu, there, device, mode, kind, tree, slo
     assert found.sequences.device == device and torch.equal(found.sequences.cpu(), expected)
 
 
-@pytest.mark.parametrize(("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words])
+@pytest.mark.parametrize(
+    ("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words]
+)
 def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, tree, acceptance):
     """The simulated device draws the CPU's numbers; a GPU draws others."""
-    options = {"tree": tree, "acceptance": acceptance, "lossy": acceptance == "typical", "fallback": False}
+    options = {
+        "tree": tree,
+        "acceptance": acceptance,
+        "lossy": acceptance == "typical",
+        "fallback": False,
+    }
     here, away = both(on_cpu, there, mode, "eagle3", **options)
     expected = text(here, PADDED, do_sample=True)
     found = text(away, PADDED.to(device), do_sample=True)
     assert found.sequences.shape[1] > PADDED.shape[1]
-    if device.type == "sim" and not tree.startswith("stop"):  # a CPU is asked sooner, and draws fewer numbers
+    # a CPU is asked sooner, and draws fewer numbers
+    if device.type == "sim" and not tree.startswith("stop"):
         assert torch.equal(found.sequences.cpu(), expected.sequences)
         assert found.stats.acceptance_length == expected.stats.acceptance_length
 
@@ -109,14 +132,17 @@ def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, mode, generator
 
 
 @pytest.mark.parametrize(
-    ("word", "beside"), [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")]
+    ("word", "beside"),
+    [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")],
 )
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_every_source(on_cpu, there, device, mode, word, beside, fallback, slots):
     tree = "auto" if beside is None else "dynamic:6:3:2"
     here, away = both(on_cpu, there, mode, beside, word, tree=tree, fallback=fallback)
-    repeating = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]])
+    repeating = torch.tensor(
+        [[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]]
+    )
     expected = text(here, repeating)
     found = text(away, repeating.to(device), slots=slots)
     assert torch.equal(found.sequences.cpu(), expected.sequences)
@@ -129,8 +155,13 @@ def test_a_second_model(on_cpu, there, device, mode, tree):
     from headstart.inference.drafters.by_name import make_drafter
 
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    for model in (there, Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device))):
-        lm = SpeculativeLM.from_pretrained(there, drafter=make_drafter(there, model, tree), compile=mode)
+    for model in (
+        there,
+        Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device)),
+    ):
+        lm = SpeculativeLM.from_pretrained(
+            there, drafter=make_drafter(there, model, tree), compile=mode
+        )
         assert torch.equal(text(lm, PADDED.to(device)).sequences.cpu(), expected)
 
 
@@ -172,8 +203,15 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
 
     first, second = (device, torch.device(device.type, 1 if device.type == "sim" else 0))
     model = copy.deepcopy(on_cpu.model)
-    places = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
-    places |= {f"model.layers.{i}": first if i < 3 else second for i in range(on_cpu.info.num_layers)}
+    places = {
+        "model.embed_tokens": first,
+        "model.rotary_emb": first,
+        "model.norm": second,
+        "lm_head": second,
+    }
+    places |= {
+        f"model.layers.{i}": first if i < 3 else second for i in range(on_cpu.info.num_layers)
+    }
     spread = Target(dispatch_model(model, places, main_device=first, force_hooks=True))
     head = head_for(on_cpu, kind).to(spread.device)
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
@@ -209,7 +247,9 @@ def test_turns_that_begin_anywhere(device, mode, groups):
     """In float32, whose kernels are not those of float64."""
     shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=groups, bos_token_id=None)
+    config = LlamaConfig(
+        **shape, num_attention_heads=4, num_key_value_heads=groups, bos_token_id=None
+    )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     lm = SpeculativeLM.from_pretrained(Target(copy.deepcopy(model).to(device)), compile=mode)
     past, prompt = Conversation(), torch.arange(1, 22)[None]
@@ -217,7 +257,9 @@ def test_turns_that_begin_anywhere(device, mode, groups):
         settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         there = prompt.to(device)
-        found = lm.generate(there, attention_mask=torch.ones_like(there), past_key_values=past, **settings).sequences
+        found = lm.generate(
+            there, attention_mask=torch.ones_like(there), past_key_values=past, **settings
+        ).sequences
         assert torch.equal(found.cpu(), expected)
         prompt = torch.cat([expected, torch.arange(1, more + 1)[None] % 63 + 1], dim=1)
 
@@ -234,7 +276,9 @@ def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
 
 @pytest.mark.parametrize("changed", ["in place", "elsewhere"])
 @pytest.mark.parametrize("whose", ["target", "head"])
-def test_weights_that_change_are_not_read_where_they_were(on_cpu, device, mode, monkeypatch, whose, changed):
+def test_weights_that_change_are_not_read_where_they_were(
+    on_cpu, device, mode, monkeypatch, whose, changed
+):
     """Between two generations: what was recorded before is not replayed."""
     model = copy.deepcopy(on_cpu.model)
     target = Target(copy.deepcopy(model).to(device))
@@ -268,7 +312,9 @@ def test_weights_that_change_are_not_read_where_they_were(on_cpu, device, mode, 
     found = text(lm, PADDED.to(device), tokens=20)
     assert torch.equal(found.sequences.cpu(), expected)
     if whose == "head":
-        fresh = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=False, fallback=False)
+        fresh = SpeculativeLM.from_pretrained(
+            target, head, tree="chain:3", compile=False, fallback=False
+        )
         recorded = target.engine
         target.compile(False)
         if target.engine is not recorded:  # another has taken its place
@@ -292,10 +338,13 @@ def test_a_generation_inside_another_leaves_its_results(on_cpu, there, device, m
             depth.append(1)
             before = len(recordings)
             text(away, PADDED[2:3].to(device), tokens=8)
-            assert len(recordings) == before  # a replay could write where the outer generation's results lie
+            # a replay could write where the outer generation's results lie
+            assert len(recordings) == before
             depth.clear()
 
     away.observers.append(EachRound(inner))
     found = text(away, prompts.to(device), tokens=30)
-    assert torch.equal(found.sequences.cpu(), text(SpeculativeLM(on_cpu), prompts, tokens=30).sequences)
+    assert torch.equal(
+        found.sequences.cpu(), text(SpeculativeLM(on_cpu), prompts, tokens=30).sequences
+    )
     assert found.stats.rows == alone.stats.rows

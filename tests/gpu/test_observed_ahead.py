@@ -1,4 +1,5 @@
-"""What a drafter launches before the host has read a step's tokens: the same state, and it can be taken back."""
+"""What a drafter launches before the host has read a step's tokens: the same state, and it can be
+taken back."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def recorded(there):
 
 def text_of(lm: SpeculativeLM, device) -> list[list[int]]:
     prompts = PROMPTS.to(device)
-    output = lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False)
+    output = lm.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=40, do_sample=False
+    )
     return output.sequences.tolist()
 
 

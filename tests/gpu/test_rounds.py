@@ -1,4 +1,5 @@
-"""What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are launched one by one.
+"""What a round costs an accelerator besides arithmetic: waits, uploads, and operations that are
+launched one by one.
 
 benchmarks/rounds.py prints the table.
 """
@@ -25,7 +26,8 @@ import simulated  # changes a process in which it is imported
 
 WAITS, UPLOADS = 1, 2
 SAMPLED = 50
-"""Operations more where tokens are drawn: by numbers for every token, computed on the device, of all depths at once."""
+"""Operations more where tokens are drawn: by numbers for every token, computed on the device, of
+all depths at once."""
 CASES = {
     "plain": ({}, 28),
     **{f"{kind}, chain": ({"kind": kind, "tree": "chain:3"}, 47) for kind in HEADS},
@@ -33,26 +35,36 @@ CASES = {
     "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 106),
     "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 105),
     "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 205),
-    "eagle3 and prompt lookup": ({"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"}, 148),
+    "eagle3 and prompt lookup": (
+        {"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"},
+        148,
+    ),
     "prompt lookup": ({"drafter": "prompt-lookup"}, 74),
     "lookahead": ({"drafter": "lookahead"}, 74),
     "n-grams": ({"drafter": "ngram:2"}, 42),
     "random": ({"drafter": "random"}, 42),
     "a second model": ({"drafter": "model"}, 47),
 }
-"""What decodes, and how many operations of a round are its own, at most: those of the forwards of target and drafts are
-not counted."""
+"""What decodes, and how many operations of a round are its own, at most: those of the forwards of
+target and drafts are not counted."""
 
 
-def lm_of(there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False) -> SpeculativeLM:
+def lm_of(
+    there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False
+) -> SpeculativeLM:
     head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
     if drafter == "model":
         drafter = make_drafter(there, there, "chain:3")
-    return SpeculativeLM.from_pretrained(there, head, tree=tree, compile=False, drafter=drafter, fallback=fallback)
+    return SpeculativeLM.from_pretrained(
+        there, head, tree=tree, compile=False, drafter=drafter, fallback=fallback
+    )
 
 
-def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[int, int, int]], simulated.Counts]:
-    """Waits, uploads and operations of each round but the first ones, without the forwards of target and drafts."""
+def counts_of(
+    lm: SpeculativeLM, monkeypatch, **settings
+) -> tuple[list[tuple[int, int, int]], simulated.Counts]:
+    """Waits, uploads and operations of each round but the first ones, without the forwards of
+    target and drafts."""
 
     def not_counted(owner, name):
         original = getattr(owner, name)
@@ -70,18 +82,26 @@ def counts_of(lm: SpeculativeLM, monkeypatch, **settings) -> tuple[list[tuple[in
     seen = []
     prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
     settings |= {"attention_mask": torch.ones_like(prompts)}
-    for tree in getattr(lm.drafter, "trees", ()):  # each uploads its shape once, whenever the clock chooses it first
+    # each uploads its shape once, whenever the clock chooses it first
+    for tree in getattr(lm.drafter, "trees", ()):
         lm.generate(prompts, max_new_tokens=8, tree=tree.shape, **settings)
     with simulated.counted() as counts:
-        totals = lambda: tuple(each.total() for each in (counts.waits, counts.uploads, counts.operations))  # noqa: E731
+
+        def totals():
+            return counts.waits.total(), counts.uploads.total(), counts.operations.total()
+
         lm.observers.append(EachRound(lambda _: seen.append(totals())))
         lm.generate(prompts, max_new_tokens=48, **settings)
         lm.observers.clear()
-    rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])]
+    rounds = [
+        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[3:])
+    ]
     return rounds, counts
 
 
-@pytest.mark.parametrize("settings", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
     options, ceiling = CASES[name]
@@ -91,7 +111,9 @@ def test_a_round_waits_once(there, on_cpu, monkeypatch, name, settings):
     waits, uploads, operations = zip(*rounds, strict=True)
     assert statistics.median(waits) == max(waits) == WAITS, counts.waits
     assert max(uploads) <= UPLOADS, counts.uploads
-    assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], counts.operations.most_common(9)
+    assert statistics.median(operations) <= ceiling + SAMPLED * settings["do_sample"], (
+        counts.operations.most_common(9)
+    )
 
 
 LAUNCHES = 12
@@ -119,7 +141,8 @@ def recorded_lm(there, on_cpu):
 
 
 def recorded_rounds(lm: SpeculativeLM) -> tuple[list[tuple[int, int, int]], simulated.Counts]:
-    """Launches, waits and uploads of each greedy round, after the first ones, which are recorded."""
+    """Launches, waits and uploads of each greedy round, after the first ones, which are
+    recorded."""
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
     seen = []
     with simulated.counted() as counts:
@@ -128,9 +151,13 @@ def recorded_rounds(lm: SpeculativeLM) -> tuple[list[tuple[int, int, int]], simu
             seen.append((counts.launches.total(), counts.waits.total(), counts.uploads.total()))
 
         lm.observers.append(EachRound(note))
-        lm.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False)
+        lm.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False
+        )
         lm.observers.clear()
-    rounds = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[8:])]
+    rounds = [
+        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen[8:])
+    ]
     return rounds, counts
 
 
@@ -150,7 +177,9 @@ def test_texts_of_any_length_use_the_same_recordings(recorded_lm, name):
 
     def recordings_after(length, new):
         prompt = torch.randint(1, 40, (1, length), generator=random).to(lm.target.device)
-        lm.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
+        lm.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False
+        )
         return len(lm.target.engine.runner.recordings)
 
     recordings_after(8, 40)

@@ -1,4 +1,5 @@
-"""A training step on an accelerator: every head, no tensor on another device, and how often the host waits for it."""
+"""A training step on an accelerator: every head, no tensor on another device, and how often the
+host waits for it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from headstart.train.run_folder import RunFolder
 pytestmark = pytest.mark.gpu
 STEPS = 2
 WAITS = 3
-"""Of a step of two forwards: whether loss and gradient are numbers, and at each of the target's forwards transformers
-asks whether its rows are packed."""
+"""Of a step of two forwards: whether loss and gradient are numbers, and at each of the target's
+forwards transformers asks whether its rows are packed."""
 
 
 @pytest.fixture
@@ -51,14 +52,19 @@ def trained(target, head, config, monkeypatch, after_step=lambda: None):
     """The losses and gradient norms of some steps, where the target is."""
     torch.manual_seed(0)  # the noise that heads learn with
     accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(accelerator.state, "device", target.device)  # which all accelerators of a process share
+    # which all accelerators of a process share
+    monkeypatch.setattr(accelerator.state, "device", target.device)
     share = Share(0, 1, 2)
     run = RunFolder(loop.Path(config.output), accelerator)
-    inputs = loop.Inputs(target, head, head.default_objective(head.config), None, {}, [], [], [], 1.0, {})
+    inputs = loop.Inputs(
+        target, head, head.default_objective(head.config), None, {}, [], [], [], 1.0, {}
+    )
     state = loop.build_state(run, share, inputs, config, STEPS)
     clock, features, found = StepClock(accelerator.device), OnlineFeatures(target, head), []
     for step in range(1, STEPS + 1):
-        outputs, norm, _ = loop.gradients(state, Step(0, batches(), 40), features, clock, step, adapt=True)
+        outputs, norm, _ = loop.gradients(
+            state, Step(0, batches(), 40), features, clock, step, adapt=True
+        )
         loop.update(state)
         after_step()
         found.append([*(float(output.loss.detach()) for output in outputs), norm])
@@ -80,7 +86,9 @@ def in_float32(on_cpu, device):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(in_float32, config, monkeypatch, kind):
+def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(
+    in_float32, config, monkeypatch, kind
+):
     expected = trained(*in_float32(kind, away=False), config, monkeypatch)
     given, waits = in_float32(kind, away=True), []
     if DEVICE == "sim":
@@ -89,7 +97,9 @@ def test_every_head_learns_as_on_the_cpu_and_a_step_waits_so_often(in_float32, c
         with simulated.counted() as counts:
 
             def after_step():
-                waits.append(sum(count for where, count in counts.waits.items() if where != "elsewhere"))
+                waits.append(
+                    sum(count for where, count in counts.waits.items() if where != "elsewhere")
+                )
 
             found = trained(*given, config, monkeypatch, after_step)
         assert waits[1] - waits[0] == WAITS, counts.waits

@@ -16,7 +16,10 @@ from headstart.files import text_shards
 from headstart.inference import Conversation, SpeculativeLM, speculative_lm
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*launched operation by operation")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error:.*launched operation by operation"),
+]
 PROMPTS = torch.tensor([[9, 8, 7, 6, 5], [4, 3, 1, 2, 4], [7, 7, 2, 8, 1]])
 SETTINGS = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
 
@@ -61,7 +64,9 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
     for target in (on_cpu, there):
         own = copy.deepcopy(old).to(target.device)
         mode = target is there
-        lms.append(SpeculativeLM.from_pretrained(target, own, tree=tree, fallback=False, compile=mode))
+        lms.append(
+            SpeculativeLM.from_pretrained(target, own, tree=tree, fallback=False, compile=mode)
+        )
     drafted = []
     for heads in ((None, None), (new, copy.deepcopy(new)), (old, copy.deepcopy(old))):
         for _ in range(2):  # the second call replays
@@ -98,7 +103,9 @@ def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
     there.compile(False)
 
 
-def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(on_cpu, there, device, monkeypatch):
+def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
+    on_cpu, there, device, monkeypatch
+):
     """All but the ones used last."""
     monkeypatch.setattr(speculative_lm, "KEPT_OF_CALLS", 2)
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
@@ -118,7 +125,9 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(on_cpu, 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
     old = head_for(on_cpu, kind)
-    lm = SpeculativeLM.from_pretrained(there, copy.deepcopy(old).to(device), tree="branch:2x2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        there, copy.deepcopy(old).to(device), tree="branch:2x2", fallback=False
+    )
     plain = SpeculativeLM(on_cpu)
     past = Conversation()
     prompt = PROMPTS[:1]
@@ -133,10 +142,14 @@ def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
 @pytest.mark.parametrize("slots", [None, 2])
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_recorded_states_are_those_of_the_cpu(on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots):
+def test_recorded_states_are_those_of_the_cpu(
+    on_cpu, there, device, tokenizer, tmp_path, kind, mode, slots
+):
     head = head_for(on_cpu, kind)
     expected = text(SpeculativeLM(on_cpu), PROMPTS).sequences
-    lm = SpeculativeLM.from_pretrained(there, head.to(device), tree="chain:3", fallback=False, compile=mode)
+    lm = SpeculativeLM.from_pretrained(
+        there, head.to(device), tree="chain:3", fallback=False, compile=mode
+    )
     for call in range(2):  # the second replays
         folder = tmp_path / str(call)
         with record(lm, folder, tokenizer=tokenizer, format="float32") as recording:

@@ -1,4 +1,5 @@
-"""A head's training step on an accelerator: as on the CPU, and the host waits for the device once."""
+"""A head's training step on an accelerator: as on the CPU, and the host waits for the device
+once."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def step(head, features, objective=None):
     head.zero_grad()
     output = head(features, objective)
     output.loss.backward()
-    return [output.loss.detach(), output.losses_K, output.counts_K, output.hits_KI], [p.grad for p in head.parameters()]
+    return [output.loss.detach(), output.losses_K, output.counts_K, output.hits_KI], [
+        p.grad for p in head.parameters()
+    ]
 
 
 def sides(on_cpu, there, device, kind, packed=False):
@@ -73,7 +76,9 @@ def test_a_step_is_that_of_the_cpu(on_cpu, there, device, kind, packed):
 @pytest.mark.skipif(DEVICE != "sim", reason="only the simulated device counts")
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_step_waits_once_however_many_chunks_it_has(on_cpu, there, device, kind, weights, monkeypatch):
+def test_a_step_waits_once_however_many_chunks_it_has(
+    on_cpu, there, device, kind, weights, monkeypatch
+):
     import simulated
 
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)  # chunks of 64 positions
@@ -83,6 +88,9 @@ def test_a_step_waits_once_however_many_chunks_it_has(on_cpu, there, device, kin
     step(head, features, objective)  # what is made once
     with simulated.counted() as counts:
         step(head, features, objective)
-    print(f"{kind}, {weights}: {counts.waits.total()} waits, {counts.operations.total()} operations")
+    print(
+        f"{kind}, {weights}: {counts.waits.total()} waits, {counts.operations.total()} operations"
+    )
     assert counts.waits.total() <= WAITS, counts.waits
-    assert counts.uploads.total() <= 3, counts.uploads  # the draft positions, which are found on the host
+    # the draft positions, which are found on the host
+    assert counts.uploads.total() <= 3, counts.uploads

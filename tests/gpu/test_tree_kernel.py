@@ -1,4 +1,5 @@
-"""The tree kernel against a softmax over all slots, on a GPU; tests/heads/layers interprets it on a CPU."""
+"""The tree kernel against a softmax over all slots, on a GPU; tests/heads/layers interprets it on a
+CPU."""
 
 import dataclasses
 
@@ -20,11 +21,15 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 @pytest.mark.parametrize(("batch", "heads", "groups"), [(1, 32, 8), (3, 8, 8)])
 @pytest.mark.parametrize(("nodes", "uncommitted"), [(1, 1), (8, 8), (60, 60), (5, 9)])
 @pytest.mark.parametrize("window", [None, 300])
-def test_it_is_the_softmax_over_what_a_node_sees(dtype, size, batch, heads, groups, nodes, uncommitted, window):
+def test_it_is_the_softmax_over_what_a_node_sees(
+    dtype, size, batch, heads, groups, nodes, uncommitted, window
+):
     case = attended_slots(batch, heads, groups, nodes, uncommitted, size, 2000, window, dtype)
     found = tree_attention(*case.on("cuda")).cpu()
     assert found.shape == (batch, nodes, heads, size) and found.dtype == dtype
-    torch.testing.assert_close(found.double(), case.expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        found.double(), case.expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -32,7 +37,9 @@ def test_it_is_the_softmax_over_what_a_node_sees(dtype, size, batch, heads, grou
 def test_nodes_may_lie_before_the_text(dtype, nodes, uncommitted):
     case = attended_slots(2, 32, 8, nodes, uncommitted, 128, 16500, None, dtype, nodes_first=True)
     found = tree_attention(*case.on("cuda")).cpu()
-    torch.testing.assert_close(found.double(), case.expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        found.double(), case.expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("nodes_first", [False, True])

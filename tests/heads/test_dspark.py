@@ -1,4 +1,5 @@
-"""DSpark: its training is the decoding of true paths, siblings differ by their parents, confidence ends a chain."""
+"""DSpark: its training is the decoding of true paths, siblings differ by their parents, confidence
+ends a chain."""
 
 from __future__ import annotations
 
@@ -21,21 +22,35 @@ from headstart.inference.trees.tree_spec import EarlyExitShape
 
 OPTIONS = [
     {"block_size": 4, "markov_rank": 3},
-    {"block_size": 3, "markov_rank": 2, "markov": "gated", "draft_vocab_size": 9, "confidence_with_markov": False},
+    {
+        "block_size": 3,
+        "markov_rank": 2,
+        "markov": "gated",
+        "draft_vocab_size": 9,
+        "confidence_with_markov": False,
+    },
     {"block_size": 4, "markov_rank": 3, "markov": "rnn"},
     {"block_size": 5, "markov_rank": 3, "sample_from_anchor": False},
 ]
 
 
-def decoded(head: DSparkHead, features: TargetFeatures, row: int, time: int, depths: int) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] and estimated rates [K] along the text behind the feature at `time`, by decoding."""
+def decoded(
+    head: DSparkHead, features: TargetFeatures, row: int, time: int, depths: int
+) -> tuple[Tensor, Tensor]:
+    """Logits [K, V] and estimated rates [K] along the text behind the feature at `time`, by
+    decoding."""
     tokens_T = features.tokens_BT[row]
     state = head.begin(features.modules, 1, 40, head.max_depth, 1)
     next_1A = tokens_T[1 : time + 2][None]
-    state = head.observe(state, features.features_BTF[row, : time + 1][None], next_1A, torch.tensor([time + 1]))
+    state = head.observe(
+        state, features.features_BTF[row, : time + 1][None], next_1A, torch.tensor([time + 1])
+    )
     logits, rates = [], []
     for depth in range(depths):
-        true_11, parent_11 = tokens_T[time + 1 + depth].view(1, 1), torch.full((1, 1), 0 if depth else -1)
+        true_11, parent_11 = (
+            tokens_T[time + 1 + depth].view(1, 1),
+            torch.full((1, 1), 0 if depth else -1),
+        )
         logits_11V, state = head.expand(state, true_11, parent_11)
         logits.append(logits_11V[0, 0])
         rates.append(state.confidence_BW[0, 0].sigmoid())
@@ -55,7 +70,10 @@ def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
     for index, depths in zip(found.index_N.tolist(), found.valid_NK.sum(1).tolist()):
         row, time = divmod(index, TIME)
         logits_KV, rate_K = decoded(head, features, row, time, depths)
-        log_q_KV, p_KV = logits_KV.log_softmax(-1), target_BTV[row, time + 1 :][:depths, vocabulary_V]
+        log_q_KV, p_KV = (
+            logits_KV.log_softmax(-1),
+            target_BTV[row, time + 1 :][:depths, vocabulary_V],
+        )
         overlap_K = torch.minimum(p_KV, log_q_KV.exp()).sum(-1)
         true_KV = features.tokens_BT[row, time + 2 :][:depths, None] == vocabulary_V
         draftable_K = true_KV.any(1)
@@ -64,7 +82,10 @@ def test_the_loss_is_that_of_decoding_along_the_text(options, weights):
         decay_K = objective.decay ** torch.arange(depths).double()
         weight_K = reach_K.flip(0).cumsum(0).flip(0) if paced else decay_K
         total += (draftable_K * weight_K * (0.7 * (1 - overlap_K) - 0.2 * log_true_K)).sum()
-        total += 0.5 * (decay_K * F.binary_cross_entropy(rate_K, overlap_K.detach(), reduction="none")).sum()
+        total += (
+            0.5
+            * (decay_K * F.binary_cross_entropy(rate_K, overlap_K.detach(), reduction="none")).sum()
+        )
     torch.testing.assert_close(head(features, objective).loss, total, rtol=1e-9, atol=1e-9)
 
 
@@ -73,7 +94,9 @@ def test_children_depend_on_their_path(options):
     head = build(options, name="dspark").eval()
     features = batch(head)
     state = head.begin(features.modules, 1, 40, head.max_depth, 4)
-    state = head.observe(state, features.features_BTF[:1, :4], features.tokens_BT[:1, 1:5], torch.tensor([4]))
+    state = head.observe(
+        state, features.features_BTF[:1, :4], features.tokens_BT[:1, 1:5], torch.tensor([4])
+    )
     root_11 = features.tokens_BT[:1, 4:5]
     _, after = head.expand(state, root_11, torch.tensor([[-1]]))
     wide_1WV, below = head.expand(after, torch.tensor([[3, 5]]), torch.tensor([[0, 0]]))
@@ -93,7 +116,10 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
     torch.nn.init.zeros_(head.confidence_head["proj"].weight)
     features = batch(head)
     read = PrefillChunk(
-        features.tokens_BT[:1, :4], features.tokens_BT[:1, 1:5], features.features_BTF[:1, :4], torch.tensor([4])
+        features.tokens_BT[:1, :4],
+        features.tokens_BT[:1, 1:5],
+        features.features_BTF[:1, :4],
+        torch.tensor([4]),
     )
     for bias, nodes in ((0.5, 6), (-0.5, 1)):
         torch.nn.init.constant_(head.confidence_head["proj"].bias, bias)
@@ -106,9 +132,15 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"markov": "bigram"}, "a markov of vanilla, gated, rnn and a markov_rank of at least 1, not 'bigram' and 256"),
+        (
+            {"markov": "bigram"},
+            "a markov of vanilla, gated, rnn and a markov_rank of at least 1, not 'bigram' and 256",
+        ),
         ({"markov_rank": 0}, "not 'vanilla' and 0"),
-        ({"markov": "rnn", "sample_from_anchor": False}, "dspark markov rnn needs sample_from_anchor"),
+        (
+            {"markov": "rnn", "sample_from_anchor": False},
+            "dspark markov rnn needs sample_from_anchor",
+        ),
         ({"block_size": 1}, "dspark needs a block_size of at least 2"),
     ],
 )

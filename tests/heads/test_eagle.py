@@ -19,8 +19,15 @@ GAIN = 1.7
 @pytest.fixture
 def target() -> Target:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=12, num_hidden_layers=3, rms_norm_eps=1e-12, **sizes)).double()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=12, num_hidden_layers=3, rms_norm_eps=1e-12, **sizes)
+    ).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     nn.init.constant_(model.model.norm.weight, GAIN)
@@ -45,20 +52,27 @@ def through(head: EagleHead, features_BTD: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("start", "block"), [("last", 2), (1, 1)])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_its_layers_do_to_features_what_the_block_does_to_the_stream(target, monkeypatch, start, block, num_layers):
+def test_its_layers_do_to_features_what_the_block_does_to_the_stream(
+    target, monkeypatch, start, block, num_layers
+):
     monkeypatch.setattr(EagleHead, "_resize", lambda *_: None)
     head = started(target, start=start, num_layers=num_layers)
     stream_BTD = torch.randn(1, 9, 16, dtype=torch.float64)
-    stream_BTD = stream_BTD / stream_BTD.square().mean(-1, keepdim=True).sqrt()  # the stream's size taken out
+    # the stream's size taken out
+    stream_BTD = stream_BTD / stream_BTD.square().mean(-1, keepdim=True).sqrt()
     places = torch.arange(9)[None]
     expected = stream_BTD
     with torch.no_grad():
         rotary = target.model.model.rotary_emb(stream_BTD, places)
         causal = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
         for _ in range(num_layers):
-            out = target.model.model.layers[block](expected, attention_mask=causal, position_embeddings=rotary)
+            out = target.model.model.layers[block](
+                expected, attention_mask=causal, position_embeddings=rotary
+            )
             expected = out[0] if isinstance(out, tuple) else out
-    torch.testing.assert_close(through(head, GAIN * stream_BTD), GAIN * expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        through(head, GAIN * stream_BTD), GAIN * expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_layer_moves_features_as_far_as_a_trained_block_moves_its_stream(target):

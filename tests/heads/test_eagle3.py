@@ -1,4 +1,5 @@
-"""EAGLE-3 heads: training's steps are the drafts of decoding, and the checkpoint is what servers read."""
+"""EAGLE-3 heads: training's steps are the drafts of decoding, and the checkpoint is what servers
+read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, TargetInfo, build_head
+from headstart.heads import (
+    CheckpointMetadata,
+    DraftState,
+    Eagle3Head,
+    TargetFeatures,
+    TargetInfo,
+    build_head,
+)
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.objective import Objective
@@ -78,7 +86,9 @@ def target() -> Target:
     return Target(model.requires_grad_(False), "made-up/target")
 
 
-def build(name: str, target: Target, dtype: torch.dtype = torch.float32, seed: int = 0) -> Eagle3Head:
+def build(
+    name: str, target: Target, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Eagle3Head:
     """A head away from its starting values, with a draft vocabulary of random tokens."""
     torch.manual_seed(seed)
     head = build_head("eagle3", {"depth": DEPTH, **OPTIONS[name]}, target.info)
@@ -89,7 +99,9 @@ def build(name: str, target: Target, dtype: torch.dtype = torch.float32, seed: i
     return head.to(dtype).eval()
 
 
-def read(target: Target, head: Eagle3Head, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> TargetFeatures:
+def read(
+    target: Target, head: Eagle3Head, tokens_BT: Tensor, mask_BT: Tensor | None = None
+) -> TargetFeatures:
     """The batch as training sees it; all of it answer unless a mask says otherwise."""
     features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
     dtype = head.fc.weight.dtype
@@ -107,16 +119,25 @@ def trained_logits(head: Eagle3Head, features: TargetFeatures) -> Tensor:
     return torch.stack([head.lm_head(head.norm(state_BTD)) for state_BTD in states], dim=2)
 
 
-def start(head: Eagle3Head, features: TargetFeatures, nodes: int = 8, capacity: int = 40) -> DraftState:
+def start(
+    head: Eagle3Head, features: TargetFeatures, nodes: int = 8, capacity: int = 40
+) -> DraftState:
     return head.begin(features.modules, len(features.tokens_BT), capacity, head.max_depth, nodes)
 
 
 def committed(
-    head: Eagle3Head, state: DraftState, features: TargetFeatures, before: list[int], lengths: list[int]
+    head: Eagle3Head,
+    state: DraftState,
+    features: TargetFeatures,
+    before: list[int],
+    lengths: list[int],
 ) -> DraftState:
-    """`observe` of each row's next tokens; what lies behind a row's length is rubbish, as after a rejected path."""
+    """`observe` of each row's next tokens; what lies behind a row's length is rubbish, as after a
+    rejected path."""
     width = max(max(lengths), 1)
-    features_BAF = 10 * torch.randn(len(lengths), width, features.features_BTF.shape[-1]).to(features.features_BTF)
+    features_BAF = 10 * torch.randn(len(lengths), width, features.features_BTF.shape[-1]).to(
+        features.features_BTF
+    )
     tokens_BA = torch.randint(VOCAB, (len(lengths), width))
     for row, (first, length) in enumerate(zip(before, lengths, strict=True)):
         features_BAF[row, :length] = features.features_BTF[row, first : first + length]
@@ -126,7 +147,8 @@ def committed(
 
 @torch.no_grad()
 def chain_logits(head: Eagle3Head, state: DraftState, path_BK: Tensor) -> tuple[Tensor, DraftState]:
-    """What decoding drafts from, along one path for each row, the root first: logits_BKV, and the state after it."""
+    """What decoding drafts from, along one path for each row, the root first: logits_BKV, and the
+    state after it."""
     logits = []
     for depth in range(path_BK.shape[1]):
         parents_B1 = torch.full_like(path_BK[:, :1], -1 if depth == 0 else 0)
@@ -140,7 +162,11 @@ def draft(head: Eagle3Head, state: DraftState) -> DraftState:
     batch = 3
     with torch.no_grad():
         for width, above in ((1, None), (3, 1), (2, 3)):
-            parents_BW = torch.full((batch, 1), -1) if above is None else torch.randint(above, (batch, width))
+            parents_BW = (
+                torch.full((batch, 1), -1)
+                if above is None
+                else torch.randint(above, (batch, width))
+            )
             _, state = head.expand(state, torch.randint(VOCAB, (batch, width)), parents_BW)
     return state
 
@@ -148,10 +174,15 @@ def draft(head: Eagle3Head, state: DraftState) -> DraftState:
 # Training and drafting are the same function.
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["single", "double"])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=["single", "double"]
+)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_trained_step_is_a_draft_of_decoding(name: str, dtype: torch.dtype, close: float, target: Target) -> None:
-    """After every round, along the true text; rows commit different numbers of tokens, and one ends."""
+def test_every_trained_step_is_a_draft_of_decoding(
+    name: str, dtype: torch.dtype, close: float, target: Target
+) -> None:
+    """After every round, along the true text; rows commit different numbers of tokens, and one
+    ends."""
     head = build(name, target, dtype)
     torch.manual_seed(1)
     features = read(target, head, torch.randint(VOCAB, (3, 26)))
@@ -160,7 +191,9 @@ def test_every_trained_step_is_a_draft_of_decoding(name: str, dtype: torch.dtype
     for lengths in ([4, 9, 1], [1, 3, 5], [5, 1, 2], [2, 0, 1], [1, 0, 4]):
         state = committed(head, state, features, before, lengths)
         before = [first + length for first, length in zip(before, lengths)]
-        path_BK = torch.stack([row[first : first + DEPTH] for row, first in zip(features.tokens_BT, before)])
+        path_BK = torch.stack(
+            [row[first : first + DEPTH] for row, first in zip(features.tokens_BT, before)]
+        )
         drafted_BKV, after = chain_logits(head, state, path_BK)
         for row, (first, length) in enumerate(zip(before, lengths)):
             if length:  # what is drafted for a row that has ended does not matter
@@ -168,18 +201,28 @@ def test_every_trained_step_is_a_draft_of_decoding(name: str, dtype: torch.dtype
                 torch.testing.assert_close(drafted_BKV[row], wanted_KV, rtol=close, atol=close)
         state = draft(head, state) if before[0] % 2 else after  # either way `observe` forgets it
     steps = expected_BTKV[:, :10].unbind(2)
-    assert not any(torch.allclose(one, other, atol=1e-2) for one, other in itertools.pairwise(steps))
+    assert not any(
+        torch.allclose(one, other, atol=1e-2) for one, other in itertools.pairwise(steps)
+    )
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_paths_that_are_expanded_side_by_side_are_chains_of_their_own(name: str, target: Target) -> None:
-    """Other paths in every row, of which some part late; each is what it would be alone, and as training sees it."""
+def test_paths_that_are_expanded_side_by_side_are_chains_of_their_own(
+    name: str, target: Target
+) -> None:
+    """Other paths in every row, of which some part late; each is what it would be alone, and as
+    training sees it."""
     head = build(name, target, torch.float64)
     torch.manual_seed(2)
     features = read(target, head, torch.randint(VOCAB, (3, 14)))
     lengths = [5, 2, 8]
-    levels: list[list[list[int]]] = [[[0], [0], [0]]]  # parents of each row's frontier, level by level
-    levels += [[[0, 0, 0]] * 3, [[2, 0, 0, 1], [0, 1, 2, 2], [1, 1, 1, 0]], [[3, 0], [1, 1], [2, 3]]]
+    # parents of each row's frontier, level by level
+    levels: list[list[list[int]]] = [[[0], [0], [0]]]
+    levels += [
+        [[0, 0, 0]] * 3,
+        [[2, 0, 0, 1], [0, 1, 2, 2], [1, 1, 1, 0]],
+        [[3, 0], [1, 1], [2, 3]],
+    ]
     tokens = [features.tokens_BT[torch.arange(3), torch.tensor(lengths)][:, None]]
     tokens += [torch.randint(VOCAB, (3, len(level[0]))) for level in levels[1:]]
     nodes = 1 + sum(len(level[0]) for level in levels[1:])
@@ -209,8 +252,11 @@ def test_paths_that_are_expanded_side_by_side_are_chains_of_their_own(name: str,
 
 
 @pytest.mark.parametrize("name", ["plain", "truncated", "everything"])
-def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(name: str, target: Target) -> None:
-    """Positions are singled out by masks; the token is the label, so that nothing of the target's enters."""
+def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(
+    name: str, target: Target
+) -> None:
+    """Positions are singled out by masks; the token is the label, so that nothing of the target's
+    enters."""
     head = build(name, target, torch.float64)
     objective = Objective({"ce": 1.0})
     torch.manual_seed(3)
@@ -223,7 +269,9 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(name:
         for depth in range(min(DEPTH, 6 - place)):
             mask_BT = torch.zeros(1, 8, dtype=torch.bool)
             mask_BT[:, place + 1 : place + 3 + depth] = True
-            output = head(replace(features, loss_mask_BT=mask_BT), objective, ranks=head.draft_vocab_size)
+            output = head(
+                replace(features, loss_mask_BT=mask_BT), objective, ranks=head.draft_vocab_size
+            )
             assert output.counts_K[depth] == 1
             token = int(tokens_BT[0, place + 2 + depth])
             if token not in drafted:
@@ -247,14 +295,22 @@ def test_a_step_sees_nothing_behind_it(target: Target) -> None:
         for depth in range(DEPTH):
             changed = tokens_BT.clone()
             changed[:, place + 2 + depth :] = (changed[:, place + 2 + depth :] + 1) % VOCAB
-            after = trained_logits(head, replace(features, features_BTF=features_BTF, tokens_BT=changed))[0]
-            torch.testing.assert_close(after[place, : depth + 1], before[place, : depth + 1], rtol=0, atol=1e-12)
+            after = trained_logits(
+                head, replace(features, features_BTF=features_BTF, tokens_BT=changed)
+            )[0]
+            torch.testing.assert_close(
+                after[place, : depth + 1], before[place, : depth + 1], rtol=0, atol=1e-12
+            )
             if depth + 1 < DEPTH:
-                assert not torch.allclose(after[place, depth + 1], before[place, depth + 1], atol=1e-6)
+                assert not torch.allclose(
+                    after[place, depth + 1], before[place, depth + 1], atol=1e-6
+                )
 
 
 @pytest.mark.parametrize("steps", [None, 1, 3, DEPTH])
-def test_as_many_steps_are_trained_as_asked_and_all_are_evaluated(steps: int | None, target: Target) -> None:
+def test_as_many_steps_are_trained_as_asked_and_all_are_evaluated(
+    steps: int | None, target: Target
+) -> None:
     head = build("plain", target)
     head.config = replace(head.config, train_steps=steps)
     features = read(target, head, torch.randint(VOCAB, (2, 9)))
@@ -266,7 +322,9 @@ def test_as_many_steps_are_trained_as_asked_and_all_are_evaluated(steps: int | N
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_training_reaches_every_parameter_and_leaves_the_target_alone(name: str, target: Target) -> None:
+def test_training_reaches_every_parameter_and_leaves_the_target_alone(
+    name: str, target: Target
+) -> None:
     head = build(name, target).train()
     mask_BT = torch.rand(2, 12) < 0.9
     mask_BT[:, 4:8] = True
@@ -282,10 +340,14 @@ def test_training_reaches_every_parameter_and_leaves_the_target_alone(name: str,
 
 def test_a_batch_without_an_answer_still_gives_every_parameter_a_gradient(target: Target) -> None:
     head = build("everything", target).train()
-    output = head(read(target, head, torch.randint(VOCAB, (2, 6)), torch.zeros(2, 6, dtype=torch.bool)))
+    output = head(
+        read(target, head, torch.randint(VOCAB, (2, 6)), torch.zeros(2, 6, dtype=torch.bool))
+    )
     output.loss.backward()
     assert output.loss == 0 and not output.counts_K.any()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters()
+    )
 
 
 # The draft vocabulary.
@@ -303,7 +365,10 @@ def test_both_maps_name_the_most_frequent_tokens(size: int, target: Target) -> N
     assert head.t2d.shape == (VOCAB,) and head.t2d.nonzero().flatten().tolist() == chosen
     assert head.draft_vocab_size == size and head.lm_head.weight.shape == (size, WIDTH)
     assert head.target_tokens(torch.arange(size)).tolist() == chosen
-    assert head.target_tokens(torch.tensor([[0], [size - 1]])).tolist() == [[chosen[0]], [chosen[-1]]]
+    assert head.target_tokens(torch.tensor([[0], [size - 1]])).tolist() == [
+        [chosen[0]],
+        [chosen[-1]],
+    ]
     assert torch.equal(head.lm_head.weight, target.modules.lm_head.weight[chosen])
 
 
@@ -334,7 +399,9 @@ def test_a_head_may_begin_with_the_weights_of_a_block(
     first = head.midlayer.state_dict()
     for kind in "qkv":
         weight = first.pop(f"self_attn.{kind}_proj.weight")
-        assert not weight[:, :WIDTH].any() and torch.equal(weight[:, WIDTH:], theirs[f"self_attn.{kind}_proj.weight"])
+        assert not weight[:, :WIDTH].any() and torch.equal(
+            weight[:, WIDTH:], theirs[f"self_attn.{kind}_proj.weight"]
+        )
     assert torch.equal(first.pop("hidden_norm.weight"), theirs["input_layernorm.weight"])
     assert first and all(torch.equal(tensor, theirs[key]) for key, tensor in first.items())
     assert len(head.layers) == layers - 1
@@ -346,18 +413,21 @@ def test_a_head_may_begin_with_the_weights_of_a_block(
 
 @pytest.mark.parametrize("layer", [3, 4])
 def test_a_head_that_begins_with_a_block_is_that_block(layer: int, target: Target) -> None:
-    """Fed with the output of the block before it, its first step is the block's own output, whatever the tokens."""
+    """Fed with the output of the block before it, its first step is the block's own output,
+    whatever the tokens."""
     head = build_head("eagle3", {"start": layer + 1, "feature_layers": [2, layer]}, target.info)
     assert isinstance(head, Eagle3Head)
     head.initialize(target.modules, torch.ones(VOCAB))
     tokens_BT = torch.randint(VOCAB, (2, 10))
     with torch.no_grad():
-        (first, *_) = head.drafts(read(target, head, tokens_BT), TrainingTimeTest(1), 1)
+        first, *_ = head.drafts(read(target, head, tokens_BT), TrainingTimeTest(1), 1)
     theirs, _ = target.read(tokens_BT, (layer + 1,))
     torch.testing.assert_close(first, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwise(target: Target) -> None:
+def test_the_lm_head_and_the_final_norm_begin_as_the_targets_unless_told_otherwise(
+    target: Target,
+) -> None:
     for asked in (True, False):
         head = build_head("eagle3", {"start_lm_head": asked}, target.info)
         assert isinstance(head, Eagle3Head)
@@ -372,14 +442,21 @@ def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(target: Target) -> 
     assert isinstance(head, Eagle3Head)
     before = head.lm_head.weight.clone()
     head.initialize(target.modules, torch.ones(VOCAB))
-    assert torch.equal(head.lm_head.weight, before) and head.embed_tokens.weight.shape == (VOCAB, 16)
+    assert torch.equal(head.lm_head.weight, before) and head.embed_tokens.weight.shape == (
+        VOCAB,
+        16,
+    )
 
 
-@pytest.mark.parametrize(("blocks", "layers"), [(7, (1, 2, 3)), (9, (1, 3, 5)), (30, (1, 14, 26)), (32, (1, 15, 28))])
+@pytest.mark.parametrize(
+    ("blocks", "layers"), [(7, (1, 2, 3)), (9, (1, 3, 5)), (30, (1, 14, 26)), (32, (1, 15, 28))]
+)
 def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
     blocks: int, layers: tuple[int, ...], target: Target
 ) -> None:
-    assert build_head("eagle3", {}, replace(target.info, num_layers=blocks)).feature_layers == layers
+    assert (
+        build_head("eagle3", {}, replace(target.info, num_layers=blocks)).feature_layers == layers
+    )
 
 
 # What servers read.
@@ -390,7 +467,10 @@ def expected_tensors(options: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width = options.get("hidden_size", WIDTH)
     heads, groups = options.get("num_attention_heads", 4), options.get("num_key_value_heads", 2)
     size, inner = options.get("head_dim", 8), options.get("intermediate_size", 40)
-    drafted, fused = options.get("draft_vocab_size", VOCAB), len(options.get("feature_layers", [1, 2, 3]))
+    drafted, fused = (
+        options.get("draft_vocab_size", VOCAB),
+        len(options.get("feature_layers", [1, 2, 3])),
+    )
     found: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, fused * WIDTH),
         "midlayer.hidden_norm.weight": (width,),
@@ -430,14 +510,20 @@ def test_a_saved_head_has_the_tensors_that_servers_read_and_loads_bit_for_bit(
     metadata = CheckpointMetadata(tree="dynamic:24:4:8", measured={"prompts": 3})
     save_head(head, tmp_path / "head", metadata)
     saved = load_file(tmp_path / "head" / "model.safetensors")
-    assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected_tensors(OPTIONS[name])
+    assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected_tensors(
+        OPTIONS[name]
+    )
     whole = {"d2t": torch.int64, "t2d": torch.bool}
     assert all(tensor.dtype == whole.get(key, dtype) for key, tensor in saved.items())
     loaded, loaded_facts = load_head(tmp_path / "head", target.info)
-    assert type(loaded) is Eagle3Head and loaded.config == head.config and loaded.target == head.target
+    assert (
+        type(loaded) is Eagle3Head and loaded.config == head.config and loaded.target == head.target
+    )
     assert loaded_facts == metadata and loaded.feature_layers == head.feature_layers
     ours, theirs = loaded.state_dict(), head.state_dict()
-    assert list(ours) == list(theirs) and all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    assert list(ours) == list(theirs) and all(
+        torch.equal(tensor, theirs[key]) for key, tensor in ours.items()
+    )
     if dtype == target.dtype:
         features = read(target, head, torch.randint(VOCAB, (2, 9)))
         assert torch.equal(trained_logits(loaded.eval(), features), trained_logits(head, features))
@@ -502,18 +588,27 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"feature_layers": [1, 2, 6]}, r"feature_layers \[1, 2, 6\] are out of range .* 7 blocks; .* from 0 to 5"),
+        (
+            {"feature_layers": [1, 2, 6]},
+            r"feature_layers \[1, 2, 6\] are out of range .* 7 blocks; .* from 0 to 5",
+        ),
         ({"feature_layers": [1, -2]}, r"feature_layers \[1, -2\] are out of range"),
         ({"feature_layers": [2, 2, 3]}, r"feature_layers \[2, 2, 3\] .*coincide"),
         ({"feature_layers": []}, r"feature_layers \[\] are out of range"),
-        ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size 48 is out of range: the target's vocabulary has 47 tokens"),
+        (
+            {"draft_vocab_size": VOCAB + 1},
+            "draft_vocab_size 48 is out of range: the target's vocabulary has 47 tokens",
+        ),
         ({"draft_vocab_size": 0}, "draft_vocab_size 0 is out of range"),
         ({"start": "first"}, "start must be random, last or the number of a block, not 'first'"),
         ({"depth": 0}, "a depth and num_layers of at least 1, not 0 and 1"),
         ({"num_layers": 0}, "a depth and num_layers of at least 1, not 7 and 0"),
         ({"train_steps": 0}, "train_steps must be from 1 to the depth 7, not 0"),
         ({"train_steps": 3, "depth": 2}, "train_steps must be from 1 to the depth 2, not 3"),
-        ({"num_attention_heads": 3}, "num_attention_heads 3 is no multiple of num_key_value_heads 2"),
+        (
+            {"num_attention_heads": 3},
+            "num_attention_heads 3 is no multiple of num_key_value_heads 2",
+        ),
         (
             {"layers": 1},
             "unknown eagle3 head option 'layers'; choose from attention_bias, depth, ",
@@ -539,7 +634,9 @@ def test_options_that_no_head_can_have_are_refused_by_name(
     ],
     ids=str,
 )
-def test_options_of_the_wrong_type_are_refused_by_name(options: dict[str, Any], target: Target) -> None:
+def test_options_of_the_wrong_type_are_refused_by_name(
+    options: dict[str, Any], target: Target
+) -> None:
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=name) as caught:
         build_head("eagle3", options, target.info)
@@ -547,9 +644,13 @@ def test_options_of_the_wrong_type_are_refused_by_name(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4, 5, 6])
-def test_the_default_layers_of_a_shallow_target_coincide_and_are_refused(blocks: int, target: Target) -> None:
+def test_the_default_layers_of_a_shallow_target_coincide_and_are_refused(
+    blocks: int, target: Target
+) -> None:
     info = replace(target.info, num_layers=blocks)
-    with pytest.raises(ValueError, match=r"feature_layers .* \(1, L/2 - 1 and L - 4\) are out of range or coincide"):
+    with pytest.raises(
+        ValueError, match=r"feature_layers .* \(1, L/2 - 1 and L - 4\) are out of range or coincide"
+    ):
         build_head("eagle3", {}, info)
     assert build_head("eagle3", {"feature_layers": [-1]}, info).feature_layers == (-1,)
 
@@ -558,7 +659,9 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> N
     head = build_head("eagle3", {"draft_vocab_size": 6}, target.info)
     counts_V = torch.zeros(VOCAB, dtype=torch.int64)
     counts_V[10:15] = 3
-    with pytest.raises(ValueError, match=r"eagle3 draft_vocab_size 6 is larger than the 5 different answer tokens"):
+    with pytest.raises(
+        ValueError, match=r"eagle3 draft_vocab_size 6 is larger than the 5 different answer tokens"
+    ):
         head.initialize(target.modules, counts_V)
     counts_V[2] = 1
     head.initialize(target.modules, counts_V)
@@ -568,13 +671,19 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_dim": 4}, r"the first layer from the target's block: self_attn\..*; choose start: random"),
+        (
+            {"head_dim": 4},
+            r"the first layer from the target's block: self_attn\..*; choose start: random",
+        ),
         (
             {"intermediate_size": 24},
             r"the first layer from the target's block: mlp\..* is \(24, 32\) here and \(40, 32\)",
         ),
         ({"hidden_size": 16}, "the first layer from the target's block"),
-        ({"num_key_value_heads": 4}, r"self_attn\.k_proj\.weight is \(32, 64\) here and \(16, 64\) there"),
+        (
+            {"num_key_value_heads": 4},
+            r"self_attn\.k_proj\.weight is \(32, 64\) here and \(16, 64\) there",
+        ),
     ],
     ids=str,
 )
@@ -589,7 +698,9 @@ def test_a_start_from_a_block_of_other_dimensions_is_refused(
 @pytest.mark.parametrize("block", [BLOCKS, 99, -BLOCKS - 1])
 def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, target: Target) -> None:
     head = build_head("eagle3", {"start": block}, target.info)
-    with pytest.raises(ValueError, match=f"eagle3 cannot start from block {block}: the target has {BLOCKS}; choose"):
+    with pytest.raises(
+        ValueError, match=f"eagle3 cannot start from block {block}: the target has {BLOCKS}; choose"
+    ):
         head.initialize(target.modules, torch.ones(VOCAB))
 
 
@@ -597,14 +708,20 @@ def test_a_start_from_a_block_of_another_family_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=3, n_head=2, n_positions=16))
     other = Target(model)
     head = build_head("eagle3", {"start": "last", "feature_layers": [0, 1]}, other.info)
-    with pytest.raises(ValueError, match=r"eagle3 cannot start from block .*; choose start: random"):
+    with pytest.raises(
+        ValueError, match=r"eagle3 cannot start from block .*; choose start: random"
+    ):
         head.initialize(other.modules, torch.ones(9))
 
 
-def test_a_head_for_another_target_is_refused_with_every_difference(target: Target, tmp_path: Path) -> None:
+def test_a_head_for_another_target_is_refused_with_every_difference(
+    target: Target, tmp_path: Path
+) -> None:
     save_head(build("plain", target), tmp_path / "head", CheckpointMetadata())
     other: TargetInfo = replace(target.info, name="other", hidden_size=40, num_layers=9)
-    with pytest.raises(ValueError, match=r"hidden size 32 \(head\) and 40 \(target\); num layers 7 \(head\) and 9"):
+    with pytest.raises(
+        ValueError, match=r"hidden size 32 \(head\) and 40 \(target\); num layers 7 \(head\) and 9"
+    ):
         load_head(tmp_path / "head", other)
 
 
@@ -617,11 +734,15 @@ def test_every_tensor_is_needed_and_no_other_is_taken(target: Target, tmp_path: 
     whole = load_file(path)
     changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
         "missing tensor 'd2t'": lambda tensors: tensors.pop("d2t"),
-        "missing tensor 'midlayer.hidden_norm.weight'": lambda tensors: tensors.pop("midlayer.hidden_norm.weight"),
+        "missing tensor 'midlayer.hidden_norm.weight'": lambda tensors: tensors.pop(
+            "midlayer.hidden_norm.weight"
+        ),
         "unknown tensor 'layers.0.mlp.up_proj.weight'": lambda tensors: tensors.update(
             {"layers.0.mlp.up_proj.weight": torch.zeros(1)}
         ),
-        "tensor 'norm.weight' of shape": lambda tensors: tensors.update({"norm.weight": torch.zeros(1)}),
+        "tensor 'norm.weight' of shape": lambda tensors: tensors.update(
+            {"norm.weight": torch.zeros(1)}
+        ),
     }
     for message, change in changes.items():
         tensors = dict(whole)

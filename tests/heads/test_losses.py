@@ -46,7 +46,15 @@ class Problem:
         top_k: int | None = None,
     ) -> HeadOutput:
         objective = Objective(loss, weights, decay, top_k)
-        arguments = (self.hiddens, self.lm_heads, self.vocabulary_V, self.features, self.positions, objective, ranks)
+        arguments = (
+            self.hiddens,
+            self.lm_heads,
+            self.vocabulary_V,
+            self.features,
+            self.positions,
+            objective,
+            ranks,
+        )
         return draft_loss(*arguments)
 
     def leaves(self) -> list[Tensor]:
@@ -76,7 +84,9 @@ def build(
     features = TargetFeatures(last_BTD, last_BTD, tokens_BT, mask_BT, modules)
     positions = DraftPositions.of(features, depths)
     hiddens = [draw(len(positions.index_N), WIDTH).requires_grad_() for _ in range(depths)]
-    lm_heads = [draw(drafted or vocab, WIDTH).requires_grad_() for _ in range(1 if shared else depths)]
+    lm_heads = [
+        draw(drafted or vocab, WIDTH).requires_grad_() for _ in range(1 if shared else depths)
+    ]
     chosen = torch.randperm(vocab, generator=random)[:drafted].sort().values if drafted else None
     return Problem(features, positions, hiddens, lm_heads * depths if shared else lm_heads, chosen)
 
@@ -125,7 +135,12 @@ def one_loss(name: str, q_V: Tensor, p_V: Tensor, label: int, top_k: int | None 
 
 
 def naive(
-    problem: Problem, loss: dict[str, float], weights: str, decay: float, ranks: int, top_k: int | None = None
+    problem: Problem,
+    loss: dict[str, float],
+    weights: str,
+    decay: float,
+    ranks: int,
+    top_k: int | None = None,
 ) -> HeadOutput:
     """Position by position and depth by depth."""
     features, depths = problem.features, len(problem.hiddens)
@@ -140,8 +155,15 @@ def naive(
             label = drafted.index(token) if token in drafted else -1
             p_V = target_BTV[row, here + 1 + depth]
             q_V = q_NV[number]
-            parts = [weight * one_loss(name, q_V, p_V[drafted], label, top_k) for name, weight in loss.items()]
-            rows[number, depth] = sum(parts, q_V.sum() * 0) if label >= 0 else q_V.sum() * 0, label, q_V.detach()
+            parts = [
+                weight * one_loss(name, q_V, p_V[drafted], label, top_k)
+                for name, weight in loss.items()
+            ]
+            rows[number, depth] = (
+                sum(parts, q_V.sum() * 0) if label >= 0 else q_V.sum() * 0,
+                label,
+                q_V.detach(),
+            )
             if label >= 0:
                 rank = int((q_V > q_V[label]).sum())
                 if rank < ranks:
@@ -158,9 +180,15 @@ def naive(
         reached = [math.prod(chance(number, i) for i in range(k + 1)) for k in range(depths)]
         return sum(reached[depth:])
 
-    total = sum((weight_of(*place) * value for place, (value, _, _) in rows.items()), problem.hiddens[0].sum() * 0)
+    total = sum(
+        (weight_of(*place) * value for place, (value, _, _) in rows.items()),
+        problem.hiddens[0].sum() * 0,
+    )
     by_depth = [
-        torch.stack([value.detach() for (_, d), (value, _, _) in rows.items() if d == depth] or [torch.zeros(())]).sum()
+        torch.stack(
+            [value.detach() for (_, d), (value, _, _) in rows.items() if d == depth]
+            or [torch.zeros(())]
+        ).sum()
         for depth in range(depths)
     ]
     counts = [sum(d == depth for _, d in rows) for depth in range(depths)]
@@ -168,7 +196,11 @@ def naive(
 
 
 def assert_same(
-    problem: Problem, loss: dict[str, float], weights: str = "decay", decay: float = 0.7, top_k: int | None = None
+    problem: Problem,
+    loss: dict[str, float],
+    weights: str = "decay",
+    decay: float = 0.7,
+    top_k: int | None = None,
 ) -> None:
     """Values and gradients."""
     ranks = 4
@@ -191,7 +223,9 @@ def assert_same(
 
 
 @pytest.mark.parametrize("drafted", [None, 9], ids=["whole", "truncated"])
-@pytest.mark.parametrize("loss", [*({word: 1.5} for word in LOSSES), MIX], ids=lambda loss: "+".join(loss))
+@pytest.mark.parametrize(
+    "loss", [*({word: 1.5} for word in LOSSES), MIX], ids=lambda loss: "+".join(loss)
+)
 def test_every_loss_is_that_of_its_definition(loss: dict[str, float], drafted: int | None) -> None:
     assert_same(build(answers(14), drafted=drafted), loss)
 
@@ -199,7 +233,9 @@ def test_every_loss_is_that_of_its_definition(loss: dict[str, float], drafted: i
 @pytest.mark.parametrize("top_k", [1, 4, 9, 100])
 @pytest.mark.parametrize("drafted", [None, 9], ids=["whole", "truncated"])
 @pytest.mark.parametrize("loss", [word for word in LOSSES if word != "reverse_kl"])
-def test_of_the_target_only_its_most_likely_tokens_are_looked_at(loss: str, drafted: int | None, top_k: int) -> None:
+def test_of_the_target_only_its_most_likely_tokens_are_looked_at(
+    loss: str, drafted: int | None, top_k: int
+) -> None:
     problem = build(answers(14), drafted=drafted)
     assert_same(problem, {loss: 1.5}, top_k=top_k)
     whole = problem.solve({loss: 1.5}, decay=0.7)
@@ -210,14 +246,20 @@ def test_of_the_target_only_its_most_likely_tokens_are_looked_at(loss: str, draf
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(loss: str) -> None:
+def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_them(
+    loss: str,
+) -> None:
     problem = build(answers(14), drafted=9)
     modules = problem.features.modules
     poisoned = modules.lm_head.weight.detach().clone()
-    poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = math.nan
+    poisoned[[token for token in range(VOCAB) if token not in problem.vocabulary_V.tolist()]] = (
+        math.nan
+    )
     lm_head = nn.Linear(TARGET_WIDTH, VOCAB, bias=False)
     lm_head.weight = nn.Parameter(poisoned, requires_grad=False)
-    features = dataclasses.replace(problem.features, modules=dataclasses.replace(modules, lm_head=lm_head))
+    features = dataclasses.replace(
+        problem.features, modules=dataclasses.replace(modules, lm_head=lm_head)
+    )
     found = dataclasses.replace(problem, features=features).solve({loss: 1.0}).loss
     if loss in NEED_MASS:
         assert found.isnan()
@@ -227,7 +269,11 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
 
 def test_every_word_of_the_docstring_is_a_loss_and_the_other_way_round() -> None:
     lines = (losses.__doc__ or "").splitlines()
-    words = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
+    words = [
+        line.split()[0]
+        for line in lines
+        if line.startswith("    ") and not line.startswith("     ")
+    ]
     assert sorted(words) == sorted([*LOSSES, *NEED_HEAD])
 
 
@@ -239,9 +285,12 @@ def test_depths_are_weighted_and_lm_heads_learn_from_all_of_theirs(
     depths: int, drafted: int | None, shared: bool, weights: str
 ) -> None:
     problem = build(answers(30), depths, drafted, shared)
-    if drafted == 1:  # certain of its only token: no loss can move it, and only the weights are at stake
+    # certain of its only token: no loss can move it, and only the weights are at stake
+    if drafted == 1:
         found = problem.solve({"tv": 1.0}, weights, 0.7)
-        torch.testing.assert_close(found.loss, naive(problem, {"tv": 1.0}, weights, 0.7, 1).loss, **EXACT)
+        torch.testing.assert_close(
+            found.loss, naive(problem, {"tv": 1.0}, weights, 0.7, 1).loss, **EXACT
+        )
     else:
         assert_same(problem, MIX, weights)
 
@@ -255,7 +304,8 @@ def test_two_depths_may_share_an_lm_head_and_the_third_have_its_own() -> None:
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("elements", [1, 70 * VOCAB, 2 * 70 * VOCAB - 1, 2**24])
 def test_chunks_add_up(elements: int, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts fall into the middle of answers, whose deeper drafts are judged by positions of the next chunk."""
+    """Cuts fall into the middle of answers, whose deeper drafts are judged by positions of the next
+    chunk."""
     problem = build(answers(80), drafted=9)
     assert len(problem.positions.index_N) > 2 * 70
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", elements)
@@ -282,7 +332,9 @@ def test_hits_count_how_often_the_true_token_is_the_ith_best(ranks: int) -> None
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(frozen: str) -> None:
     problem = build(answers(14))
     wanted = torch.autograd.grad(problem.solve(MIX).loss, problem.leaves())
-    hiddens = problem.hiddens if frozen == "lm_heads" else [hidden.detach() for hidden in problem.hiddens]
+    hiddens = (
+        problem.hiddens if frozen == "lm_heads" else [hidden.detach() for hidden in problem.hiddens]
+    )
     lm_heads = problem.lm_heads if frozen == "hiddens" else [problem.lm_heads[0].detach()] * 3
     part = dataclasses.replace(problem, hiddens=hiddens, lm_heads=lm_heads)
     found = part.solve(MIX)
@@ -322,24 +374,31 @@ def test_a_derivative_of_the_gradient_is_refused() -> None:
 
 
 def test_gradients_are_those_of_the_pure_function() -> None:
-    """The loss of a chunk can be called by itself: it changes nothing, and depends on its arguments alone."""
+    """The loss of a chunk can be called by itself: it changes nothing, and depends on its arguments
+    alone."""
     problem = build(answers(14), depths=1)
     objective = Objective({"ce": 1.0})
     modules = problem.features.modules
     labels_N = problem.features.tokens_BT.flatten()[problem.positions.rows_NK[:, 0] + 1]
     judged_N = problem.positions.valid_NK[:, 0]
     truth = losses.Truth(None, labels_N, judged_N, judged_N, judged_N.double(), 1.0)
-    draft = losses.Draft(problem.hiddens[0].detach(), problem.lm_heads[0].detach(), is_target_head=False)
+    draft = losses.Draft(
+        problem.hiddens[0].detach(), problem.lm_heads[0].detach(), is_target_head=False
+    )
 
     def loss_of(hidden_ND: Tensor) -> tuple[Tensor, losses.DepthMetrics]:
-        return losses.depth_loss(dataclasses.replace(draft, hidden_ND=hidden_ND), truth, objective, modules, ranks=2)
+        return losses.depth_loss(
+            dataclasses.replace(draft, hidden_ND=hidden_ND), truth, objective, modules, ranks=2
+        )
 
     gradient, (value, metrics) = torch.func.grad_and_value(loss_of, has_aux=True)(draft.hidden_ND)
     whole = problem.solve({"ce": 1.0}, ranks=2)
     torch.testing.assert_close(value, whole.loss.detach(), **EXACT)
     torch.testing.assert_close(metrics.loss, whole.losses_K[0], **EXACT)
     assert torch.equal(metrics.hits_I, whole.hits_KI[0])
-    torch.testing.assert_close(gradient, torch.autograd.grad(whole.loss, problem.hiddens[0])[0], **EXACT)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(whole.loss, problem.hiddens[0])[0], **EXACT
+    )
 
 
 def test_a_head_may_feed_one_state_to_all_its_lm_heads() -> None:
@@ -408,7 +467,11 @@ def test_a_batch_without_positions_gives_no_loss_and_zero_gradients(
     """Every rank must hand every parameter a gradient, whatever its batch holds."""
     problem = build(torch.zeros(shape, dtype=torch.bool), drafted=9, shared=shared)
     found = problem.solve(MIX, weights, ranks=3)
-    assert found.loss == 0 and found.losses_K.tolist() == [0, 0, 0] and found.counts_K.tolist() == [0, 0, 0]
+    assert (
+        found.loss == 0
+        and found.losses_K.tolist() == [0, 0, 0]
+        and found.counts_K.tolist() == [0, 0, 0]
+    )
     assert found.hits_KI.tolist() == [[0, 0, 0]] * 3
     found.loss.backward()
     for leaf in problem.leaves():
@@ -438,14 +501,17 @@ def test_a_loss_that_is_not_computed_here_still_counts_hits() -> None:
 
 
 def one_position(seed: int, drafted: int | None = None, agree: bool = False) -> Problem:
-    """One position and one depth; where draft and target agree, q = p but for the tokens that cannot be drafted."""
+    """One position and one depth; where draft and target agree, q = p but for the tokens that
+    cannot be drafted."""
     problem = build(torch.ones(1, 3, dtype=torch.bool), depths=1, drafted=drafted, seed=seed)
     if not agree:
         return problem
     weight = problem.features.modules.lm_head.weight
     rows = weight if problem.vocabulary_V is None else weight[problem.vocabulary_V]
     state = problem.features.last_BTD[0, 1:2]
-    return dataclasses.replace(problem, hiddens=[state.clone().requires_grad_()], lm_heads=[rows.clone()])
+    return dataclasses.replace(
+        problem, hiddens=[state.clone().requires_grad_()], lm_heads=[rows.clone()]
+    )
 
 
 def value(problem: Problem, name: str) -> float:
@@ -501,14 +567,19 @@ def test_what_cannot_be_drafted_is_lost_to_acceptance_but_not_to_kl(seed: int) -
 @pytest.mark.parametrize("drafted", [None, 9])
 def test_soft_ce_and_kl_have_the_same_gradient(drafted: int | None) -> None:
     problem = build(answers(14), drafted=drafted)
-    pairs = [torch.autograd.grad(problem.solve({name: 1.0}).loss, problem.leaves()) for name in ("soft_ce", "kl")]
+    pairs = [
+        torch.autograd.grad(problem.solve({name: 1.0}).loss, problem.leaves())
+        for name in ("soft_ce", "kl")
+    ]
     for soft, kl in zip(*pairs, strict=True):
         torch.testing.assert_close(soft, kl, **EXACT)
 
 
 @pytest.mark.parametrize("scale", [50.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_distributions_that_have_nothing_in_common_give_finite_losses(dtype: torch.dtype, scale: float) -> None:
+def test_distributions_that_have_nothing_in_common_give_finite_losses(
+    dtype: torch.dtype, scale: float
+) -> None:
     problem = build(answers(14), dtype=dtype)
     far = [(scale * hidden).detach().requires_grad_() for hidden in problem.hiddens]
     problem = dataclasses.replace(problem, hiddens=far)
@@ -516,7 +587,10 @@ def test_distributions_that_have_nothing_in_common_give_finite_losses(dtype: tor
     for name, weights in itertools.product(LOSSES, ("decay", "d_pace")):
         found = problem.solve({name: 1.0}, weights)
         assert found.loss.isfinite() and found.losses_K.isfinite().all(), name
-        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.loss, problem.leaves())), name
+        assert all(
+            gradient.isfinite().all()
+            for gradient in torch.autograd.grad(found.loss, problem.leaves())
+        ), name
 
 
 # Precision and memory.
@@ -534,14 +608,20 @@ def test_distributions_that_have_nothing_in_common_give_finite_losses(dtype: tor
 )
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_at_least_float32(name: str, dtype: torch.dtype, wanted: torch.dtype) -> None:
-    """And summed there: a loss of several hundred has no digits left in bfloat16. Only logits are as narrow."""
+    """And summed there: a loss of several hundred has no digits left in bfloat16. Only logits are
+    as narrow."""
     problem = build(answers(30), dtype=dtype)
     found = problem.solve({name: 1.0}, decay=0.5)
     assert found.loss.dtype == wanted and found.losses_K.dtype == wanted
     # the same logits, but everything after them in float64
-    logits = [hidden.detach() @ weight.detach().T for hidden, weight in zip(problem.hiddens, problem.lm_heads)]
+    logits = [
+        hidden.detach() @ weight.detach().T
+        for hidden, weight in zip(problem.hiddens, problem.lm_heads)
+    ]
     target_BTV = problem.features.modules.lm_head(problem.features.last_BTD).double()
-    modules = dataclasses.replace(problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double())
+    modules = dataclasses.replace(
+        problem.features.modules, lm_head=nn.Linear(VOCAB, VOCAB, bias=False).double()
+    )
     modules.lm_head.weight = nn.Parameter(torch.eye(VOCAB, dtype=torch.float64))
     plain = dataclasses.replace(
         problem,
@@ -549,13 +629,16 @@ def test_losses_are_at_least_float32(name: str, dtype: torch.dtype, wanted: torc
         hiddens=[part.double() for part in logits],
         lm_heads=[torch.eye(VOCAB, dtype=torch.float64)] * 3,
     )
-    torch.testing.assert_close(found.loss.double(), plain.solve({name: 1.0}, decay=0.5).loss, rtol=2e-5, atol=0)
+    torch.testing.assert_close(
+        found.loss.double(), plain.solve({name: 1.0}, decay=0.5).loss, rtol=2e-5, atol=0
+    )
     found.loss.backward()
     assert all(leaf.grad.dtype == dtype for leaf in problem.leaves())
 
 
 class Wide(TorchDispatchMode):
-    """Watches every tensor with a vocabulary's width that any operation returns, backward included."""
+    """Watches every tensor with a vocabulary's width that any operation returns, backward
+    included."""
 
     def __init__(self, widths: set[int]) -> None:
         super().__init__()
@@ -565,15 +648,20 @@ class Wide(TorchDispatchMode):
 
     def alive(self) -> int:
         """Elements of those that still exist."""
-        self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
+        self._alive = {
+            key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()
+        }
         return sum(size for _, size in self._alive.values())
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         result = function(*arguments, **(options or {}))
         for leaf in tree_leaves(result):
             if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[-1] not in self.widths:
                 continue
-            if leaf.shape[0] > TARGET_WIDTH:  # no LM head, which some products see with its sides swapped
+            # no LM head, which some products see with its sides swapped
+            if leaf.shape[0] > TARGET_WIDTH:
                 self.largest = max(self.largest, leaf.shape[0])
                 ref = StorageWeakRef(leaf.untyped_storage())
                 self._alive[ref.cdata] = (ref, leaf.numel())
@@ -582,7 +670,8 @@ class Wide(TorchDispatchMode):
 
 
 def watch(count: int, name: str, weights: str, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows of the largest wide tensor, and the most elements at any time, with `count` positions."""
+    """Rows of the largest wide tensor, and the most elements at any time, with `count`
+    positions."""
     problem = build(torch.ones(1, count + 2, dtype=torch.bool), drafted=151, vocab=301, dtype=dtype)
     with Wide({151, 301}) as wide:
         loss = problem.solve({name: 1.0}, weights, ranks=2).loss
@@ -601,7 +690,8 @@ def test_nothing_as_wide_as_the_vocabulary_is_larger_than_a_chunk(
     """All together, too: twice the positions need no more memory."""
     monkeypatch.setattr(losses, "VOCABULARY_ON_CPU", 1)
     rows, elements = watch(3 * ROWS, name, weights, dtype)
-    assert ROWS <= rows <= ROWS + 2  # the target is read at the chunk's positions and up to the deepest draft's
+    # the target is read at the chunk's positions and up to the deepest draft's
+    assert ROWS <= rows <= ROWS + 2
     assert watch(6 * ROWS, name, weights, dtype) == (rows, elements)
 
 
@@ -624,13 +714,16 @@ def masked(rows: list[tuple[bool, ...]]) -> TargetFeatures:
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("time", range(1, 8))
 def test_positions_are_those_of_brute_force_for_every_mask(time: int, depths: int) -> None:
-    """All masks of a length are the rows of one batch, so that no row's drafts may reach into the next."""
+    """All masks of a length are the rows of one batch, so that no row's drafts may reach into the
+    next."""
     rows = list(itertools.product((False, True), repeat=time))
     found = DraftPositions.of(masked(rows), depths)
     wanted = {}
     for row, mask in enumerate(rows):
         for here in range(time):
-            reach = [here + 2 + k < time and all(mask[here + 1 : here + 3 + k]) for k in range(depths)]
+            reach = [
+                here + 2 + k < time and all(mask[here + 1 : here + 3 + k]) for k in range(depths)
+            ]
             if reach[0]:
                 wanted[row * time + here] = reach
     assert found.index_N.tolist() == list(wanted)
@@ -638,15 +731,24 @@ def test_positions_are_those_of_brute_force_for_every_mask(time: int, depths: in
     assert found.valid_NK.dtype == torch.bool and found.valid_NK.shape == (len(wanted), depths)
     judged_by = [[here + 1 + k for k in range(depths)] for here in wanted]
     for rows, valid, expected in zip(found.rows_NK.tolist(), found.valid_NK.tolist(), judged_by):
-        assert [row for row, own in zip(rows, valid) if own] == [row for row, own in zip(expected, valid) if own]
+        assert [row for row, own in zip(rows, valid) if own] == [
+            row for row, own in zip(expected, valid) if own
+        ]
 
 
 @pytest.mark.parametrize("time", range(1, 8))
 def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time: int) -> None:
     rows = list(itertools.product((False, True), repeat=time))
     found = DraftPositions.of_answers(masked(rows))
-    wanted = [row * time + here for row, mask in enumerate(rows) for here in range(time - 1) if mask[here + 1]]
-    assert found.index_N.tolist() == wanted and found.rows_NK.tolist() == [[place] for place in wanted]
+    wanted = [
+        row * time + here
+        for row, mask in enumerate(rows)
+        for here in range(time - 1)
+        if mask[here + 1]
+    ]
+    assert found.index_N.tolist() == wanted and found.rows_NK.tolist() == [
+        [place] for place in wanted
+    ]
     assert found.valid_NK.all() and found.valid_NK.shape == (len(wanted), 1)
 
 
@@ -656,17 +758,35 @@ def test_a_model_is_judged_on_every_answer_token_that_has_a_token_before_it(time
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        (({"kll": 1.0}, "decay", 1.0), "unknown eagle3 loss 'kll'; choose from ce, soft_ce, kl, reverse_kl, tv, "),
+        (
+            ({"kll": 1.0}, "decay", 1.0),
+            "unknown eagle3 loss 'kll'; choose from ce, soft_ce, kl, reverse_kl, tv, ",
+        ),
         (({"ce": -0.5}, "decay", 1.0), "eagle3 loss 'ce' needs a weight of at least 0, not -0.5"),
         (({"ce": True}, "decay", 1.0), "eagle3 loss 'ce' needs a weight of at least 0, not True"),
         (({"ce": "1"}, "decay", 1.0), "eagle3 loss 'ce' needs a weight of at least 0, not '1'"),
-        (({"ce": 0.0, "kl": 0}, "decay", 1.0), "eagle3 needs a loss with a weight above 0; choose from ce, "),
+        (
+            ({"ce": 0.0, "kl": 0}, "decay", 1.0),
+            "eagle3 needs a loss with a weight above 0; choose from ce, ",
+        ),
         (({}, "decay", 1.0), "eagle3 needs a loss with a weight above 0; choose from ce, "),
-        (({"smooth_l1": 1.0}, "decay", 1.0), "eagle3 cannot have the loss 'smooth_l1': it predicts no features"),
-        (({"ce": 1.0}, "pace", 1.0), "unknown eagle3 depth_weights 'pace'; choose from decay, d_pace"),
+        (
+            ({"smooth_l1": 1.0}, "decay", 1.0),
+            "eagle3 cannot have the loss 'smooth_l1': it predicts no features",
+        ),
+        (
+            ({"ce": 1.0}, "pace", 1.0),
+            "unknown eagle3 depth_weights 'pace'; choose from decay, d_pace",
+        ),
         (({"ce": 1.0}, "decay", 0.0), "eagle3 decay must be above 0, not 0.0"),
-        (({"kl": 1.0}, "decay", 1.0, 0), "eagle3 target_top_k must be at least 1, or null for all, not 0"),
-        (({"reverse_kl": 0.1}, "decay", 1.0, 8), "eagle3 cannot have both target_top_k and reverse_kl"),
+        (
+            ({"kl": 1.0}, "decay", 1.0, 0),
+            "eagle3 target_top_k must be at least 1, or null for all, not 0",
+        ),
+        (
+            ({"reverse_kl": 0.1}, "decay", 1.0, 8),
+            "eagle3 cannot have both target_top_k and reverse_kl",
+        ),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -687,7 +807,8 @@ def test_a_head_that_predicts_features_may_be_trained_on_them() -> None:
 def test_positions_that_are_left_out_change_nothing_for_the_others(
     loss: str, drafted: int | None, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft position's gradient is its own, whichever others share its chunk and the target's states."""
+    """A draft position's gradient is its own, whichever others share its chunk and the target's
+    states."""
     monkeypatch.setattr(losses, "positions_at_once", lambda *_: size)
     whole = build(answers(12), drafted=drafted)
     whole.solve({loss: 1.0}, decay=0.7).loss.backward()

@@ -1,4 +1,5 @@
-"""Medusa heads: what is trained is what drafts, and the loss covers exactly the drafts that lie in one answer."""
+"""Medusa heads: what is trained is what drafts, and the loss covers exactly the drafts that lie in
+one answer."""
 
 from __future__ import annotations
 
@@ -28,12 +29,16 @@ SHAPES = [
 
 
 def name_of(config: MedusaConfig) -> str:
-    return f"{config.num_layers}layers-{'bias' if config.bias else 'plain'}-{config.lm_head}-{config.draft_vocab_size}"
+    bias = "bias" if config.bias else "plain"
+    return f"{config.num_layers}layers-{bias}-{config.lm_head}-{config.draft_vocab_size}"
 
 
 def build_modules(seed: int = 0) -> TargetModules:
     torch.manual_seed(seed)
-    embed, lm_head = nn.Embedding(VOCAB, WIDTH).double(), nn.Linear(WIDTH, VOCAB, bias=False).double()
+    embed, lm_head = (
+        nn.Embedding(VOCAB, WIDTH).double(),
+        nn.Linear(WIDTH, VOCAB, bias=False).double(),
+    )
     return TargetModules(embed, lm_head, nn.Identity(), ())
 
 
@@ -54,7 +59,13 @@ def build_features(mask_BT: Tensor, modules: TargetModules, seed: int = 0) -> Ta
     return TargetFeatures(last_BTD, last_BTD, torch.randint(VOCAB, mask_BT.shape), mask_BT, modules)
 
 
-def draft_logits(head: MedusaHead, modules: TargetModules, features_BTF: Tensor, tokens_BT: Tensor, lengths_B: Tensor):
+def draft_logits(
+    head: MedusaHead,
+    modules: TargetModules,
+    features_BTF: Tensor,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+):
     """Logits of decoding at each depth after `observe`: logits_BKV."""
     state = head.begin(modules, len(tokens_BT), tokens_BT.shape[1], head.max_depth, head.max_depth)
     state = head.observe(state, features_BTF, tokens_BT, lengths_B)
@@ -71,7 +82,9 @@ def draft_logits(head: MedusaHead, modules: TargetModules, features_BTF: Tensor,
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
-def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(config: MedusaConfig, tiny_target) -> None:
+def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(
+    config: MedusaConfig, tiny_target
+) -> None:
     """Positions are singled out by masks; the target's own features, as each side is given them."""
     target = tiny_target(vocab_size=40)
     torch.manual_seed(1)
@@ -87,13 +100,20 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(confi
     outside = 0
     for place in range(time - 2):
         drafted_KV = draft_logits(
-            head, target.modules, features_BTF[:, : place + 1], tokens_BT[:, 1 : place + 2], torch.tensor([place + 1])
+            head,
+            target.modules,
+            features_BTF[:, : place + 1],
+            tokens_BT[:, 1 : place + 2],
+            torch.tensor([place + 1]),
         )[0]
         for depth in range(min(head.max_depth, time - 2 - place)):
             label = int(tokens_BT[0, place + 2 + depth])
             mask_BT = torch.zeros(1, time, dtype=torch.bool)
             mask_BT[:, place + 1 : place + 3 + depth] = True
-            output = head(TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.modules), ranks=ranks)
+            output = head(
+                TargetFeatures(features_BTF, last_BTD, tokens_BT, mask_BT, target.modules),
+                ranks=ranks,
+            )
             assert int(output.counts_K[depth]) == 1
             classes = head.target_tokens(torch.arange(ranks)).tolist()
             if label not in classes:
@@ -109,7 +129,9 @@ def test_the_loss_at_every_position_is_that_of_the_logits_that_draft_there(confi
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=name_of)
-def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(config: MedusaConfig) -> None:
+def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(
+    config: MedusaConfig,
+) -> None:
     head, modules = build_medusa(config), build_modules()
     lengths = [3, 1, 5]
     features_BTF = torch.randn(3, 5, WIDTH, dtype=torch.float64)
@@ -130,15 +152,24 @@ def test_observe_reads_each_row_at_its_own_length_and_nothing_behind_it(config: 
 
 def test_a_new_round_starts_again_at_the_root() -> None:
     head, modules = build_medusa(SHAPES[0]), build_modules()
-    features, tokens = torch.randn(2, 4, 1, WIDTH, dtype=torch.float64), torch.zeros(2, 4, 1, dtype=torch.int64)
+    features, tokens = (
+        torch.randn(2, 4, 1, WIDTH, dtype=torch.float64),
+        torch.zeros(2, 4, 1, dtype=torch.int64),
+    )
     length = torch.ones(4, dtype=torch.int64)
     root = torch.full((4, 1), -1)
-    state = head.observe(head.begin(modules, 4, 8, max_depth=2, nodes=2), features[0], tokens[0], length)
+    state = head.observe(
+        head.begin(modules, 4, 8, max_depth=2, nodes=2), features[0], tokens[0], length
+    )
     for _ in range(2):
         _, state = head.expand(state, tokens[0], root)
     second, _ = head.expand(head.observe(state, features[1], tokens[1], length), tokens[1], root)
     fresh, _ = head.expand(
-        head.observe(head.begin(modules, 4, 8, max_depth=2, nodes=2), features[1], tokens[1], length), tokens[1], root
+        head.observe(
+            head.begin(modules, 4, 8, max_depth=2, nodes=2), features[1], tokens[1], length
+        ),
+        tokens[1],
+        root,
     )
     torch.testing.assert_close(second, fresh, **CLOSE)
 
@@ -163,7 +194,9 @@ def naive(head: MedusaHead, features: TargetFeatures) -> tuple[list[float], list
         x = features.last_BTD[row, place]
         for layer in head.blocks[depth].layers:
             x = x + F.silu(layer(x))
-        lm_head = features.modules.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
+        lm_head = (
+            features.modules.lm_head if head.config.lm_head == "shared" else head.lm_heads[depth]
+        )
         logits = lm_head(x)
         losses[depth] -= logits.log_softmax(-1)[classes.index(label)].item()
         hits[depth] += classes[int(logits.argmax())] == label
@@ -173,7 +206,9 @@ def naive(head: MedusaHead, features: TargetFeatures) -> tuple[list[float], list
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     masks=st.integers(3, 9).flatmap(
-        lambda time: st.lists(st.lists(st.booleans(), min_size=time, max_size=time), min_size=1, max_size=3)
+        lambda time: st.lists(
+            st.lists(st.booleans(), min_size=time, max_size=time), min_size=1, max_size=3
+        )
     ),
     config=st.sampled_from(SHAPES),
     seed=st.integers(0, 1000),
@@ -188,11 +223,14 @@ def test_the_loss_covers_exactly_the_drafts_inside_one_answer(
     losses, counts, hits = naive(head, features)
     assert output.counts_K.tolist() == counts
     assert output.hits_KI[:, 0].tolist() == hits
-    torch.testing.assert_close(output.losses_K, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        output.losses_K, torch.tensor(losses, dtype=torch.float64), rtol=0, atol=1e-9
+    )
 
 
 def test_two_turns_count_apart() -> None:
-    """prompt, answer of 4, prompt, answer of 3: the root and the drafts must lie in the same answer."""
+    """prompt, answer of 4, prompt, answer of 3: the root and the drafts must lie in the same
+    answer."""
     mask = [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]
     head = build_medusa(MedusaConfig(num_heads=4))
     output = head(build_features(torch.tensor([mask], dtype=torch.bool), build_modules()))
@@ -221,7 +259,10 @@ def test_tokens_that_the_head_cannot_say_are_misses_without_a_loss(config: Medus
         assert config.draft_vocab_size is None
         return
     for token in unsaid:
-        output = head(dataclasses.replace(features, tokens_BT=torch.full((1, 8), token)), ranks=head.draft_vocab_size)
+        output = head(
+            dataclasses.replace(features, tokens_BT=torch.full((1, 8), token)),
+            ranks=head.draft_vocab_size,
+        )
         assert output.counts_K.tolist() == [6, 5, 4]
         assert not output.losses_K.any() and not output.hits_KI.any() and output.loss == 0
 
@@ -233,7 +274,11 @@ def test_padding_changes_nothing(config: MedusaConfig) -> None:
     features = build_features(torch.rand(2, 7) < 0.8, modules)
     last_BTD = F.pad(features.last_BTD, (0, 0, 0, 4), value=1e6)
     padded = TargetFeatures(
-        last_BTD, last_BTD, F.pad(features.tokens_BT, (0, 4)), F.pad(features.loss_mask_BT, (0, 4)), modules
+        last_BTD,
+        last_BTD,
+        F.pad(features.tokens_BT, (0, 4)),
+        F.pad(features.loss_mask_BT, (0, 4)),
+        modules,
     )
     before, after = head(features, ranks=3), head(padded, ranks=3)
     for name in before._fields:
@@ -242,7 +287,8 @@ def test_padding_changes_nothing(config: MedusaConfig) -> None:
 
 @pytest.mark.parametrize("time", [1, 2, 3])
 def test_a_sequence_of_three_trains_the_first_head_and_a_shorter_one_none(time: int) -> None:
-    """A step that teaches nothing still hands every parameter a gradient: other ranks wait for it."""
+    """A step that teaches nothing still hands every parameter a gradient: other ranks wait for
+    it."""
     head = build_medusa(MedusaConfig(num_heads=4))
     output = head(build_features(torch.ones(1, time, dtype=torch.bool), build_modules()))
     assert output.counts_K.tolist() == [int(time == 3), 0, 0, 0]
@@ -267,7 +313,9 @@ def test_a_new_head_drafts_what_the_lm_head_does(config: MedusaConfig) -> None:
     torch.testing.assert_close(logits_BKV, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("counts", [torch.randperm(VOCAB) + 1, torch.arange(VOCAB), torch.arange(VOCAB).flip(0) ** 2])
+@pytest.mark.parametrize(
+    "counts", [torch.randperm(VOCAB) + 1, torch.arange(VOCAB), torch.arange(VOCAB).flip(0) ** 2]
+)
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_order(counts: Tensor) -> None:
     head, modules = MedusaHead(MedusaConfig(draft_vocab_size=5), INFO).double(), build_modules()
     head.initialize(modules, counts)
@@ -281,7 +329,9 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused() -> None:
     head = MedusaHead(MedusaConfig(draft_vocab_size=6), INFO).double()
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     counts[:5] = 7
-    with pytest.raises(ValueError, match=r"draft_vocab_size 6 is larger than the 5 different answer tokens.*null"):
+    with pytest.raises(
+        ValueError, match=r"draft_vocab_size 6 is larger than the 5 different answer tokens.*null"
+    ):
         head.initialize(build_modules(), counts)
     counts[20] = 1
     head.initialize(build_modules(), counts)
@@ -295,27 +345,35 @@ def test_heads_share_no_parameters(config: MedusaConfig) -> None:
     parameters = list(head.parameters())
     per_head = config.num_layers * (1 + config.bias) + (config.lm_head == "own")
     assert len(parameters) == config.num_heads * per_head
-    places = [parameter.data_ptr() for parameter in (*parameters, modules.lm_head.weight, modules.embed.weight)]
+    places = [
+        parameter.data_ptr()
+        for parameter in (*parameters, modules.lm_head.weight, modules.embed.weight)
+    ]
     assert len(set(places)) == len(places)
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
-    """The target's modules are neither parameters nor in the state, and no gradient is gathered on them."""
+    """The target's modules are neither parameters nor in the state, and no gradient is gathered on
+    them."""
     target = tiny_target(vocab_size=40)
     head = MedusaHead(MedusaConfig(num_heads=2, lm_head=lm_head), target.info).double()
     head.initialize(target.modules, torch.ones(40))
     tokens_BT = torch.randint(40, (2, 8))
     features_BTF, last_BTD = target.read(tokens_BT, head.feature_layers)
     head(
-        TargetFeatures(features_BTF, last_BTD, tokens_BT, torch.ones(2, 8, dtype=torch.bool), target.modules)
+        TargetFeatures(
+            features_BTF, last_BTD, tokens_BT, torch.ones(2, 8, dtype=torch.bool), target.modules
+        )
     ).loss.backward()
     assert all(parameter.grad is not None for parameter in head.parameters())
     frozen = {id(parameter) for parameter in target.model.parameters()}
     assert not any(id(parameter) in frozen for parameter in head.parameters())
     assert any(name.startswith("lm_heads") for name in head.state_dict()) == (lm_head == "own")
     assert not any("embed" in name or name.startswith("lm_head.") for name in head.state_dict())
-    gathered = [name for name, parameter in target.model.named_parameters() if parameter.grad is not None]
+    gathered = [
+        name for name, parameter in target.model.named_parameters() if parameter.grad is not None
+    ]
     assert not gathered, f"the frozen target gathers gradients: {gathered}"
 
 
@@ -329,16 +387,30 @@ def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
         ({"num_heads": 0}, "num_heads and num_layers of at least 1, not 0 and 1"),
         ({"num_layers": 0}, "num_heads and num_layers of at least 1, not 4 and 0"),
         ({"draft_vocab_size": 8, "lm_head": "shared"}, "draft_vocab_size needs lm_head: own"),
-        ({"draft_vocab_size": 0}, f"draft_vocab_size 0 is out of range: the target's vocabulary has {VOCAB} tokens"),
-        ({"draft_vocab_size": VOCAB + 1}, f"draft_vocab_size {VOCAB + 1} is out of range: .* choose from 1 to that"),
-        ({"loss": {"kl": 1.0}}, r"^loss is not an option of a head but of its training: objective\.loss$"),
+        (
+            {"draft_vocab_size": 0},
+            f"draft_vocab_size 0 is out of range: the target's vocabulary has {VOCAB} tokens",
+        ),
+        (
+            {"draft_vocab_size": VOCAB + 1},
+            f"draft_vocab_size {VOCAB + 1} is out of range: .* choose from 1 to that",
+        ),
+        (
+            {"loss": {"kl": 1.0}},
+            r"^loss is not an option of a head but of its training: objective\.loss$",
+        ),
         (
             {"num_head": 3},
-            "unknown medusa head option 'num_head'; choose from bias, draft_vocab_size, lm_head, num_heads, num_layers",
+            (
+                "unknown medusa head option 'num_head'; choose from bias, draft_vocab_size,"
+                " lm_head, num_heads, num_layers"
+            ),
         ),
     ],
 )
-def test_options_that_no_head_can_have_are_refused_by_name(options: dict[str, object], message: str) -> None:
+def test_options_that_no_head_can_have_are_refused_by_name(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build_head("medusa", options, INFO)
 
@@ -349,7 +421,8 @@ def test_options_that_no_head_can_have_are_refused_by_name(options: dict[str, ob
     ids=str,
 )
 def test_options_of_the_wrong_type_are_refused_by_name(options: dict[str, object]) -> None:
-    """A YAML file's `head` section is a mapping of anything; nothing before this point looks at its values."""
+    """A YAML file's `head` section is a mapping of anything; nothing before this point looks at its
+    values."""
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=name) as caught:
         build_head("medusa", options, INFO)

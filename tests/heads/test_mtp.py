@@ -28,7 +28,9 @@ from headstart.train.head import head_of
 from headstart.train.loop import warm_start
 
 modeling = pytest.importorskip("transformers.modeling_layers")
-needs_mtp = pytest.mark.skipif(not hasattr(modeling, "MtpModel"), reason="this version of transformers has no MtpModel")
+needs_mtp = pytest.mark.skipif(
+    not hasattr(modeling, "MtpModel"), reason="this version of transformers has no MtpModel"
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -49,22 +51,43 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "qwen3_next": EXPERTS
-    | {"num_experts": 4, "shared_expert_intermediate_size": 16, "layer_types": ["full_attention"] * 3},
+    "qwen3_next": (
+        EXPERTS
+        | {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["full_attention"] * 3,
+        }
+    ),
     "qwen3_5_text": {"layer_types": ["full_attention"] * 3},
-    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "deepseek_v3": EXPERTS
-    | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
-    | {
-        "head_dim": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 6,
-    },
+    "glm4_moe": (
+        EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    ),
+    "deepseek_v3": (
+        EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+        }
+        | {
+            "head_dim": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        }
+    ),
     # The last layer is a mixture of experts, and MTP layers are dense.
-    "ernie4_5_moe": {"moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4, "moe_layer_start_index": 2},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 16,
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_layer_start_index": 2,
+    },
 }
 """Options of tiny models by type; hybrids have attention alone."""
 NEMOTRON: dict[str, Any] = EXPERTS | {
@@ -77,9 +100,11 @@ NEMOTRON: dict[str, Any] = EXPERTS | {
     "n_groups": 2,
     "chunk_size": 4,
 }
-"""Options of a tiny Nemotron-H, whose MTP layer transformers' MTP model cannot have: it is two of its blocks."""
+"""Options of a tiny Nemotron-H, whose MTP layer transformers' MTP model cannot have: it is two of
+its blocks."""
 FIRST_LAYER = 3
-"""Number by which a checkpoint of DeepSeek's or GLM's family calls its first MTP layer: that of the model's blocks."""
+"""Number by which a checkpoint of DeepSeek's or GLM's family calls its first MTP layer: that of the
+model's blocks."""
 
 
 def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
@@ -89,7 +114,8 @@ def tiny_model(kind: str, vocab_size: int = 13) -> PreTrainedModel:
     config = AutoConfig.for_model(kind, **(SIZES | options | {"vocab_size": vocab_size}))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        # Mamba's step sizes stay within its bounds, which its modules apply to several tokens and not to one.
+        # Mamba's step sizes stay within its bounds, which its modules apply to several tokens and
+        # not to one.
         if parameter.ndim > 1 and "mixer.in_proj" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval().requires_grad_(False)
@@ -119,7 +145,11 @@ def mtp_model_of(model: PreTrainedModel, head: MtpHead) -> Any:
     model.config.num_mtp_layers = head.config.num_layers
     for kinds in ("layer_types", "mlp_layer_types"):
         if getattr(model.config, kinds, None) is not None:
-            setattr(model.config, f"mtp_{kinds}", [getattr(model.config, kinds)[-1]] * head.config.num_layers)
+            setattr(
+                model.config,
+                f"mtp_{kinds}",
+                [getattr(model.config, kinds)[-1]] * head.config.num_layers,
+            )
     theirs = modeling.MtpModel(model, head.config.num_layers).to(model.dtype).eval()
     names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj"}
     names["final_layernorm"] = "post_norm"
@@ -149,12 +179,16 @@ def test_draft_logits_are_those_of_transformers_mtp_model(kind: str) -> None:
         for k, draft_BTD in enumerate(drafts):
             next_BT = F.pad(tokens_BT[:, 1 + k :], (0, 1 + k), value=int(tokens_BT[0, -1]))
             positions_BT = torch.arange(1 + k, 13 + k).expand(2, -1)
-            expected_BTD = theirs.forward_layer(k, expected_BTD, positions_BT, None, input_ids=next_BT)
+            expected_BTD = theirs.forward_layer(
+                k, expected_BTD, positions_BT, None, input_ids=next_BT
+            )
             true = slice(0, 11 - k)
             found_BTV = features.modules.logits(draft_BTD)[:, true]
             expected_BTV = theirs._project_to_logits(expected_BTD)[:, true]
             assert expected_BTV.abs().max() > 0.5
-            torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max()))
+            torch.testing.assert_close(
+                found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max())
+            )
 
 
 def causal_mask(length: int) -> torch.Tensor:
@@ -163,7 +197,8 @@ def causal_mask(length: int) -> torch.Tensor:
 
 
 def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
-    """A block with attention, which has no positions, and one with experts, run by transformers over the whole text."""
+    """A block with attention, which has no positions, and one with experts, run by transformers
+    over the whole text."""
     model = tiny_model("nemotron_h")
     head = random_mtp(model)
     tokens_BT = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(2))
@@ -173,13 +208,18 @@ def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
     blocks: Any = model.model.layers[1:]
     for number, block in enumerate(blocks):
         beginning = f"blocks.{number}."
-        block.load_state_dict({name.removeprefix(beginning): layer[name] for name in layer if beginning in name})
+        block.load_state_dict(
+            {name.removeprefix(beginning): layer[name] for name in layer if beginning in name}
+        )
 
     def norm(name: str, x_BTD: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x_BTD, (32,), layer[f"{name}.weight"], model.config.layer_norm_epsilon)
 
     embeds_BTD = features.modules.embed(tokens_BT[:, 1:])
-    pair = [norm("token_layernorm", embeds_BTD), norm("hidden_layernorm", features.features_BTF[:, :-1])]
+    pair = [
+        norm("token_layernorm", embeds_BTD),
+        norm("hidden_layernorm", features.features_BTF[:, :-1]),
+    ]
     with torch.no_grad():
         expected_BTD = F.linear(torch.cat(pair, dim=-1), layer["input_proj.weight"])
         for block in blocks:
@@ -187,7 +227,9 @@ def test_draft_logits_of_nemotron_are_those_of_its_own_blocks() -> None:
         expected_BTV = features.modules.logits(norm("final_layernorm", expected_BTD))
         found_BTV = features.modules.logits(head.drafts(features, 1)[0])[:, :-1]
     assert expected_BTV.abs().max() > 0.5
-    torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max()))
+    torch.testing.assert_close(
+        found_BTV, expected_BTV, rtol=1e-5, atol=1e-5 * float(expected_BTV.abs().max())
+    )
 
 
 # Heads in a model's own checkpoint.
@@ -248,7 +290,9 @@ def as_named(head: MtpHead, family: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def save_with(model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: Path, shards: bool = True) -> None:
+def save_with(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor], folder: Path, shards: bool = True
+) -> None:
     """A model's checkpoint that brings an MTP head, in a file of its own or all in one."""
     model.save_pretrained(folder)
     saved = load_file(folder / "model.safetensors")
@@ -283,7 +327,9 @@ def read(model: PreTrainedModel, folder: Path) -> MtpHead:
         ("qwen3", "speculators", 1, True),
     ],
 )
-def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(kind, family, layers, shards, tmp_path) -> None:
+def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(
+    kind, family, layers, shards, tmp_path
+) -> None:
     model = tiny_model(kind)
     order = {"hidden_first": True, "zero_first": True} if family == "mimo" else {}
     head = random_mtp(model, num_layers=layers, depth=layers, **order)
@@ -296,7 +342,10 @@ def test_the_head_in_a_models_checkpoint_is_read_by_its_familys_names(kind, fami
     save_with(model, tensors, tmp_path, shards)
     found = read(model, tmp_path)
     assert found.config.num_layers == layers
-    assert (found.config.hidden_first, found.config.zero_first) == (family == "mimo", family == "mimo")
+    assert (found.config.hidden_first, found.config.zero_first) == (
+        family == "mimo",
+        family == "mimo",
+    )
     state = head.state_dict()
     assert found.state_dict().keys() == state.keys()
     for name, tensor in found.state_dict().items():
@@ -321,7 +370,9 @@ def share_the_norm(head: MtpHead, model: PreTrainedModel) -> None:
         ("ernie4_5_moe", "ernie", "model.mtp_emb_norm.0.weight"),
     ],
 )
-def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(kind, family, norm, tmp_path) -> None:
+def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(
+    kind, family, norm, tmp_path
+) -> None:
     model = tiny_model(kind)
     tensors = as_named(random_mtp(model), family)
     less = {name: tensor for name, tensor in tensors.items() if name != norm}
@@ -340,7 +391,13 @@ def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(kind
     }
     if expert is not None:
         fewer = {name: tensor for name, tensor in tensors.items() if name != expert}
-        cases["mixer.experts.2.up_proj.weight'" if family == "nemotron" else "mlp.experts.2.up_proj.weight'"] = fewer
+        cases[
+            (
+                "mixer.experts.2.up_proj.weight'"
+                if family == "nemotron"
+                else "mlp.experts.2.up_proj.weight'"
+            )
+        ] = fewer
     for number, (message, given) in enumerate(cases.items()):
         folder = tmp_path / str(number)
         save_with(model, given, folder, shards=number % 2 == 0)
@@ -357,12 +414,17 @@ def test_experts_of_a_head_in_fp8_are_scaled_by_their_blocks(tmp_path) -> None:
     tensors |= {f"{name}_scale_inv": scale, name: (tensors[name] / 0.5).to(torch.float8_e4m3fn)}
     save_with(model, tensors, tmp_path)
     found = read(model, tmp_path).state_dict()["mtp_layers.0.input_proj.weight"]
-    torch.testing.assert_close(found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01)
+    torch.testing.assert_close(
+        found.float(), head.state_dict()["mtp_layers.0.input_proj.weight"], rtol=0.1, atol=0.01
+    )
 
 
 def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
     model = tiny_model("nemotron_h")
-    model.config.mtp_layers_block_type = [model.config.layers_block_type[0], *model.config.layers_block_type[1:]]
+    model.config.mtp_layers_block_type = [
+        model.config.layers_block_type[0],
+        *model.config.layers_block_type[1:],
+    ]
     with pytest.raises(ValueError, match=r"is not one with attention once and no state besides"):
         random_mtp(model)
 
@@ -374,25 +436,38 @@ def test_a_layer_of_blocks_with_a_state_is_refused() -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers, tmp_path) -> None:
-    """The same tokens as `generate(use_mtp=True)`, by the same drafts; a tree accepts more of them."""
+    """The same tokens as `generate(use_mtp=True)`, by the same drafts; a tree accepts more of
+    them."""
     model = tiny_model(kind, vocab_size=4)
-    save_with(model, as_named(random_mtp(model, num_layers=layers, depth=layers), "deepseek"), tmp_path)
+    save_with(
+        model, as_named(random_mtp(model, num_layers=layers, depth=layers), "deepseek"), tmp_path
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     model.config.num_mtp_layers = layers
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{FIRST_LAYER + k}\..*" for k in range(layers)]
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{FIRST_LAYER + k}\..*" for k in range(layers)
+    ]
     prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
-    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt_1T)}
+    settings = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(prompt_1T),
+    }
     forwards: list[int] = []
     hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
     theirs = model.generate(prompt_1T, use_mtp=True, **settings)
     hook.remove()
     rounds = len(forwards) - 1  # the first reads the prompt
     # Without kernels, which round a head's weights to 8 bits.
-    lm = SpeculativeLM.from_pretrained(model, "mtp", tree=f"chain:{layers}", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, "mtp", tree=f"chain:{layers}", fallback=False, compile=False
+    )
     chain = lm.generate(prompt_1T, pad_token_id=0, **settings)
     assert torch.equal(chain.sequences, theirs)
     assert chain.stats.rounds == rounds < 39, "no draft was accepted, so nothing was shown"
-    tree = SpeculativeLM.from_pretrained(model, "mtp", tree=f"dynamic:10:{layers}:3", fallback=False)
+    tree = SpeculativeLM.from_pretrained(
+        model, "mtp", tree=f"dynamic:10:{layers}:3", fallback=False
+    )
     output = tree.generate(prompt_1T, pad_token_id=0, **settings)
     assert torch.equal(output.sequences, theirs)
     assert output.stats.rounds < rounds
@@ -400,16 +475,25 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
 
 @pytest.mark.parametrize("kind", ["ernie4_5_moe", "nemotron_h"])
 def test_heads_that_transformers_cannot_run_draft_what_their_model_writes(kind, tmp_path) -> None:
-    """ERNIE's own norm is used twice; Nemotron-H is a target with a state, in chains and in a tree."""
+    """ERNIE's own norm is used twice; Nemotron-H is a target with a state, in chains and in a
+    tree."""
     model = tiny_model(kind, vocab_size=4)
     head = random_mtp(model)
     if kind == "ernie4_5_moe":
         share_the_norm(head, model)
     save_with(model, as_named(head, kind.split("4")[0].split("_")[0]), tmp_path)
     prompt_1T = torch.tensor([[3, 1, 0, 1, 2, 3, 2, 0]])
-    settings = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(prompt_1T)}
+    settings = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(prompt_1T),
+    }
     # The kernels that transformers chooses for experts know no float64.
-    options: dict[str, Any] = {"dtype": "float64", "experts_implementation": "eager", "compile": False}
+    options: dict[str, Any] = {
+        "dtype": "float64",
+        "experts_implementation": "eager",
+        "compile": False,
+    }
     for tree in ("chain:3", "dynamic:10:3:3"):
         lm = SpeculativeLM.from_pretrained(tmp_path, "mtp", tree=tree, **options)
         expected = lm.target.model.generate(prompt_1T, pad_token_id=0, **settings)
@@ -439,10 +523,17 @@ def test_what_brings_no_head_is_refused_before_the_first_token(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("kind", "family", "shards"),
-    [("deepseek_v3", "deepseek", False), ("qwen3_next", "qwen", True), ("nemotron_h", "nemotron", True)],
+    [
+        ("deepseek_v3", "deepseek", False),
+        ("qwen3_next", "qwen", True),
+        ("nemotron_h", "nemotron", True),
+    ],
 )
-def test_a_head_is_written_into_its_models_checkpoint_and_read_again(kind, family, shards, tmp_path) -> None:
-    """By the names of the family; all other tensors are what they were, and the model is loaded as before."""
+def test_a_head_is_written_into_its_models_checkpoint_and_read_again(
+    kind, family, shards, tmp_path
+) -> None:
+    """By the names of the family; all other tensors are what they were, and the model is loaded as
+    before."""
     model = tiny_model(kind)
     head = random_mtp(model)
     save_with(model, as_named(head, family), tmp_path / "before", shards)
@@ -463,7 +554,9 @@ def test_a_head_is_written_into_its_models_checkpoint_and_read_again(kind, famil
     with pytest.raises(ValueError, match="brings no MTP head"):
         write_native_mtp(tuned, plain, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
-    with pytest.raises(ValueError, match="holds files that are not those of a model with an MTP head"):
+    with pytest.raises(
+        ValueError, match="holds files that are not those of a model with an MTP head"
+    ):
         write_native_mtp(tuned, tmp_path / "before", plain)
 
 
@@ -475,10 +568,13 @@ def test_a_head_that_uses_its_models_norm_is_written_only_with_that_norm(tmp_pat
     head.state_dict()["mtp_layers.0.input_proj.weight"].add_(1)
     write_native_mtp(head, tmp_path / "before", tmp_path / "after")
     assert torch.equal(
-        read(model, tmp_path / "after").mtp_layers[0].input_proj.weight, head.mtp_layers[0].input_proj.weight
+        read(model, tmp_path / "after").mtp_layers[0].input_proj.weight,
+        head.mtp_layers[0].input_proj.weight,
     )
     head.state_dict()["mtp_layers.0.final_layernorm.weight"].add_(1)
-    with pytest.raises(ValueError, match=r"has no place for 'mtp_layers\.0\.final_layernorm\.weight'"):
+    with pytest.raises(
+        ValueError, match=r"has no place for 'mtp_layers\.0\.final_layernorm\.weight'"
+    ):
         write_native_mtp(head, tmp_path / "before", tmp_path / "other")
 
 
@@ -486,7 +582,11 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Of all files that an index names."""
     found: dict[str, torch.Tensor] = {}
     index = folder / "model.safetensors.index.json"
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    files = (
+        set(json.loads(index.read_text())["weight_map"].values())
+        if index.exists()
+        else {"model.safetensors"}
+    )
     for file in files:
         found |= load_file(folder / file)
     return found
@@ -514,7 +614,9 @@ def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
     native = random_mtp(model)
     save_with(model, as_named(native, "deepseek"), tmp_path)
     target = Target.from_pretrained(tmp_path, torch.float32)
-    config = TrainConfig(target=str(tmp_path), output="run", data=DataConfig(["data"]), head={"type": "mtp"})
+    config = TrainConfig(
+        target=str(tmp_path), output="run", data=DataConfig(["data"]), head={"type": "mtp"}
+    )
     head = head_of(config, target.info, target.config)
     assert isinstance(head, MtpHead) and head.kind == "glm4_moe"
     warm_start(head, "mtp", target, torch.ones(13), {"tokenizer": "any"})
@@ -522,12 +624,23 @@ def test_training_starts_from_the_head_that_the_target_brings(tmp_path) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
     other = dataclasses.replace(config, head={"type": "mtp", "hidden_first": True})
     with pytest.raises(ValueError, match="hidden_first False, and this head has True"):
-        warm_start(head_of(other, target.info, target.config), "mtp", target, torch.ones(13), {"tokenizer": "any"})
+        warm_start(
+            head_of(other, target.info, target.config),
+            "mtp",
+            target,
+            torch.ones(13),
+            {"tokenizer": "any"},
+        )
 
 
-@pytest.mark.parametrize(("kind", "scaled"), [("llama", True), ("qwen3_next", True), ("olmo2", False)])
-def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(kind, scaled) -> None:
-    """The block's outputs are made small, so that the embedding counts soon; norms after them would undo that."""
+@pytest.mark.parametrize(
+    ("kind", "scaled"), [("llama", True), ("qwen3_next", True), ("olmo2", False)]
+)
+def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(
+    kind, scaled
+) -> None:
+    """The block's outputs are made small, so that the embedding counts soon; norms after them would
+    undo that."""
     model = tiny_model(kind)
     head = random_mtp(model, start="last")
     head.initialize(target_modules(model), torch.ones(13))
@@ -540,7 +653,9 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(k
         else:
             assert torch.equal(layer[name], tensor)
     assert torch.equal(layer["final_layernorm.weight"], model.model.norm.weight)
-    features = features_of(model, torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3)))
+    features = features_of(
+        model, torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3))
+    )
     moved: list[float] = []
     run = head.draft_layers.run
 
@@ -558,7 +673,10 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(k
     ("options", "message"),
     [
         ({"depth": 0}, "depth and num_layers of at least 1, not 0 and 1"),
-        ({"num_layers": 2, "depth": 3}, "each drafts one depth, so mtp depth must be num_layers, not 3 and 2"),
+        (
+            {"num_layers": 2, "depth": 3},
+            "each drafts one depth, so mtp depth must be num_layers, not 3 and 2",
+        ),
         ({"num_layers": 3, "train_steps": 2}, "train_steps must be the depth 3"),
         ({"train_steps": 4}, "train_steps must be from 1 to the depth 3, not 4"),
         ({"start": "first"}, "start must be random, last or the number of a block"),
@@ -566,7 +684,10 @@ def test_a_layer_starts_as_the_targets_block_and_moves_the_stream_as_blocks_do(k
         ({"layer": {"model_type": "unheard"}}, "knows no model_type 'unheard'"),
         ({"layer": {"model_type": "gpt2"}}, "no draft layer can be made of the layers of 'gpt2'"),
         ({"layer": SIZES | {"model_type": "gemma2"}}, "Gemma2Attention caps its attention scores"),
-        ({"layer": SIZES | {"model_type": "llama", "hidden_size": 64}}, "is as wide as its target 'tiny', 32"),
+        (
+            {"layer": SIZES | {"model_type": "llama", "hidden_size": 64}},
+            "is as wide as its target 'tiny', 32",
+        ),
     ],
 )
 def test_options_that_no_head_can_have_are_told(options, message) -> None:
@@ -576,7 +697,8 @@ def test_options_that_no_head_can_have_are_told(options, message) -> None:
 
 
 def test_a_conversation_goes_on_after_a_head_with_a_layer_for_each_depth_was_cropped() -> None:
-    """What deeper layers read of the last kept token is what they read when all was read at once."""
+    """What deeper layers read of the last kept token is what they read when all was read at
+    once."""
     model = tiny_model("llama")
     head = random_mtp(model, num_layers=3, depth=3)
     tokens_BT = torch.randint(13, (1, 15), generator=torch.Generator().manual_seed(3))
@@ -585,13 +707,17 @@ def test_a_conversation_goes_on_after_a_head_with_a_layer_for_each_depth_was_cro
     def read(state: Any, start: int, stop: int) -> Any:
         part = slice(start, stop)
         next_BA = tokens_BT[:, start + 1 : stop + 1]
-        return head.observe(state, features.features_BTF[:, part], next_BA, torch.tensor([stop - start]))
+        return head.observe(
+            state, features.features_BTF[:, part], next_BA, torch.tensor([stop - start])
+        )
 
     @torch.no_grad()
     def drafts(state: Any) -> list[torch.Tensor]:
         found = []
         for token in (4, 7, 2):
-            logits, state = head.expand(state, torch.tensor([[token]]), torch.tensor([[0 if found else -1]]))
+            logits, state = head.expand(
+                state, torch.tensor([[token]]), torch.tensor([[0 if found else -1]])
+            )
             found.append(logits)
         return found
 

@@ -1,4 +1,5 @@
-"""Targets as users hold them: with adapters that are switched, and with transformers' own options."""
+"""Targets as users hold them: with adapters that are switched, and with transformers' own
+options."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad
 def adapted(tiny_target):
     """A model with two adapters that say different things."""
     model = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16).model
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
     torch.manual_seed(0)
     peft_model = get_peft_model(model, lora)
     peft_model.add_adapter("other", lora)
@@ -51,8 +54,13 @@ def test_an_adapter_may_be_switched_at_any_time(adapted, compile):
 
 
 def test_an_adapter_that_adds_tokens_is_refused(tiny_target):
-    model = get_peft_model(tiny_target().model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ValueError, match=r"adapter of PeftModelForCausalLM is of kind .*PROMPT_TUNING.*; give a model"):
+    model = get_peft_model(
+        tiny_target().model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"adapter of PeftModelForCausalLM is of kind .*PROMPT_TUNING.*; give a model",
+    ):
         SpeculativeLM.from_pretrained(model)
 
 
@@ -85,7 +93,10 @@ def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attn_implemantation": "eager"}, "unknown option 'attn_implemantation' for a target; choose from attn_impl"),
+        (
+            {"attn_implemantation": "eager"},
+            "unknown option 'attn_implemantation' for a target; choose from attn_impl",
+        ),
         ({"tre": "chain:3"}, "unknown option 'tre' for a target"),
     ],
 )
@@ -95,5 +106,7 @@ def test_unknown_options_are_refused_before_anything_is_loaded(options, message)
 
 
 def test_options_for_a_model_that_is_loaded_are_refused(tiny_target):
-    with pytest.raises(ValueError, match="attn_implementation eager was given with a target that is loaded already"):
+    with pytest.raises(
+        ValueError, match="attn_implementation eager was given with a target that is loaded already"
+    ):
         SpeculativeLM.from_pretrained(tiny_target().model, attn_implementation="eager")

@@ -1,4 +1,5 @@
-"""Weights that change between calls: copies in the kernels, and what conversations have read, follow."""
+"""Weights that change between calls: copies in the kernels, and what conversations have read,
+follow."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ from headstart.inference.targets.changes import SAMPLED, WeightWatch
 @pytest.mark.parametrize("kind", ["kernels", "linear layers", "tied"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_written_weight_is_decoded_with(write, kind):
-    """By the kernels, which hold a copy, and by a conversation, whose cache was made with the old weights."""
+    """By the kernels, which hold a copy, and by a conversation, whose cache was made with the old
+    weights."""
     options = {"act": "gelu" if kind == "linear layers" else "silu", "tie": kind == "tied"}
     model = model_of(**options)
     target = Target(model)
     target.compile()
-    assert isinstance(target.engine, PackedLinearEngine) == (kind == "linear layers") and target.compiled
+    assert (
+        isinstance(target.engine, PackedLinearEngine) == (kind == "linear layers")
+        and target.compiled
+    )
     lm, past = SpeculativeLM(target), Conversation()
     before = lm.generate(ROW, past_key_values=past, **PLAIN).sequences
     assert torch.equal(before, stock(model))
@@ -87,19 +92,25 @@ def test_a_write_that_no_sample_shows_takes_a_refresh():
     else:
         raise AssertionError(f"{SAMPLED} samples are in every row")
     expected = stock(model)
-    assert torch.equal(lm.generate(ROW, **PLAIN).sequences, before) and not torch.equal(expected, before)
+    assert torch.equal(lm.generate(ROW, **PLAIN).sequences, before) and not torch.equal(
+        expected, before
+    )
     assert torch.equal(lm.refresh().generate(ROW, **PLAIN).sequences, expected)
     refresh(model)
     assert torch.equal(model.generate(ROW, custom_generate=decode, **PLAIN), expected)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("eagle3", {"depth": 3, "feature_layers": [0, -1]}), ("medusa", {})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("eagle3", {"depth": 3, "feature_layers": [0, -1]}), ("medusa", {})]
+)
 def test_a_head_in_the_kernels_follows_its_weights(kind, options):
     target = Target(model_of())
     torch.manual_seed(1)
     head = build_head(kind, options, target.info)
     head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
-    lm = SpeculativeLM.from_pretrained(target, head.eval(), tree="chain:2|chain:3", compile=True, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head.eval(), tree="chain:2|chain:3", compile=True, fallback=False
+    )
     heads = [each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter)]
     assert all(map(is_packed, heads)) and len({id(each) for each in heads}) == 1
     expected = lm.generate(ROW, **PLAIN).sequences
@@ -112,7 +123,9 @@ def test_a_head_in_the_kernels_follows_its_weights(kind, options):
             assert torch.equal(mine.packed.words, its.packed.words)
             assert mine.packed.scales is None or torch.equal(mine.packed.scales, its.packed.scales)
         kept = getattr(getattr(its, "layers", None), "kept", ())
-        for tensor, other in zip(kept, getattr(getattr(mine, "layers", None), "kept", ()), strict=True):
+        for tensor, other in zip(
+            kept, getattr(getattr(mine, "layers", None), "kept", ()), strict=True
+        ):
             assert torch.equal(getattr(tensor, "words", tensor), getattr(other, "words", other))
 
 
@@ -142,6 +155,7 @@ def test_rollouts_by_plain_generate_follow_a_swap(sampling):
     )
     assert torch.equal(again.sequences, found), "a seed gives the same text whichever head drafts"
     with pytest.raises(
-        ValueError, match=r"is of another LlamaForCausalLM than the one whose generate was called; make"
+        ValueError,
+        match=r"is of another LlamaForCausalLM than the one whose generate was called; make",
     ):
         model_of(seed=7).generate(ROW, custom_generate=method, **settings)

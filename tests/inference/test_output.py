@@ -1,4 +1,5 @@
-"""The interface of `generate` as a transformers user expects it: its output, and the order of its arguments."""
+"""The interface of `generate` as a transformers user expects it: its output, and the order of its
+arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pickle
 import pytest
 import torch
 from helpers import build_tokenizer
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.inference import GenerateOutput, SpeculativeLM, custom_generate
@@ -54,7 +61,9 @@ def test_a_tokenizer_decodes_the_output(out):
     assert texts[0].startswith("bcd")
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda out: pickle.loads(pickle.dumps(out))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda out: pickle.loads(pickle.dumps(out))]
+)
 def test_a_copy_of_the_output_is_whole(out, copied):
     other = copied(out)
     assert isinstance(other, GenerateOutput) and torch.equal(other.sequences, out.sequences)
@@ -65,7 +74,9 @@ def test_a_copy_of_the_output_is_whole(out, copied):
 def test_positional_arguments_stand_as_in_transformers(lm):
     names = list(inspect.signature(GenerationMixin.generate).parameters)[1:6]
     parameters = inspect.signature(SpeculativeLM.generate).parameters
-    positional = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
+    positional = [
+        name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD
+    ][1:]
     assert positional == names
     assert list(inspect.signature(SpeculativeLM.stream).parameters)[1:3] == names[:2]
 
@@ -102,11 +113,19 @@ def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ([PROMPTS, torch.ones_like(PROMPTS)], {}, r"must be a GenerationConfig, not a Tensor; .*attention_mask=\.\.\."),
+        (
+            [PROMPTS, torch.ones_like(PROMPTS)],
+            {},
+            r"must be a GenerationConfig, not a Tensor; .*attention_mask=\.\.\.",
+        ),
         ([PROMPTS, {"max_new_tokens": 3}], {}, "must be a GenerationConfig, not a dict"),
         ([PROMPTS], {"input_ids": PROMPTS}, "given twice, as inputs and as input_ids"),
         ([], {}, "input_ids must be a tensor .* not a NoneType"),
-        ([PROMPTS], {"assistant_model": 1}, r"'assistant_model' is not supported; a smaller model drafts as"),
+        (
+            [PROMPTS],
+            {"assistant_model": 1},
+            r"'assistant_model' is not supported; a smaller model drafts as",
+        ),
         ([PROMPTS], {"slots": 1}, "'slots' is not supported; choose from"),
     ],
 )
@@ -120,7 +139,10 @@ def test_a_cache_of_transformers_is_answered_by_what_to_give_instead(lm, filled)
     cache = DynamicCache()
     if filled:
         lm.target.model(PROMPTS[:1], past_key_values=cache, use_cache=True)
-    message = r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\) instead"
+    message = (
+        r"is a DynamicCache of transformers, .*Give a headstart\.inference\.Conversation\(\)"
+        r" instead"
+    )
     with pytest.raises(ValueError, match=message):
         lm.generate(PROMPTS[:1], past_key_values=cache, **GREEDY)
     with pytest.raises(ValueError, match=r"is a tuple, .*Conversation\(\) instead"):
@@ -130,7 +152,11 @@ def test_a_cache_of_transformers_is_answered_by_what_to_give_instead(lm, filled)
 def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_target):
     model = tiny_target().model
     method = custom_generate(drafter="prompt-lookup", fallback=False)
-    settings = {**GREEDY, "attention_mask": torch.ones_like(PROMPTS), "return_dict_in_generate": True}
+    settings = {
+        **GREEDY,
+        "attention_mask": torch.ones_like(PROMPTS),
+        "return_dict_in_generate": True,
+    }
     expected = model.generate(PROMPTS, output_scores=True, **settings)
     found = model.generate(PROMPTS, output_scores=True, custom_generate=method, **settings)
     assert isinstance(found, GenerateDecoderOnlyOutput)

@@ -1,4 +1,5 @@
-"""Packed rows: each sequence has the states that it has alone, and no mask of a whole row is made."""
+"""Packed rows: each sequence has the states that it has alone, and no mask of a whole row is
+made."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from headstart.inference import Target
 from headstart.inference.engines.target import SIMILAR, of_similar_length, sequences_in
 
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+SHAPE |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 FAMILIES = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE)),
     "mistral, window": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SHAPE, sliding_window=4)),
@@ -24,12 +30,16 @@ FAMILIES = {
         tf.Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     ),
     "gemma 3, windows and full": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+        tf.Gemma3TextConfig(
+            **SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+        )
     ),
     "gpt-2, learned positions": lambda: tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     ),
-    "bloom, ALiBi": lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)),
+    "bloom, ALiBi": lambda: tf.BloomForCausalLM(
+        tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    ),
     "qwen3.5, gated delta": lambda: hybrid("qwen3.5, gated delta"),
     "lfm2, convolution": lambda: hybrid("lfm2, convolution"),
     "granite-4, mamba-2": lambda: hybrid("granite-4, mamba-2"),
@@ -52,7 +62,8 @@ def target_of(family):
 def packed(lengths, seed=1):
     """Rows of random tokens, and their positions."""
     texts = [
-        [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed + n)) for n in row] for row in lengths
+        [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(seed + n)) for n in row]
+        for row in lengths
     ]
     longest = max(sum(row) for row in lengths)
     tokens_BT = torch.zeros(len(lengths), longest, dtype=torch.int64)
@@ -89,7 +100,9 @@ def test_they_are_those_of_a_mask_of_the_whole_row(family):
     """Which transformers makes from the positions."""
     target = target_of(family)
     _, tokens_BT, positions_BT = packed(LENGTHS)
-    masked = target.model(input_ids=tokens_BT, position_ids=positions_BT, output_hidden_states=True, use_cache=False)
+    masked = target.model(
+        input_ids=tokens_BT, position_ids=positions_BT, output_hidden_states=True, use_cache=False
+    )
     features_BTF, last_BTD = target.read(tokens_BT, (0,), positions_BT)
     torch.testing.assert_close(features_BTF, masked.hidden_states[1], rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(last_BTD, masked.hidden_states[-1], rtol=1e-6, atol=1e-9)
@@ -131,9 +144,12 @@ def test_a_row_of_8192_tokens_needs_no_mask_of_its_square():
     _, tokens_BT, positions_BT = packed([lengths])
     with Largest() as largest:
         target.read(tokens_BT, (0, -1), positions_BT)
-    assert largest.elements <= 8192 * 64  # what the row's states take; a mask takes 128 times as many
+    # what the row's states take; a mask takes 128 times as many
+    assert largest.elements <= 8192 * 64
     with Largest() as largest, torch.no_grad():
-        target.model.model(input_ids=tokens_BT[:, :2048], position_ids=positions_BT[:, :2048], use_cache=False)
+        target.model.model(
+            input_ids=tokens_BT[:, :2048], position_ids=positions_BT[:, :2048], use_cache=False
+        )
     assert largest.elements >= 2048 * 2048  # as it was
 
 

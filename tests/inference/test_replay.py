@@ -1,4 +1,5 @@
-"""Acceptance over known answers is that of decoding, round by round, and no forward of the target is spent on it."""
+"""Acceptance over known answers is that of decoding, round by round, and no forward of the target
+is spent on it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def prompts():
 def answered(target, head, tree, texts, max_batch_size=None, **settings):
     lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, compile=False)
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side="left")
-    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor([[len(text)] for text in texts])).long()
+    mask = (
+        torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor([[len(text)] for text in texts])
+    ).long()
     settings = {"max_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0, **settings}
     return lm.generate(ids, attention_mask=mask, max_batch_size=max_batch_size, **settings)
 
@@ -50,7 +53,9 @@ def test_rounds_are_those_of_decoding(tiny_target, kind, tree, max_batch_size):
         found = answered(replay, head, tree, texts, max_batch_size, **settings)
         assert torch.equal(found.sequences, real.sequences)
         assert found.stats.rows == real.stats.rows
-        assert repr(found.stats.acceptance_rate_by_depth) == repr(real.stats.acceptance_rate_by_depth)
+        assert repr(found.stats.acceptance_rate_by_depth) == repr(
+            real.stats.acceptance_rate_by_depth
+        )
         assert real.stats.acceptance_length > 1  # or nothing was compared
 
 
@@ -68,7 +73,8 @@ def test_a_known_answer_takes_no_forward(tiny_target):
     assert not calls
     replay.learn([torch.tensor([5, 6])], ANSWER)
     assert calls
-    answered(replay, head, "chain:3", [*texts, torch.tensor([5, 6])])  # features of the new text are read, too
+    # features of the new text are read, too
+    answered(replay, head, "chain:3", [*texts, torch.tensor([5, 6])])
     calls.clear()
     replay.learn(texts, ANSWER + BEYOND + 1)
     assert calls  # a longer answer is asked for

@@ -1,4 +1,5 @@
-"""Settings mean what they mean for `model.generate`, in the call, in a config that is given, and in the model's own."""
+"""Settings mean what they mean for `model.generate`, in the call, in a config that is given, and in
+the model's own."""
 
 from __future__ import annotations
 
@@ -46,8 +47,13 @@ FIELDS = {
     "n-grams": lambda text: {"no_repeat_ngram_size": 1},
     "bias": lambda text: {"sequence_bias": {(text[4],): -9.0, (text[8], text[9]): -9.0}},
     "bad words": lambda text: {"bad_words_ids": [[text[4]], [text[9], text[10]]]},
-    "end wanted": lambda text: {"exponential_decay_length_penalty": (3, 1.9), "eos_token_id": text[15]},
-    "watermark": lambda text: {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash")},
+    "end wanted": lambda text: {
+        "exponential_decay_length_penalty": (3, 1.9),
+        "eos_token_id": text[15],
+    },
+    "watermark": lambda text: {
+        "watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash")
+    },
     "renormalised": lambda text: {"renormalize_logits": True, "repetition_penalty": 1.2},
     "invalid values": lambda text: {"remove_invalid_values": True},
     "no cache": lambda text: {"use_cache": False},
@@ -57,8 +63,17 @@ FIELDS = {
     "least mass": lambda text: {"do_sample": True, "top_p": 1e-6},
     "least probability": lambda text: {"do_sample": True, "min_p": 1.0},
     "top_h": lambda text: {**BEST, "top_h": 0.5},
-    "typical and cutoffs": lambda text: {**BEST, "typical_p": 0.9, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3},
-    "scores": lambda text: {"output_scores": True, "output_logits": True, "return_dict_in_generate": True},
+    "typical and cutoffs": lambda text: {
+        **BEST,
+        "typical_p": 0.9,
+        "epsilon_cutoff": 1e-3,
+        "eta_cutoff": 1e-3,
+    },
+    "scores": lambda text: {
+        "output_scores": True,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    },
 }
 NO_EFFECT = ("forced first", "invalid values", "no cache", "static cache", "scores")
 """Settings that change nothing here; a first token is forced after a prompt of one."""
@@ -77,7 +92,11 @@ def stop_in(text):
     """Two letters in a row of a text of bytes, past its beginning."""
     letters = [LETTERS[token] for token in text]
     pairs = ["".join(pair) for pair in itertools.pairwise(letters)]
-    return next(pair for place, pair in enumerate(pairs) if place > 7 and pair.isascii() and pairs.index(pair) == place)
+    return next(
+        pair
+        for place, pair in enumerate(pairs)
+        if place > 7 and pair.isascii() and pairs.index(pair) == place
+    )
 
 
 LETTERS: dict[int, str] = {}
@@ -94,7 +113,9 @@ def target(tiny_target, tokenizer):
 @pytest.fixture
 def plain_text(target):
     """What the model writes without the settings."""
-    return target.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)[0, 9:].tolist()
+    return target.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)[
+        0, 9:
+    ].tolist()
 
 
 def given_by(source, target, field):
@@ -104,7 +125,9 @@ def given_by(source, target, field):
         return whole
     if source == "config":
         return {
-            "generation_config": GenerationConfig(**{name: value for name, value in whole.items() if value is not None})
+            "generation_config": GenerationConfig(
+                **{name: value for name, value in whole.items() if value is not None}
+            )
         }
     for name, value in whole.items():
         setattr(target.model.generation_config, name, value)
@@ -117,7 +140,9 @@ def texts(output):
 
 @SOURCES
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_setting_is_resolved_as_generate_resolves_it(target, tools, tokenizer, plain_text, name, source):
+def test_a_setting_is_resolved_as_generate_resolves_it(
+    target, tools, tokenizer, plain_text, name, source
+):
     field = FIELDS[name](plain_text)
     more = {"tokenizer": tokenizer} if "stop_strings" in field else {}
     given = given_by(source, target, field)
@@ -142,8 +167,14 @@ def test_what_is_not_supported_is_refused_wherever_it_stands(target, name, sourc
         SpeculativeLM(target).generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **given)
 
 
-def test_the_call_comes_before_a_given_config_and_that_before_the_models(target, tokenizer, plain_text):
-    stops = {"model": stop_in(plain_text), "config": stop_in(plain_text[4:]), "call": stop_in(plain_text[6:])}
+def test_the_call_comes_before_a_given_config_and_that_before_the_models(
+    target, tokenizer, plain_text
+):
+    stops = {
+        "model": stop_in(plain_text),
+        "config": stop_in(plain_text[4:]),
+        "call": stop_in(plain_text[6:]),
+    }
     target.model.generation_config.stop_strings = [stops["model"]]
     lm, mask = SpeculativeLM(target), torch.ones_like(PROMPT)
     lengths = []
@@ -151,30 +182,42 @@ def test_the_call_comes_before_a_given_config_and_that_before_the_models(target,
         PLAIN,
         {"generation_config": GenerationConfig(**PLAIN)},
         {"generation_config": GenerationConfig(**PLAIN, stop_strings=[stops["config"]])},
-        {"generation_config": GenerationConfig(**PLAIN, stop_strings=["?"]), "stop_strings": [stops["call"]]},
+        {
+            "generation_config": GenerationConfig(**PLAIN, stop_strings=["?"]),
+            "stop_strings": [stops["call"]],
+        },
         {**PLAIN, "stop_strings": None},
     ):
         theirs = target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(lm.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs)
+        assert torch.equal(
+            lm.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs
+        )
         lengths.append(theirs.shape[1])
     assert lengths[0] == lengths[1] < lengths[-1] == 9 + 30
-    assert lm.generate(PROMPT, attention_mask=mask, **PLAIN, stop_strings=[]).sequences.shape[1] == 9 + 30
+    assert (
+        lm.generate(PROMPT, attention_mask=mask, **PLAIN, stop_strings=[]).sequences.shape[1]
+        == 9 + 30
+    )
 
 
-def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(target, tokenizer, plain_text):
+def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(
+    target, tokenizer, plain_text
+):
     stop = stop_in(plain_text)
     target.model.generation_config.stop_strings = [stop]
     rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False).warmup()
     alone = [
-        target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **PLAIN)
+        target.model.generate(
+            row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **PLAIN
+        )
         for row in rows
     ]
     ids, mask = padded_batch(rows)
     for slots in (None, 2):
-        written = lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN).sequences[
-            :, 9:
-        ]
+        written = lm.generate(
+            ids, attention_mask=mask, tokenizer=tokenizer, max_batch_size=slots, **PLAIN
+        ).sequences[:, 9:]
         for row, ours, theirs in zip(rows, written.tolist(), alone):
             new = theirs[0, len(row) :].tolist()
             assert ours[: len(new)] == new and set(ours[len(new) :]) <= {257}
@@ -183,31 +226,46 @@ def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(targe
     assert streamed == alone[0][0, 9:].tolist() and len(streamed) < 30
     assert isinstance(lm.chat(tokenizer, max_new_tokens=5, do_sample=False).say("hi"), str)
     with pytest.raises(
-        ValueError, match=r"stop_strings=.* needs the tokenizer; give generate\(\.\.\., tokenizer=\.\.\.\)"
+        ValueError,
+        match=r"stop_strings=.* needs the tokenizer; give generate\(\.\.\., tokenizer=\.\.\.\)",
     ):
         lm.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **PLAIN)
 
 
-def test_stop_strings_of_a_model_with_files_need_no_tokenizer(target, tokenizer, plain_text, tmp_path):
+def test_stop_strings_of_a_model_with_files_need_no_tokenizer(
+    target, tokenizer, plain_text, tmp_path
+):
     target.model.generation_config.stop_strings = [stop_in(plain_text)]
     target.model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    lm, mask = SpeculativeLM.from_pretrained(tmp_path, dtype="float64", compile=False), torch.ones_like(PROMPT)
+    lm, mask = (
+        SpeculativeLM.from_pretrained(tmp_path, dtype="float64", compile=False),
+        torch.ones_like(PROMPT),
+    )
     theirs = lm.target.model.generate(PROMPT, attention_mask=mask, tokenizer=tokenizer, **PLAIN)
-    assert theirs.shape[1] < 39 and torch.equal(lm.generate(PROMPT, attention_mask=mask, **PLAIN).sequences, theirs)
+    assert theirs.shape[1] < 39 and torch.equal(
+        lm.generate(PROMPT, attention_mask=mask, **PLAIN).sequences, theirs
+    )
 
 
 @pytest.mark.parametrize("source", ["call", "model"])
-def test_stop_strings_by_the_functions_for_plain_generate(target, tokenizer, plain_text, tmp_path, source):
-    """transformers hides the tokenizer from a function, so there they are a criterion; a head's folder is given it."""
+def test_stop_strings_by_the_functions_for_plain_generate(
+    target, tokenizer, plain_text, tmp_path, source
+):
+    """transformers hides the tokenizer from a function, so there they are a criterion; a head's
+    folder is given it."""
     strings, mask = [stop_in(plain_text)], torch.ones_like(PROMPT)
-    theirs = target.model.generate(PROMPT, attention_mask=mask, stop_strings=strings, tokenizer=tokenizer, **PLAIN)
+    theirs = target.model.generate(
+        PROMPT, attention_mask=mask, stop_strings=strings, tokenizer=tokenizer, **PLAIN
+    )
     given = {**PLAIN, "attention_mask": mask}
     if source == "model":
         target.model.generation_config.stop_strings = strings
     else:
         given["stop_strings"] = strings
-    save_head(build_head("medusa", {"num_heads": 2}, target.info).double(), tmp_path, CheckpointMetadata())
+    save_head(
+        build_head("medusa", {"num_heads": 2}, target.info).double(), tmp_path, CheckpointMetadata()
+    )
     ours = generate_from(str(tmp_path), target.model, inputs=PROMPT, tokenizer=tokenizer, **given)
     assert torch.equal(ours, theirs)
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, strings)])
@@ -216,7 +274,8 @@ def test_stop_strings_by_the_functions_for_plain_generate(target, tokenizer, pla
     assert torch.equal(target.model.generate(PROMPT, custom_generate=method, **given), theirs)
 
 
-@pytest.mark.parametrize("source", ["call", "config"])  # of its own config transformers cannot heal by itself
+# of its own config transformers cannot heal by itself
+@pytest.mark.parametrize("source", ["call", "config"])
 def test_tokens_are_healed_as_by_generate(tiny_target, tools, source):
     target, tokenizer = tiny_target(vocab_size=262), tools.build_tokenizer()
     tokenizer.bos_token, changed = "<|im_start|>", 0
@@ -227,14 +286,18 @@ def test_tokens_are_healed_as_by_generate(tiny_target, tools, source):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         mask = torch.ones_like(ids)
         theirs = target.model.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given)
-        assert torch.equal(lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs)
+        assert torch.equal(
+            lm.generate(ids, attention_mask=mask, tokenizer=tokenizer, **given).sequences, theirs
+        )
         assert torch.equal(lm.generate(ids, tokenizer=tokenizer, **given).sequences, theirs)
         changed += not torch.equal(theirs[:, : ids.shape[1]], ids)
     assert changed
     with pytest.raises(ValueError, match="token_healing=True needs the tokenizer"):
         lm.generate(ids, attention_mask=mask, **given)
     spaces = tokenizer("a  ", return_tensors="pt")["input_ids"]
-    with pytest.raises(ValueError, match="token_healing made prompts of 1 tokens out of 3, which attention_mask"):
+    with pytest.raises(
+        ValueError, match="token_healing made prompts of 1 tokens out of 3, which attention_mask"
+    ):
         lm.generate(spaces, attention_mask=torch.ones_like(spaces), tokenizer=tokenizer, **given)
 
 
@@ -246,7 +309,9 @@ def test_rows_that_have_ended_are_padded_as_by_generate(tiny_target, ends, paddi
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
     plain = target.model.generate(ids, pad_token_id=0, **given)[:, 6:].tolist()
     early = plain[0][3]
-    ends = [39 if end == 39 else early for end in ends] if isinstance(ends, list) else ends and early
+    ends = (
+        [39 if end == 39 else early for end in ends] if isinstance(ends, list) else ends and early
+    )
     given |= {"eos_token_id": ends, "pad_token_id": padding}
     theirs = target.model.generate(ids, **given)
     assert torch.equal(SpeculativeLM(target).generate(ids, **given).sequences, theirs)
@@ -259,13 +324,17 @@ class Confident(StoppingCriteria):
         self.limit, self.shown = limit, []
 
     def __call__(self, input_ids, scores, **_):
-        self.shown.append((input_ids.tolist(), None if scores is None else [each.clone() for each in scores]))
+        self.shown.append(
+            (input_ids.tolist(), None if scores is None else [each.clone() for each in scores])
+        )
         if scores is None:
             return torch.zeros(len(input_ids), dtype=torch.bool)
         return sum(each.softmax(-1).amax(-1) for each in scores) >= self.limit
 
 
-@pytest.mark.parametrize("asked", [("output_scores", "return_dict_in_generate"), ("return_dict_in_generate",), ()])
+@pytest.mark.parametrize(
+    "asked", [("output_scores", "return_dict_in_generate"), ("return_dict_in_generate",), ()]
+)
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3}, BEST])
 def test_a_criterion_is_shown_the_scores_so_far(target, tools, asked, others):
     mask = torch.ones_like(PROMPT)
@@ -274,8 +343,12 @@ def test_a_criterion_is_shown_the_scores_so_far(target, tools, asked, others):
     whole = target.model.generate(PROMPT, **{**given, **keep})
     limit = 0.6 * sum(float(each.softmax(-1).max()) for each in whole.scores)
     theirs, ours = Confident(limit), Confident(limit)
-    expected = target.model.generate(PROMPT, stopping_criteria=StoppingCriteriaList([theirs]), **given)
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [whole.sequences[0, 9:].tolist()], VOCAB, wrong=0.1))
+    expected = target.model.generate(
+        PROMPT, stopping_criteria=StoppingCriteriaList([theirs]), **given
+    )
+    lm = SpeculativeLM(
+        target, tools.Oracle(SHAPE, [whole.sequences[0, 9:].tolist()], VOCAB, wrong=0.1)
+    )
     output = lm.generate(PROMPT, stopping_criteria=StoppingCriteriaList([ours]), **given)
     assert texts(output) == texts(expected) and output.stats.acceptance_length > 1.3
     assert [text for text, _ in ours.shown] == [text for text, _ in theirs.shown]

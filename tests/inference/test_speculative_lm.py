@@ -76,7 +76,9 @@ def test_greedy_is_generate_on_chains(tiny_target, tools, length, text):
 def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
     target = tiny_target(vocab_size=VOCAB, seed=seed)
     input_ids = prompt([1, 5, 33, BUCKET - 2][seed % 4], seed)
-    lm = oracle(tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed)
+    lm = oracle(
+        tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed
+    )
     assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
 
 
@@ -86,17 +88,29 @@ def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
 )
 def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
-    lm = SpeculativeLM.from_pretrained(target, head=medusa(target, **options), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=medusa(target, **options), tree=tree, fallback=False
+    )
     assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
 
 
-BASE = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+}
 BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 FAMILIES = {
-    "mistral, window shorter than the text": lambda: MistralForCausalLM(MistralConfig(**BASE, sliding_window=3)),
+    "mistral, window shorter than the text": lambda: MistralForCausalLM(
+        MistralConfig(**BASE, sliding_window=3)
+    ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
     "gemma3, alternating windows": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**BASE, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2)
+        Gemma3TextConfig(
+            **BASE, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2
+        )
     ),
     "gpt2, learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
@@ -137,7 +151,9 @@ def test_each_row_of_a_batch_is_generate_for_it_alone(tiny_target, tools, side):
     written = output.sequences[:, padded.shape[1] :].tolist()
     width = max(map(len, alone))
     assert written == [tokens + [0] * (width - len(tokens)) for tokens in alone]
-    assert [1 + sum(record.returned for record in row) for row in output.stats.rows] == list(map(len, alone))
+    assert [1 + sum(record.returned for record in row) for row in output.stats.rows] == list(
+        map(len, alone)
+    )
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 7, 20])
@@ -174,7 +190,9 @@ def test_a_generation_config_means_what_it_means_in_generate(tiny_target, tools)
     lm = oracle(tools, target, TreeShape.chain(2), input_ids)
     mask = torch.ones_like(input_ids)
     expected = target.model.generate(input_ids, attention_mask=mask, generation_config=config)
-    assert torch.equal(lm.generate(input_ids, attention_mask=mask, generation_config=config).sequences, expected)
+    assert torch.equal(
+        lm.generate(input_ids, attention_mask=mask, generation_config=config).sequences, expected
+    )
 
 
 class Collect:
@@ -205,7 +223,9 @@ def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_
     lm = SpeculativeLM.from_pretrained(target, head=medusa(target))
     before = torch.random.get_rng_state()
     first, second, other = (
-        ours(lm, input_ids, do_sample=True, top_k=0, generator=torch.Generator().manual_seed(seed)).sequences
+        ours(
+            lm, input_ids, do_sample=True, top_k=0, generator=torch.Generator().manual_seed(seed)
+        ).sequences
         for seed in (1, 1, 2)
     )
     assert torch.equal(first, second)
@@ -214,8 +234,16 @@ def test_sampling_repeats_for_a_seed_and_leaves_the_global_generator_alone(tiny_
 
 
 ENGINES = [
-    *(([[0]], "auto"), ([[0], [1]], "auto"), ([[0], [0, 0]], "auto"), ("drawn:chain:1", "point_mass")),
-    *(("drawn:chain:2", word) for word in ("token", "with_replacement", "without_replacement", "block", "traversal")),
+    *(
+        ([[0]], "auto"),
+        ([[0], [1]], "auto"),
+        ([[0], [0, 0]], "auto"),
+        ("drawn:chain:1", "point_mass"),
+    ),
+    *(
+        ("drawn:chain:2", word)
+        for word in ("token", "with_replacement", "without_replacement", "block", "traversal")
+    ),
     *(("drawn:[[0], [1], [0, 0]]", word) for word in ("without_replacement", "traversal", "auto")),
     ("drawn:branch:3", "auto"),
     *((tree, "auto") for tree in ("independent:branch:2", "independent:[[0], [1], [0, 0]]")),
@@ -224,17 +252,25 @@ ENGINES = [
 
 @pytest.mark.parametrize("warped", [True, False], ids=["top-k 2", "as it is"])
 @pytest.mark.parametrize(("tree", "acceptance"), ENGINES, ids=str)
-def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, tree, acceptance, warped):
+def test_three_sampled_tokens_have_the_targets_distribution(
+    tiny_target, tools, tree, acceptance, warped
+):
     """The whole engine, prefill, drafts and rounds, by enumeration of every draw."""
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=1)
     head = medusa(target, num_heads=2)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, acceptance=acceptance, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=head, tree=tree, acceptance=acceptance, fallback=False
+    )
     input_ids = prompt(2, vocab=vocab)
-    processors = LogitsProcessorList([TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped])
+    processors = LogitsProcessorList(
+        [TemperatureLogitsWarper(1.7), *[TopKLogitsWarper(2)] * warped]
+    )
 
     def run(sampler):
-        rows, _ = tools.write(target, lm.drafter, lm.drafting.sampling_rule, list(input_ids), processors, sampler, 3)
+        rows, _ = tools.write(
+            target, lm.drafter, lm.drafting.sampling_rule, list(input_ids), processors, sampler, 3
+        )
         return tuple(rows[0])
 
     found = tools.every_branch(run)
@@ -255,13 +291,28 @@ def test_three_sampled_tokens_have_the_targets_distribution(tiny_target, tools, 
         ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "at least one token"),
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"must be a tensor \[batch, time\]"),
         ({"input_ids": prompt(3), "attention_mask": torch.ones(1, 4)}, "attention_mask has shape"),
-        ({"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3)}, "prompt 0 of the batch is all padding"),
+        (
+            {"input_ids": prompt(3), "attention_mask": torch.zeros(1, 3)},
+            "prompt 0 of the batch is all padding",
+        ),
         ({"input_ids": prompt(1000)}, "1000 tokens and 40 new ones do not fit the 1024 positions"),
-        ({"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()}, "takes one row, not a batch of 2"),
-        ({"input_ids": prompt(3), "guidance_scale": 1.5}, "ClassifierFreeGuidanceLogitsProcessor is not supported"),
+        (
+            {"input_ids": prompt(3).repeat(2, 1), "streamer": Collect()},
+            "takes one row, not a batch of 2",
+        ),
+        (
+            {"input_ids": prompt(3), "guidance_scale": 1.5},
+            "ClassifierFreeGuidanceLogitsProcessor is not supported",
+        ),
         ({"input_ids": prompt(3), "stop_strings": ["a"]}, "needs the tokenizer"),
-        ({"input_ids": prompt(3), "no_such_option": 1}, "generate option 'no_such_option' is not supported"),
-        ({"input_ids": prompt(3), "assistant_model": None}, "generate option 'assistant_model' is not supported"),
+        (
+            {"input_ids": prompt(3), "no_such_option": 1},
+            "generate option 'no_such_option' is not supported",
+        ),
+        (
+            {"input_ids": prompt(3), "assistant_model": None},
+            "generate option 'assistant_model' is not supported",
+        ),
         ({"input_ids": prompt(3), "num_beams": 2}, "beam search is not supported"),
         (
             {"input_ids": prompt(3), "output_attentions": True, "return_dict_in_generate": True},
@@ -282,12 +333,21 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
-    free = target.cache_bytes(2, 256) + head.cache_bytes(2, 6 + 20 + 3) + 2 * 3 * target.info.vocab_size * 4 * 8
+    free = (
+        target.cache_bytes(2, 256)
+        + head.cache_bytes(2, 6 + 20 + 3)
+        + 2 * 3 * target.info.vocab_size * 4 * 8
+    )
     monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: float(free))
-    message = r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\), and cpu has"
+    message = (
+        r"4 rows of 29 tokens takes .* GiB \(the target's cache .*, the drafts' .*, logits .*\),"
+        r" and cpu has"
+    )
     with pytest.raises(ValueError, match=message):
         lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20)
-    output = lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2)
+    output = lm.generate(
+        rows, attention_mask=torch.ones_like(rows), max_new_tokens=20, max_batch_size=2
+    )
     assert output.stats.cache_bytes == target.cache_bytes(2, 256)  # slots come by 256
     kept = lm.drafter.rows.catch_up().cache
     held = sum(states[:, :, kept.nodes :].nbytes for states in (*kept.keys, *kept.values))
@@ -310,7 +370,9 @@ def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
     for rows in (2, 3, 4):
         ours(lm, prompt(6).repeat(rows, 1))
     assert len(target.pool.blocks) == POOLED
-    monkeypatch.setattr(kv_cache, "_free_host_memory", lambda: 0.0 if target.pool.blocks else 2.0**40)
+    monkeypatch.setattr(
+        kv_cache, "_free_host_memory", lambda: 0.0 if target.pool.blocks else 2.0**40
+    )
     assert torch.equal(ours(lm, prompt(6)).sequences, expected)
 
 
@@ -331,8 +393,16 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
     else:
         head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
-    lm, lengths, read = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False), (3, 9, 5, 7), []
-    assert target.computes_logits == known and target.engine.own_attention and target.first_block_index == 1
+    lm, lengths, read = (
+        SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False),
+        (3, 9, 5, 7),
+        [],
+    )
+    assert (
+        target.computes_logits == known
+        and target.engine.own_attention
+        and target.first_block_index == 1
+    )
     padded = torch.zeros(4, 9, dtype=torch.int64)
     for row, length in enumerate(lengths):
         padded[row, -length:] = prompt(length, row)[0]
@@ -346,11 +416,15 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
 
 def test_a_rule_that_would_change_the_distribution_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="unknown acceptance rule 'exact'; choose from auto, point_mass"):
+    with pytest.raises(
+        ValueError, match="unknown acceptance rule 'exact'; choose from auto, point_mass"
+    ):
         SpeculativeLM(target, acceptance="exact")
     with pytest.raises(ValueError, match="'typical' is lossy"):
         SpeculativeLM.from_pretrained(target, head=medusa(target), acceptance="typical")
-    with pytest.raises(ValueError, match="'traversal' would be biased for trees whose nodes are top-k"):
+    with pytest.raises(
+        ValueError, match="'traversal' would be biased for trees whose nodes are top-k"
+    ):
         SpeculativeLM.from_pretrained(target, head=medusa(target), acceptance="traversal")
 
 
@@ -358,24 +432,35 @@ def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
         SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5", fallback=False)
-    with pytest.raises(ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"):
+    with pytest.raises(
+        ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"
+    ):
         SpeculativeLM.from_pretrained(
-            target, head=medusa(target, draft_vocab_size=8), tree=[[i] for i in range(9)], fallback=False
+            target,
+            head=medusa(target, draft_vocab_size=8),
+            tree=[[i] for i in range(9)],
+            fallback=False,
         )
 
 
 def test_a_head_for_another_model_is_refused_with_all_differences(tiny_target):
     head = medusa(tiny_target(vocab_size=VOCAB))
-    with pytest.raises(ValueError, match=r"vocab size 31 \(head\) and 40 \(target\); num layers 2 \(head\) and 3"):
+    with pytest.raises(
+        ValueError, match=r"vocab size 31 \(head\) and 40 \(target\); num layers 2 \(head\) and 3"
+    ):
         SpeculativeLM.from_pretrained(tiny_target(vocab_size=40, layers=3), head=head)
 
 
 def test_loading_options_for_what_is_loaded_already_are_refused_and_not_ignored(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     for source in (target, target.model):
-        with pytest.raises(ValueError, match=r"dtype torch.float32 was given with a target that is loaded already"):
+        with pytest.raises(
+            ValueError, match=r"dtype torch.float32 was given with a target that is loaded already"
+        ):
             SpeculativeLM.from_pretrained(source, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"the head's parameters are torch.float32, the target's torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"the head's parameters are torch.float32, the target's torch.float64"
+    ):
         SpeculativeLM.from_pretrained(target, head=medusa(target).float())
 
 
@@ -384,7 +469,11 @@ def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, 
     head = medusa(target)
     begin = head.begin
     monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
-    ours(SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", fallback=False), prompt(7), max_new_tokens=9)
+    ours(
+        SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", fallback=False),
+        prompt(7),
+        max_new_tokens=9,
+    )
     assert told == [(1, 7 + 9 + 3, 2, 2)]
 
 
@@ -400,10 +489,19 @@ def test_a_stream_yields_the_tokens_of_every_round(tiny_target, tools):
     lm = oracle(tools, target, TreeShape.chain(4), input_ids)
     mask = torch.ones_like(input_ids)
     rounds = list(lm.stream(input_ids, attention_mask=mask, max_new_tokens=40, do_sample=False))
-    assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[0, 6:].tolist()
+    assert [token for tokens in rounds for token in tokens] == stock(target, input_ids)[
+        0, 6:
+    ].tolist()
     assert max(map(len, rounds)) > 1
     with pytest.raises(ValueError, match="a streamer takes one row"):
-        list(lm.stream(input_ids.repeat(2, 1), attention_mask=mask.repeat(2, 1), max_new_tokens=4, do_sample=False))
+        list(
+            lm.stream(
+                input_ids.repeat(2, 1),
+                attention_mask=mask.repeat(2, 1),
+                max_new_tokens=4,
+                do_sample=False,
+            )
+        )
 
 
 def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
@@ -411,11 +509,16 @@ def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
     lm = SpeculativeLM(target)
     lm.observers.append(EachRound(counted.append))
     for tokens in lm.stream(
-        prompt(6), attention_mask=torch.ones(1, 6, dtype=torch.int64), max_new_tokens=900, do_sample=False
+        prompt(6),
+        attention_mask=torch.ones(1, 6, dtype=torch.int64),
+        max_new_tokens=900,
+        do_sample=False,
     ):
         assert len(tokens) == 1
         break
-    assert len(counted) < 900 and not [each for each in threading.enumerate() if "headstart" in each.name]
+    assert len(counted) < 900 and not [
+        each for each in threading.enumerate() if "headstart" in each.name
+    ]
     assert torch.equal(ours(lm, prompt(6)).sequences, stock(target, prompt(6)))
 
 
@@ -423,16 +526,29 @@ def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
     lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="chain:1", fallback=False)
     assert ours(lm, input_ids).stats.max_depth == 1
-    for tree, depth in (("chain:3", 3), ("dynamic:6:2:3", 2), ([[0], [1]], 1), ("root", 0), ("drawn:chain:2", 2)):
+    for tree, depth in (
+        ("chain:3", 3),
+        ("dynamic:6:2:3", 2),
+        ([[0], [1]], 1),
+        ("root", 0),
+        ("drawn:chain:2", 2),
+    ):
         found = ours(lm, input_ids, tree=tree)
-        assert found.stats.max_depth == depth and torch.equal(found.sequences, stock(target, input_ids))
+        assert found.stats.max_depth == depth and torch.equal(
+            found.sequences, stock(target, input_ids)
+        )
         one, other = (
-            ours(lm, input_ids, tree=tree, do_sample=True, generator=torch.Generator().manual_seed(1)).sequences
+            ours(
+                lm, input_ids, tree=tree, do_sample=True, generator=torch.Generator().manual_seed(1)
+            ).sequences
             for _ in range(2)
         )
         assert torch.equal(one, other)
     assert ours(lm, input_ids).stats.max_depth == 1  # and only for the call
-    assert ours(lm, input_ids, tree="drawn:chain:2", acceptance="token", do_sample=True).stats.rounds > 0
+    assert (
+        ours(lm, input_ids, tree="drawn:chain:2", acceptance="token", do_sample=True).stats.rounds
+        > 0
+    )
     with pytest.raises(ValueError, match="would be biased"):
         ours(lm, input_ids, acceptance="block")
     with pytest.raises(ValueError, match="at most 3"):
@@ -451,7 +567,12 @@ def test_threads_share_a_decoder_and_the_users_own_model(tiny_target, compile, s
         for tree in ("chain:3", "auto")
     ]
     padded = torch.tensor([[0, 0, 5, 6], [3, 1, 2, 4]])
-    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    settings = {
+        "attention_mask": (padded > 0).long(),
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     calls = [functools.partial(lm.generate, padded, **settings) for lm in lms]
     calls.append(functools.partial(target.model.generate, padded, **settings))
     expected, wrong = target.model.generate(padded, **settings), []
@@ -478,14 +599,25 @@ def seen(model):
     """All of a user's model that a call might leave changed."""
     modules = dict(model.named_modules())
     hooks = {
-        name: [len(each) for key, each in vars(module).items() if "hooks" in key and isinstance(each, dict)]
+        name: [
+            len(each)
+            for key, each in vars(module).items()
+            if "hooks" in key and isinstance(each, dict)
+        ]
         for name, module in modules.items()
     }
-    weights = {name: (id(w), w._version, w.dtype, w.device, w.requires_grad) for name, w in model.named_parameters()}
+    weights = {
+        name: (id(w), w._version, w.dtype, w.device, w.requires_grad)
+        for name, w in model.named_parameters()
+    }
     attributes = {name: sorted(vars(module)) for name, module in modules.items()}
     training = {name: module.training for name, module in modules.items()}
     forwards = {name: type(module).forward for name, module in modules.items()}
-    configs = model.config.to_dict(), model.generation_config.to_dict(), model.config._attn_implementation
+    configs = (
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+        model.config._attn_implementation,
+    )
     return configs, hooks, weights, attributes, training, forwards
 
 
@@ -494,7 +626,8 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     """By answers, by refusals and by failures in the midst of a text."""
     model = tiny_target(vocab_size=VOCAB, dtype=torch.float32, head_dim=16).model
     row = torch.tensor([[3, 1, 2]])
-    model(row, output_hidden_states=True)  # by which transformers installs hooks of its own for good
+    # by which transformers installs hooks of its own for good
+    model(row, output_hidden_states=True)
     before = seen(model)
     target = Target(model)
     lm = SpeculativeLM.from_pretrained(model, head=medusa(target), compile=compile)
@@ -514,7 +647,12 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
     ):
         with pytest.raises(error):
             lm.generate(row, **settings | wrong)
-    for options in ({"tree": "chain:99"}, {"dtype": "float16"}, {"revision": "main"}, {"attn_implementation": "eager"}):
+    for options in (
+        {"tree": "chain:99"},
+        {"dtype": "float16"},
+        {"revision": "main"},
+        {"attn_implementation": "eager"},
+    ):
         with pytest.raises(ValueError, match=r"."):
             SpeculativeLM.from_pretrained(model, head=medusa(target), **options)
     assert seen(model) == before
@@ -523,16 +661,28 @@ def test_the_users_model_is_left_as_it_was(tiny_target, compile):
 def test_a_thousand_calls_keep_no_memory(tiny_target):
     """Of random lengths: no tensors are left, nor anything else that grows."""
     target = tiny_target(vocab_size=VOCAB, layers=1)
-    lm, chance = SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:2|branch:2x2"), random.Random(0)
+    lm, chance = (
+        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:2|branch:2x2"),
+        random.Random(0),
+    )
 
     def call():
         row = torch.randint(1, VOCAB, (1, chance.randint(1, 40)))
-        lm.generate(row, max_new_tokens=chance.randint(1, 6), do_sample=chance.random() < 0.5, pad_token_id=0)
+        lm.generate(
+            row,
+            max_new_tokens=chance.randint(1, 6),
+            do_sample=chance.random() < 0.5,
+            pad_token_id=0,
+        )
 
     def tensors():
         gc.collect()
         # Not those of torch's compiler, which have no numbers.
-        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.device.type == "cpu"]
+        found = [
+            each
+            for each in gc.get_objects()
+            if type(each) is torch.Tensor and each.device.type == "cpu"
+        ]
         return len(found), sum(each.nbytes for each in found)
 
     for _ in range(200):  # which fill the caches of constants
@@ -548,9 +698,16 @@ def test_a_thousand_calls_keep_no_memory(tiny_target):
 def test_what_processors_would_forbid_behind_the_end_is_nobodys_matter(tiny_target, tools):
     """No token twice: after as many as there are, none is left; drafts reach further than that."""
     target, tokens = tiny_target(vocab_size=VOCAB), VOCAB - 3
-    settings = {"max_new_tokens": tokens, "do_sample": False, "no_repeat_ngram_size": 1, "eos_token_id": None}
+    settings = {
+        "max_new_tokens": tokens,
+        "do_sample": False,
+        "no_repeat_ngram_size": 1,
+        "eos_token_id": None,
+    }
     row = torch.tensor([[3, 1, 2]])
-    truth = target.model.generate(row, attention_mask=torch.ones_like(row), **settings)[0, 3:].tolist()
+    truth = target.model.generate(row, attention_mask=torch.ones_like(row), **settings)[
+        0, 3:
+    ].tolist()
     lm = SpeculativeLM(target, tools.Oracle(TreeShape.chain(5), [truth], VOCAB, wrong=0.0))
     assert lm.generate(row, **settings).sequences[0, 3:].tolist() == truth
     with pytest.raises(ValueError, match=f"forbid every token at new token {tokens} of row 0"):

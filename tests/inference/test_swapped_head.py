@@ -42,7 +42,9 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": [], "pad_toke
 def test_the_next_generation_drafts_with_the_new_head(target, drafter):
     old, new = head_of(target, "medusa", 1), head_of(target, "eagle3", 2, feature_layers=[0, -1])
     lm = decoder(target, old, drafter=drafter)
-    expected = [decoder(target, head, drafter=drafter).generate(PROMPT, **GREEDY) for head in (old, new)]
+    expected = [
+        decoder(target, head, drafter=drafter).generate(PROMPT, **GREEDY) for head in (old, new)
+    ]
     first = lm.generate(PROMPT, **GREEDY)
     lm.generate(PROMPT, **GREEDY, tree="chain:1")
     lm.use_head(new)
@@ -52,11 +54,15 @@ def test_the_next_generation_drafts_with_the_new_head(target, drafter):
     lm.use_head(old)
     assert lm.head is old
     fourth = lm.generate(PROMPT, **GREEDY)
-    for found, wanted in zip((first, second, fourth), (expected[0], expected[1], expected[0]), strict=True):
+    for found, wanted in zip(
+        (first, second, fourth), (expected[0], expected[1], expected[0]), strict=True
+    ):
         assert torch.equal(found.sequences, wanted.sequences)
         assert found.stats.rows == wanted.stats.rows
     other = decoder(target, new, "chain:1", drafter=drafter)
-    assert third.stats.rows == other.generate(PROMPT, **GREEDY).stats.rows, "trees of single calls are made anew"
+    assert third.stats.rows == other.generate(PROMPT, **GREEDY).stats.rows, (
+        "trees of single calls are made anew"
+    )
 
 
 def test_a_conversation_goes_on_with_the_new_head(target):
@@ -65,7 +71,10 @@ def test_a_conversation_goes_on_with_the_new_head(target):
         lm = decoder(target, head_of(target, "eagle", 1))
         past, text_1T = Conversation(), PROMPT
         for turn in range(3):
-            text_1T = torch.cat([lm.generate(text_1T, past_key_values=past, **GREEDY).sequences, PROMPT[:, :2]], dim=1)
+            text_1T = torch.cat(
+                [lm.generate(text_1T, past_key_values=past, **GREEDY).sequences, PROMPT[:, :2]],
+                dim=1,
+            )
             if swaps:
                 lm.use_head(head_of(target, "medusa" if turn else "eagle", 5 + turn))
         texts.append(text_1T.tolist())
@@ -81,7 +90,9 @@ def test_it_waits_for_a_running_generation_and_is_refused_inside_one(target):
 
     def pause(sequences):
         if not began.is_set():
-            with pytest.raises(ValueError, match="use_head was called inside a generation with the same target"):
+            with pytest.raises(
+                ValueError, match="use_head was called inside a generation with the same target"
+            ):
                 lm.use_head(new)
             began.set()
             may_go_on.wait(60)
@@ -109,7 +120,9 @@ def test_a_call_that_waits_while_the_head_is_swapped_drafts_with_the_new_one(tar
     expected = decoder(target, new).generate(PROMPT, **GREEDY, tree=tree)
     found = []
     with target.lock:
-        waiting = threading.Thread(target=lambda: found.append(lm.generate(PROMPT, **GREEDY, tree=tree)))
+        waiting = threading.Thread(
+            target=lambda: found.append(lm.generate(PROMPT, **GREEDY, tree=tree))
+        )
         waiting.start()
         waiting.join(0.3)
         lm.use_head(new)
@@ -141,7 +154,8 @@ class Interruption(BaseException):
 
 
 def interrupted_at(line_number):
-    """A trace function that interrupts `use_head` before its n-th line; `reached` says whether it came so far."""
+    """A trace function that interrupts `use_head` before its n-th line; `reached` says whether it
+    came so far."""
     state = {"lines": 0, "reached": False}
 
     def in_frame(frame, event, argument):
@@ -161,7 +175,8 @@ def interrupted_at(line_number):
 
 
 def test_an_interruption_at_any_line_leaves_one_head_or_the_other(target):
-    """Whole: the drafter, its rule, the trees of single calls and what the next swap goes on from."""
+    """Whole: the drafter, its rule, the trees of single calls and what the next swap goes on
+    from."""
     old, new = head_of(target, "medusa", 1), head_of(target, "eagle", 2)
     expected = {}
     for head in (old, new):

@@ -1,4 +1,5 @@
-"""An EAGLE-3 head with a sliding window: greedy text is the target's, and the ring of its cache changes no draft."""
+"""An EAGLE-3 head with a sliding window: greedy text is the target's, and the ring of its cache
+changes no draft."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from headstart.inference.drafters import model_rows
 
 VOCAB = 20
 WINDOW = 5
-SETTINGS: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": [3, 7]}
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 30,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": [3, 7],
+}
 TREES = ["chain:3", "dynamic:9:3:3"]
 
 
@@ -51,7 +57,9 @@ def truths(target: Target, rows: list[Tensor]) -> list[list[int]]:
     return [written_alone(target.model, row, **SETTINGS) for row in rows]
 
 
-def decoded(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) -> tuple[list[list[int]], list[list[int]]]:
+def decoded(
+    lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
     """The new tokens of each row, and how many drafts each of its rounds accepted."""
     padded, mask = padded_batch(rows)
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **SETTINGS)
@@ -82,7 +90,9 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_conversation_goes_on_and_goes_back(tree: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_goes_on_and_goes_back(
+    tree: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Turns that continue the text, drop a few of its last tokens, or more than the ring holds."""
     commit_at_most(monkeypatch, 4)
     lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, fallback=False)
@@ -98,7 +108,9 @@ def test_a_conversation_goes_on_and_goes_back(tree: str, target: Target, monkeyp
         text = torch.cat([text, new])
 
 
-def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit_at_most(monkeypatch, 4)
     widest: list[int] = []
     attend = draft_cache.KVEntries.attend
@@ -108,7 +120,9 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target: Target, mo
         return attend(kv, *given)
 
     monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
-    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree="chain:3", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head_for(target), tree="chain:3", fallback=False, compile=False
+    )
     for length in (40, 400):
         text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
         lm.generate(text, attention_mask=torch.ones_like(text), **SETTINGS)
@@ -119,6 +133,7 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(target: Target, mo
 @pytest.mark.parametrize("window", [0, 2])
 def test_a_window_shorter_than_a_draft_is_refused(window: int, target: Target) -> None:
     with pytest.raises(
-        ValueError, match=rf"sliding_window {window} is shorter than a draft; choose at least the depth, 3"
+        ValueError,
+        match=rf"sliding_window {window} is shorter than a draft; choose at least the depth, 3",
     ):
         head_for(target, window)

@@ -1,7 +1,9 @@
-"""Run in an environment of its own (`make peers`), where the package `speculators` is: see test_peers.py.
+"""Run in an environment of its own (`make peers`), where the package `speculators` is.
 
-python peer_speculators.py load FOLDER OUT    its model of our export, and its draft logits on random features
-python peer_speculators.py save FOLDER OUT    a model of its own with random weights, saved, and its draft logits
+    python peer_speculators.py load FOLDER OUT    its model of our export
+    python peer_speculators.py save FOLDER OUT    a model of its own with random weights, saved
+
+Both write draft logits on random features; see test_peers.py.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def own_model() -> Eagle3DraftModel:
 
 
 def dflash(model: DFlashDraftModel, out: str) -> None:
-    """Draft logits [anchors, block, V] and the training loss, behind every anchor with a whole block after it."""
+    """Draft logits [anchors, block, V] and the training loss, behind every anchor with a whole
+    block after it."""
     features = torch.randn(1, LENGTH, model.fc.in_features)
     last = torch.randn(1, LENGTH, model.norm.weight.numel())
     # Where the true token cannot be drafted, headstart has no loss.
@@ -79,7 +82,9 @@ def dflash(model: DFlashDraftModel, out: str) -> None:
             eager["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
         loss = model(*given, max_anchors=anchors, **eager)[1]
     logits = logits.unflatten(1, (anchors, -1))[0]
-    torch.save({"features": features, "last": last, "tokens": tokens, "logits": logits, "loss": loss}, out)
+    torch.save(
+        {"features": features, "last": last, "tokens": tokens, "logits": logits, "loss": loss}, out
+    )
 
 
 def main(what: str, folder: str, out: str) -> None:

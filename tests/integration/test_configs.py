@@ -1,4 +1,5 @@
-"""Every file under configs/ describes a head that fits its target, with as many parameters as it says."""
+"""Every file under configs/ describes a head that fits its target, with as many parameters as it
+says."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from headstart.train.memory_plan import plan_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 FILLED = 0.75
-"""How much of a machine's memory a plan may take: evaluations, and memory in pieces, need the rest."""
+"""How much of a machine's memory a plan may take: evaluations, and memory in pieces, need the
+rest."""
 
 LLAMA_3 = {
     "vocab_size": 128256,
@@ -105,7 +107,9 @@ def test_the_head_has_as_many_parameters_as_its_file_says(path):
         head = build_head(config["head"]["type"], options, target)
     said = re.search(r"Parameters: ([\d,]+)", text)
     assert said, f"{path.name} does not say how many parameters its head has"
-    assert int(said[1].replace(",", "")) == sum(parameter.numel() for parameter in head.parameters())
+    assert int(said[1].replace(",", "")) == sum(
+        parameter.numel() for parameter in head.parameters()
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -119,20 +123,27 @@ def test_every_option_of_the_file_exists(path):
 
 
 def planned(path, folder, **changes):
-    """The run of a file on the machine that its header names; the memory of each device, and what is planned there."""
+    """The run of a file on the machine that its header names; the memory of each device, and what
+    is planned there."""
     text = path.read_text(encoding="utf-8")
     machine = re.search(r"^# Machine: (\d+) (?:CPU|GPUs?) of (\d+) GB$", text, re.MULTILINE)
-    launch = re.search(r"accelerate launch (?:--config_file configs/accelerate/(\S+)\.yaml )?", text)
+    launch = re.search(
+        r"accelerate launch (?:--config_file configs/accelerate/(\S+)\.yaml )?", text
+    )
     assert machine and launch, f"{path.name} names no machine, or not how it is launched there"
     processes, gigabytes = int(machine[1]), int(machine[2])
     word = launch[1] or "one"
     if launch[1]:
-        launched = yaml.safe_load((path.parent / "accelerate" / f"{word}.yaml").read_text(encoding="utf-8"))
+        launched = yaml.safe_load(
+            (path.parent / "accelerate" / f"{word}.yaml").read_text(encoding="utf-8")
+        )
         assert launched["num_processes"] == processes
     name = yaml.safe_load(text)["target"]
     renamed = {"num_layers": "num_hidden_layers", "max_positions": "max_position_embeddings"}
     shape = {renamed.get(key, key): value for key, value in PUBLISHED[name].items()}
-    LlamaConfig(**shape, tie_word_embeddings=name.startswith("package:"), dtype="bfloat16").save_pretrained(folder)
+    LlamaConfig(
+        **shape, tie_word_embeddings=name.startswith("package:"), dtype="bfloat16"
+    ).save_pretrained(folder)
     arguments = ["--config", str(path), "--target", str(folder), "--data.sources", "[c.jsonl]"]
     arguments += ["--plan", word if word == "one" else f"{word}:{processes}"]
     config = options(ServedTrainConfig, "train", "", arguments)

@@ -1,4 +1,5 @@
-"""What every row of `HEADS` must keep: it decodes as it was trained, and what it drafts never changes the output."""
+"""What every row of `HEADS` must keep: it decodes as it was trained, and what it drafts never
+changes the output."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from headstart.heads import HEADS, CheckpointMetadata, DraftHead, Eagle3Head, EagleHead, TargetFeatures, build_head
+from headstart.heads import (
+    HEADS,
+    CheckpointMetadata,
+    DraftHead,
+    Eagle3Head,
+    EagleHead,
+    TargetFeatures,
+    build_head,
+)
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import draft_cache, training_time_test
@@ -31,7 +40,12 @@ from headstart.inference.trees.verify import point_mass
 DEPTH = 3
 WIDTH = 3
 """Nodes of a frontier below the root."""
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 DEEPSEEK = SIZES | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
@@ -55,42 +69,90 @@ QWEN3_NEXT = SIZES | {
     "num_experts": 0,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
-"""Attention with a gate, norms whose weight is the gain less 1, positions in a part of each head."""
+"""Attention with a gate, norms whose weight is the gain less 1, positions in a part of each
+head."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "cut": {"plain": {"depth": DEPTH}, "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"}},
+    "cut": {
+        "plain": {"depth": DEPTH},
+        "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"},
+    },
     "dflash": {
         "plain": {"block_size": DEPTH + 1},
         "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "num_layers": 1},
         "truncated": {"block_size": DEPTH + 1, "draft_vocab_size": 3, "num_layers": 2},
-        "as Llama": {"block_size": DEPTH + 2, "qk_norm": False, "mask_token_id": 2, "num_key_value_heads": 1},
+        "as Llama": {
+            "block_size": DEPTH + 2,
+            "qk_norm": False,
+            "mask_token_id": 2,
+            "num_key_value_heads": 1,
+        },
     },
     "dspark": {
         "plain": {"block_size": DEPTH, "markov_rank": 4},
-        "gated": {"block_size": DEPTH, "markov_rank": 2, "markov": "gated", "confidence_with_markov": False},
-        "not from the anchor": {"block_size": DEPTH + 1, "sample_from_anchor": False, "markov_rank": 4},
-        "rnn, truncated": {"block_size": DEPTH, "markov": "rnn", "markov_rank": 4}
-        | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False},
+        "gated": {
+            "block_size": DEPTH,
+            "markov_rank": 2,
+            "markov": "gated",
+            "confidence_with_markov": False,
+        },
+        "not from the anchor": {
+            "block_size": DEPTH + 1,
+            "sample_from_anchor": False,
+            "markov_rank": 4,
+        },
+        "rnn, truncated": (
+            {"block_size": DEPTH, "markov": "rnn", "markov_rank": 4}
+            | {"draft_vocab_size": 3, "num_layers": 1, "confidence": False}
+        ),
     },
     # Noise would make training's states other than decoding's, as it is meant to.
     "eagle": {
         "plain": {"depth": DEPTH, "noise": 0.0},
-        "three steps": {"depth": DEPTH + 1, "noise": 0.0, "train_steps": 3, "num_layers": 2, "num_key_value_heads": 1},
+        "three steps": {
+            "depth": DEPTH + 1,
+            "noise": 0.0,
+            "train_steps": 3,
+            "num_layers": 2,
+            "num_key_value_heads": 1,
+        },
         "as first published": {"depth": DEPTH, "noise": 0.0, "fc_bias": True},
     },
     "eagle3": {
         "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
-        "all norms": {"depth": DEPTH + 1, "feature_layers": [0, 1], "train_steps": 3, "num_layers": 2}
-        | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True},
+        "all norms": (
+            {"depth": DEPTH + 1, "feature_layers": [0, 1], "train_steps": 3, "num_layers": 2}
+            | {"draft_vocab_size": 3, "fc_norm": True, "norm_output": True, "qk_norm": True}
+        ),
         "own width": {"depth": DEPTH, "feature_layers": [0], "hidden_size": 12, "head_dim": 6},
-        "as speculators": {"depth": DEPTH, "feature_layers": [0, 1, -1], "norm_before_fc": True, "own_embedding": True}
-        | {"norm_before_residual": True, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
-        "windowed": {"depth": DEPTH, "feature_layers": [0, -1], "sliding_window": DEPTH + 1, "num_layers": 2},
+        "as speculators": (
+            {
+                "depth": DEPTH,
+                "feature_layers": [0, 1, -1],
+                "norm_before_fc": True,
+                "own_embedding": True,
+            }
+            | {
+                "norm_before_residual": True,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+            }
+        ),
+        "windowed": {
+            "depth": DEPTH,
+            "feature_layers": [0, -1],
+            "sliding_window": DEPTH + 1,
+            "num_layers": 2,
+        },
     },
     "hydra": {
         "plain": {"num_heads": DEPTH},
         "prefix, shared LM head": {"num_heads": DEPTH, "prefix_layer": True, "lm_head": "shared"},
         "truncated": {"num_heads": DEPTH, "num_layers": 3, "draft_vocab_size": 3},
-        "as the authors'": {"num_heads": DEPTH, "prefix_layer": True, "prefix_norm": True, "bias": True},
+        "as the authors'": {
+            "num_heads": DEPTH,
+            "prefix_layer": True,
+            "prefix_norm": True,
+            "bias": True,
+        },
     },
     "hydra++": {
         "plain": {"num_heads": DEPTH},
@@ -103,8 +165,19 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mtp": {
         "plain": {"depth": DEPTH},
-        "as MiMo": {"depth": DEPTH + 1, "train_steps": 3, "hidden_first": True, "zero_first": True, "head_dim": 4},
-        "before the norm": {"depth": DEPTH, "norm_output": False, "start": "last", "qk_norm": False},
+        "as MiMo": {
+            "depth": DEPTH + 1,
+            "train_steps": 3,
+            "hidden_first": True,
+            "zero_first": True,
+            "head_dim": 4,
+        },
+        "before the norm": {
+            "depth": DEPTH,
+            "norm_output": False,
+            "start": "last",
+            "qk_norm": False,
+        },
         "a layer for each depth": {"depth": DEPTH, "num_layers": DEPTH, "layer": QWEN3_NEXT},
         "as DeepSeek": {"depth": DEPTH, "layer": DEEPSEEK},
     },
@@ -129,7 +202,8 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead:
-    """With weights of which none is silent; a draft vocabulary, where there is one, is 1, 3 and 5."""
+    """With weights of which none is silent; a draft vocabulary, where there is one, is 1, 3 and
+    5."""
     torch.manual_seed(1)
     head = build_head(name, options, target.info).to(target.dtype)
     token_V = torch.arange(target.info.vocab_size)
@@ -139,8 +213,12 @@ def random_head(name: str, options: dict[str, Any], target: Target) -> DraftHead
     return head
 
 
-def features_of(target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor) -> TargetFeatures:
-    return TargetFeatures(*target.read(tokens_BT, head.feature_layers), tokens_BT, loss_mask_BT, target.modules)
+def features_of(
+    target: Target, head: DraftHead, tokens_BT: Tensor, loss_mask_BT: Tensor
+) -> TargetFeatures:
+    return TargetFeatures(
+        *target.read(tokens_BT, head.feature_layers), tokens_BT, loss_mask_BT, target.modules
+    )
 
 
 # What a step costs in memory does not change what it learns.
@@ -150,7 +228,9 @@ def gradients(head: DraftHead, features: TargetFeatures) -> tuple[Tensor, list[T
     output = head.train()(features)
     head.zero_grad()
     output.loss.backward()
-    return output.losses_K, [parameter.grad for parameter in head.parameters() if parameter.grad is not None]
+    return output.losses_K, [
+        parameter.grad for parameter in head.parameters() if parameter.grad is not None
+    ]
 
 
 def assert_same_step(
@@ -165,7 +245,9 @@ def assert_same_step(
 
 
 @every_head
-def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, options, tiny_target):
+def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(
+    name, options, tiny_target
+):
     """Positions start again with every sequence, and no sequence sees another."""
     target = tiny_target(vocab_size=7, layers=3)
     head = random_head(name, options, target)
@@ -182,7 +264,8 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, 
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     together = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
     assert_same_step(gradients(head, together), gradients(head, apart), options)
-    blind = TargetFeatures(*states, tokens_BT, mask_BT, target.modules)  # the head alone takes a row for one text
+    # the head alone takes a row for one text
+    blind = TargetFeatures(*states, tokens_BT, mask_BT, target.modules)
     if any("attn" in part for part, _ in head.named_modules()):
         with pytest.raises(AssertionError):
             assert_same_step(gradients(head, blind), gradients(head, apart), options)
@@ -190,7 +273,9 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(name, 
 
 @every_head
 @pytest.mark.parametrize("scores", [None, 40])
-def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores, tiny_target, monkeypatch):
+def test_recomputing_and_reading_in_chunks_changes_nothing(
+    name, options, scores, tiny_target, monkeypatch
+):
     target = tiny_target(vocab_size=7, layers=3)
     head = random_head(name, options, target)
     tokens_BT = torch.randint(7, (2, 13), generator=torch.Generator().manual_seed(5))
@@ -200,7 +285,9 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
         by_chunks = training_time_test.by_chunks
         monkeypatch.setattr(training_time_test, "SCORES_ON_CPU", scores)
 
-        def in_chunks(query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest) -> Tensor:
+        def in_chunks(
+            query: Tensor, keys: list[Tensor], values: list[Tensor], test: TrainingTimeTest
+        ) -> Tensor:
             window = test.first_step_window(len(keys) - 1, query.shape[2])
             return by_chunks(query, keys, values, test.sequences_BT, window)
 
@@ -211,16 +298,23 @@ def test_recomputing_and_reading_in_chunks_changes_nothing(name, options, scores
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    ("name", "options"), [(name, own) for name in ("eagle", "eagle3") for own in OPTIONS[name].values()]
+    ("name", "options"),
+    [(name, own) for name in ("eagle", "eagle3") for own in OPTIONS[name].values()],
 )
-def test_only_draft_positions_are_computed_beyond_keys_and_values(name, options, recompute, tiny_target):
-    """States and gradients there are those of a pass over all positions, and the last MLP computes no other."""
+def test_only_draft_positions_are_computed_beyond_keys_and_values(
+    name, options, recompute, tiny_target
+):
+    """States and gradients there are those of a pass over all positions, and the last MLP computes
+    no other."""
     target = tiny_target(vocab_size=7, layers=3)
     head = random_head(name, options, target).train()
     head.recompute = recompute
     assert isinstance(head, (EagleHead, Eagle3Head))
     generator = torch.Generator().manual_seed(6)
-    tokens_BT, mask_BT = torch.randint(7, (2, 14), generator=generator), torch.rand(2, 14, generator=generator) < 0.8
+    tokens_BT, mask_BT = (
+        torch.randint(7, (2, 14), generator=generator),
+        torch.rand(2, 14, generator=generator) < 0.8,
+    )
     positions_BT = torch.cat([torch.arange(6), torch.arange(8)]).expand(2, -1)
     states = target.read(tokens_BT, head.feature_layers, positions_BT)
     features = TargetFeatures(*states, tokens_BT, mask_BT, target.modules, positions_BT)
@@ -229,22 +323,38 @@ def test_only_draft_positions_are_computed_beyond_keys_and_values(name, options,
 
     def drafts(chosen_N: Tensor | None) -> list[Tensor]:
         return head.drafts(
-            features, training_time_test.TrainingTimeTest(head.cached_layers, features.sequences_BT, chosen_N), DEPTH
+            features,
+            training_time_test.TrainingTimeTest(
+                head.cached_layers, features.sequences_BT, chosen_N
+            ),
+            DEPTH,
         )
 
     every, few = drafts(None), drafts(drafts_N)
-    scales = torch.randn(len(drafts_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator)
+    scales = torch.randn(
+        len(drafts_N), every[0].shape[-1], dtype=every[0].dtype, generator=generator
+    )
     found = []
-    for side in ([state_BTD.flatten(0, 1)[drafts_N] for state_BTD in every], [state_1ND[0] for state_1ND in few]):
+    for side in (
+        [state_BTD.flatten(0, 1)[drafts_N] for state_BTD in every],
+        [state_1ND[0] for state_1ND in few],
+    ):
         head.zero_grad()
         sum((state_ND * scales).sum() for state_ND in side).backward()
-        found.append([*side, *(parameter.grad for parameter in head.parameters() if parameter.grad is not None)])
+        found.append(
+            [
+                *side,
+                *(parameter.grad for parameter in head.parameters() if parameter.grad is not None),
+            ]
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     seen: list[int] = []
     for module in head.modules():
         if isinstance(module, GatedMLP):
-            module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[:-1].numel()))
+            module.register_forward_pre_hook(
+                lambda _, given: seen.append(given[0].shape[:-1].numel())
+            )
     with torch.no_grad():
         drafts(drafts_N)
     whole, few_rows = mask_BT.numel(), len(drafts_N)
@@ -267,9 +377,15 @@ def training_logits(
         head(features)
     ((hiddens, lm_heads, vocabulary_V, _, positions, _, _, *block),) = seen
     corrections = (
-        [0.0] * len(hiddens) if not block else [F.linear(each, block[0].weight_VR) for each in block[0].latents]
+        [0.0] * len(hiddens)
+        if not block
+        else [F.linear(each, block[0].weight_VR) for each in block[0].latents]
     )
-    drafted = torch.arange(features.modules.lm_head.out_features) if vocabulary_V is None else vocabulary_V
+    drafted = (
+        torch.arange(features.modules.lm_head.out_features)
+        if vocabulary_V is None
+        else vocabulary_V
+    )
     assert torch.equal(head.target_tokens(torch.arange(head.draft_vocab_size)), drafted)
     time = features.tokens_BT.shape[1]
     return {
@@ -286,16 +402,21 @@ def decoding_logits(
 ) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
     """The same, along the true text, from `observe` and `expand`.
 
-    Rows commit different numbers of tokens in each round, with something arbitrary behind each row's own. The true
-    node of a frontier stands in another place in each row, among decoys that are its siblings or any node's children.
+    Rows commit different numbers of tokens in each round, with something arbitrary behind each
+    row's own. The true node of a frontier stands in another place in each row, among decoys that
+    are its siblings or any node's children.
     """
     random = torch.Generator().manual_seed(2)
     tokens_BT, vocab = features.tokens_BT, features.modules.lm_head.out_features
     batch, rows = len(tokens_BT), torch.arange(len(tokens_BT))
     lengths = [0] * batch
-    state = head.begin(features.modules, batch, capacity, head.max_depth, 1 + (head.max_depth - 1) * WIDTH)
+    state = head.begin(
+        features.modules, batch, capacity, head.max_depth, 1 + (head.max_depth - 1) * WIDTH
+    )
     for number, commit in enumerate(commits):
-        features_BAF = 3 * torch.randn(batch, max(commit), features.features_BTF.shape[-1], generator=random)
+        features_BAF = 3 * torch.randn(
+            batch, max(commit), features.features_BTF.shape[-1], generator=random
+        )
         features_BAF = features_BAF.to(features.features_BTF.dtype)
         next_BA = torch.randint(vocab, (batch, max(commit)), generator=random)
         for row, (start, count) in enumerate(zip(lengths, commit)):
@@ -309,7 +430,9 @@ def decoding_logits(
         grown = state
         width, true_B = 1, torch.zeros(batch, dtype=torch.int64)
         for depth in range(head.max_depth):
-            tokens_B = tokens_BT[rows, (torch.tensor(lengths) + depth).clamp(max=tokens_BT.shape[1] - 1)]
+            tokens_B = tokens_BT[
+                rows, (torch.tensor(lengths) + depth).clamp(max=tokens_BT.shape[1] - 1)
+            ]
             if depth == 0:
                 tokens_BW, parents_BW = tokens_B[:, None], torch.full((batch, 1), -1)
             else:
@@ -319,10 +442,16 @@ def decoding_logits(
                 tokens_BW[rows, place_B], parents_BW[rows, place_B] = tokens_B, true_B
                 width, true_B = WIDTH, place_B
             logits_BWV, grown = head.expand(grown, tokens_BW, parents_BW)
-            assert logits_BWV.shape in ((batch, width, head.draft_vocab_size), (batch, 1, head.draft_vocab_size))
+            assert logits_BWV.shape in (
+                (batch, width, head.draft_vocab_size),
+                (batch, 1, head.draft_vocab_size),
+            )
             for row in rows.tolist():
                 if commit[row]:  # what is drafted for a row that has ended does not matter
-                    yield (row, lengths[row] - 1, depth), logits_BWV.expand(-1, width, -1)[row, true_B[row]]
+                    yield (
+                        (row, lengths[row] - 1, depth),
+                        logits_BWV.expand(-1, width, -1)[row, true_B[row]],
+                    )
         if number % 2:
             state = grown  # `observe` must discard the drafts, whichever state it is given
 
@@ -350,7 +479,11 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
     features = features_of(target, head, torch.randint(11, (3, TIME)), mask_BT)
     trained = training_logits(head, features, monkeypatch)
     depths = {depth for *_, depth in trained}
-    steps = options.get("train_steps", 1) if name in ("cut", "eagle") else options.get("train_steps") or head.max_depth
+    steps = (
+        options.get("train_steps", 1)
+        if name in ("cut", "eagle")
+        else options.get("train_steps") or head.max_depth
+    )
     assert depths == set(range(steps if training else head.max_depth))
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     assert largest > 0.3
@@ -365,16 +498,24 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
 
 @every_head
 def test_a_row_that_ended_full_leaves_the_others_alone(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, Any],
+    tiny_target: Callable[..., Target],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its state still takes part while others go on, and there is no room left behind its tokens."""
+    """Its state still takes part while others go on, and there is no room left behind its
+    tokens."""
     target = tiny_target(vocab_size=11, layers=3, dtype=torch.float32)
     head = random_head(name, options, target).eval()
-    features = features_of(target, head, torch.randint(11, (2, TIME)), torch.ones(2, TIME, dtype=torch.bool))
+    features = features_of(
+        target, head, torch.randint(11, (2, TIME)), torch.ones(2, TIME, dtype=torch.bool)
+    )
     trained = training_logits(head, features, monkeypatch)
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     commits = [[10, 3], [3, 1], [0, 4], [0, 2], [0, 3]]
-    for place, logits_V in decoding_logits(head, features, commits, capacity=13 + head.reads_from_start):
+    for place, logits_V in decoding_logits(
+        head, features, commits, capacity=13 + head.reads_from_start
+    ):
         assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
 
 
@@ -399,7 +540,11 @@ def test_every_parameter_gets_a_gradient_even_from_a_batch_without_a_draft_posit
         head.zero_grad()
         output = head(features_of(target, head, tokens, mask), ranks=4)
         output.loss.backward()
-        assert (output.counts_K > 0).all() if learns else not output.counts_K.any() and output.loss == 0
+        assert (
+            (output.counts_K > 0).all()
+            if learns
+            else not output.counts_K.any() and output.loss == 0
+        )
         for path, parameter in head.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {path}"
             assert parameter.grad.isfinite().all() and parameter.grad.any() == learns, path
@@ -418,9 +563,16 @@ def test_a_loaded_head_drafts_the_same_and_what_does_not_fit_is_refused_by_name(
     assert list(loaded.state_dict()) == list(state)
     for key, tensor in loaded.state_dict().items():
         assert tensor.dtype == state[key].dtype and torch.equal(tensor, state[key]), key
-    features = features_of(target, head, torch.randint(11, (3, TIME)), torch.ones(3, TIME, dtype=torch.bool))
-    drafts, again = (list(decoding_logits(one, features, SCHEDULES["rows part"])) for one in (head, loaded.eval()))
-    assert all(torch.equal(before[1], after[1]) for before, after in zip(drafts, again, strict=True))
+    features = features_of(
+        target, head, torch.randint(11, (3, TIME)), torch.ones(3, TIME, dtype=torch.bool)
+    )
+    drafts, again = (
+        list(decoding_logits(one, features, SCHEDULES["rows part"]))
+        for one in (head, loaded.eval())
+    )
+    assert all(
+        torch.equal(before[1], after[1]) for before, after in zip(drafts, again, strict=True)
+    )
 
     weights = tmp_path / "model.safetensors"
     saved = load_file(weights)
@@ -454,7 +606,20 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(
 
 TREES = {
     "chain": f"chain:{DEPTH}",
-    "static": [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]],
+    "static": [
+        [0],
+        [1],
+        [2],
+        [0, 0],
+        [0, 1],
+        [0, 2],
+        [1, 0],
+        [1, 1],
+        [2, 0],
+        [0, 0, 0],
+        [0, 1, 0],
+        [1, 0, 0],
+    ],
     "dynamic": f"dynamic:12:{DEPTH}:3",
 }
 
@@ -466,7 +631,10 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
 ) -> None:
     target = tiny_target(vocab_size=5, layers=3)
     head = random_head(name, options, target)
-    rows = [torch.randint(5, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 4)]
+    rows = [
+        torch.randint(5, (length,), generator=torch.Generator().manual_seed(length))
+        for length in (9, 4)
+    ]
     settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     alone = [written_alone(target.model, row, **settings) for row in rows]
     prompts, mask = padded_batch(rows)
@@ -483,7 +651,8 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
 def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution(
     name: str, options: dict[str, Any], tiny_target: Callable[..., Target], tools: Any
 ) -> None:
-    """The whole engine by enumeration: the prefill's draw, and those at every node of two rounds' trees."""
+    """The whole engine by enumeration: the prefill's draw, and those at every node of two rounds'
+    trees."""
     vocab = 4
     target = tiny_target(vocab_size=vocab, layers=3)
     head = random_head(name, options, target).eval()
@@ -512,7 +681,8 @@ def test_three_tokens_drawn_through_a_dynamic_tree_have_the_targets_distribution
     pytest.fail("hardly any draft was accepted, so nothing was shown")
 
 
-# A recording has no state of a text's last token, which the target has not read when an answer ends.
+# A recording has no state of a text's last token, which the target has not read when an answer
+# ends.
 
 
 @every_head

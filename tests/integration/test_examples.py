@@ -30,7 +30,10 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_the_example_prompts_cover_the_categories() -> None:
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     assert all(row.keys() == {"question_id", "category", "turns"} for row in rows)
-    assert all(row["turns"] and all(isinstance(turn, str) and turn.strip() for turn in row["turns"]) for row in rows)
+    assert all(
+        row["turns"] and all(isinstance(turn, str) and turn.strip() for turn in row["turns"])
+        for row in rows
+    )
     for values in ([row["question_id"] for row in rows], [row["turns"][0] for row in rows]):
         assert len(set(values)) == len(rows)
     counts = Counter(row["category"] for row in rows)
@@ -77,7 +80,9 @@ def test_there_are_configs() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
-    config = options(ServedTrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"])
+    config = options(
+        ServedTrainConfig, "train", "", ["--config", str(path), "--data.sources", "[x.jsonl]"]
+    )
     assert config.data.sources == ["x.jsonl"]
     assert config.target and config.output.startswith("runs/")
     given = {name: value for name, value in config.head.items() if name != "type"}
@@ -90,7 +95,9 @@ def test_every_config_gives_a_run_and_a_head(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_takes_overrides_and_no_unknown_option(path: Path) -> None:
     arguments = ["--config", str(path), "--data.sources", "[x.jsonl]"]
-    assert options(ServedTrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
+    assert (
+        options(ServedTrainConfig, "train", "", [*arguments, "--optim.lr", "0.25"]).optim.lr == 0.25
+    )
     with pytest.raises(ValueError, match=r"unknown option --optim\.learning_rate"):
         options(ServedTrainConfig, "train", "", [*arguments, "--optim.learning_rate", "0.25"])
 
@@ -117,5 +124,8 @@ def test_the_python_example_knows_what_every_head_that_vllm_reads_is_called() ->
     assert spec and spec.loader
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    own = {build_head(kind, {}, helpers.INFO).server_config()["architectures"][0]: kind for kind in METHODS}
+    own = {
+        build_head(kind, {}, helpers.INFO).server_config()["architectures"][0]: kind
+        for kind in METHODS
+    }
     assert own == example.METHODS

@@ -1,6 +1,8 @@
-"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes for the row alone.
+"""Every family of models, tiny and random, in float64: greedy, row by row what `generate` writes
+for the row alone.
 
-`HEADSTART_FUZZ=500` makes the random test at the end try as many cases, and tells how many it tries in a second.
+`HEADSTART_FUZZ=500` makes the random test at the end try as many cases, and tells how many it tries
+in a second.
 """
 
 from __future__ import annotations
@@ -35,24 +37,39 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)),
-    "mistral, windowed": lambda: tf.MistralForCausalLM(tf.MistralConfig(**HEAD, sliding_window=WINDOW)),
+    "mistral, windowed": lambda: tf.MistralForCausalLM(
+        tf.MistralConfig(**HEAD, sliding_window=WINDOW)
+    ),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**BASE)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**HEAD)),
     "qwen3-moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**HEAD, **EXPERTS)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**HEAD, num_local_experts=4, sliding_window=None)),
+    "mixtral": lambda: tf.MixtralForCausalLM(
+        tf.MixtralConfig(**HEAD, num_local_experts=4, sliding_window=None)
+    ),
     "gemma2, soft-capped and alternating": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**HEAD, **ALTERNATING, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+        tf.Gemma2Config(
+            **HEAD, **ALTERNATING, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+        )
     ),
     "gemma3, alternating": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**HEAD, **ALTERNATING)),
     "phi-3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**BASE, sliding_window=None)),
     "olmo-2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**BASE)),
-    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**BASE, logits_scaling=2.0, residual_multiplier=0.7)),
-    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})),
+    "granite": lambda: tf.GraniteForCausalLM(
+        tf.GraniteConfig(**BASE, logits_scaling=2.0, residual_multiplier=0.7)
+    ),
+    "gpt-neox": lambda: tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4})
+    ),
     "gpt-2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+        tf.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+        )
     ),
     "falcon, rotary": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(**{name: value for name, value in BASE.items() if name != "num_key_value_heads"}, alibi=False)
+        tf.FalconConfig(
+            **{name: value for name, value in BASE.items() if name != "num_key_value_heads"},
+            alibi=False,
+        )
     ),
     "stablelm": lambda: tf.StableLmForCausalLM(tf.StableLmConfig(**BASE)),
     "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**BASE)),
@@ -95,7 +112,10 @@ def build(family, attention="eager"):
 
 
 def rows_of(lengths, vocab=VOCAB):
-    return [torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    return [
+        torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(length))
+        for length in lengths
+    ]
 
 
 @pytest.mark.versions
@@ -105,11 +125,18 @@ def test_every_row_is_generate_for_it_alone(tools, family, attention):
     if attention == "sdpa" and family in NO_SDPA:
         pytest.skip("the model has no sdpa")
     target = build(family, attention)
-    settings = {"max_new_tokens": 20, "do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    settings = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+    }
     for lengths in ([11], [9, 2, 5]):
         rows = rows_of(lengths)
         truths = [written_alone(target.model, row, **settings) for row in rows]
-        assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, "the model says nothing"
+        assert len(set(map(tuple, truths))) == len(rows) and len(set(truths[0])) > 2, (
+            "the model says nothing"
+        )
         padded, mask = padded_batch(rows)
         for name, shape in SHAPES.items():
             by_prompt = {tuple(row.tolist()): truth for row, truth in zip(rows, truths)}
@@ -121,22 +148,33 @@ def test_every_row_is_generate_for_it_alone(tools, family, attention):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_ends_give_the_models_own_logits(family):
-    """Scaled, bent and with their bias, for training's targets and for heads that share the LM head."""
+    """Scaled, bent and with their bias, for training's targets and for heads that share the LM
+    head."""
     target, tokens_BT = build(family), torch.stack(rows_of([7, 7]))
     bias = target.model.get_output_embeddings().bias
     if bias is not None:
         torch.nn.init.normal_(bias)
     features_BTF, last_BTD = target.read(tokens_BT, (-1,))
     expected_BTV = target.model(tokens_BT).logits
-    close = 1e-6 if expected_BTV.dtype == torch.float64 else 1e-5  # some compute theirs in float32 always
+    # some compute theirs in float32 always
+    close = 1e-6 if expected_BTV.dtype == torch.float64 else 1e-5
     expected_BTV = expected_BTV.double()
-    torch.testing.assert_close(target.modules.logits(last_BTD), expected_BTV, rtol=close, atol=close)
-    batch = TargetFeatures(
-        features_BTF, last_BTD, tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), target.modules
+    torch.testing.assert_close(
+        target.modules.logits(last_BTD), expected_BTV, rtol=close, atol=close
     )
-    # A new head of Medusa says again what the target says, whose distribution at the next place it is taught.
+    batch = TargetFeatures(
+        features_BTF,
+        last_BTD,
+        tokens_BT,
+        torch.ones_like(tokens_BT, dtype=torch.bool),
+        target.modules,
+    )
+    # A new head of Medusa says again what the target says, whose distribution at the next place it
+    # is taught.
     head = build_head("medusa", {"num_heads": 1, "lm_head": "shared"}, target.info).double()
-    found = head.observe(head.begin(target.modules, 2, 7, 1, 1), features_BTF, tokens_BT, torch.tensor([7, 7]))
+    found = head.observe(
+        head.begin(target.modules, 2, 7, 1, 1), features_BTF, tokens_BT, torch.tensor([7, 7])
+    )
     torch.testing.assert_close(found.logits_BKV[:, 0], expected_BTV[:, -1], rtol=close, atol=close)
     p_BTV, log_q_BTV = expected_BTV[:, 1:-1].softmax(-1), expected_BTV[:, :-2].log_softmax(-1)
     loss = head.eval()(batch, Objective({"soft_ce": 1.0})).losses_K[0]
@@ -145,7 +183,8 @@ def test_the_ends_give_the_models_own_logits(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_starts_from_blocks_that_it_can_be_and_refuses_others(family):
-    """A model of all of the target's blocks is the target, or else there is no such start; never another model."""
+    """A model of all of the target's blocks is the target, or else there is no such start; never
+    another model."""
     target, tokens_BT = build(family), torch.stack(rows_of([9, 9]))
     with torch.no_grad():  # norms that are none would show no mistake
         for name, weight in target.model.named_parameters():
@@ -161,7 +200,9 @@ def test_a_head_starts_from_blocks_that_it_can_be_and_refuses_others(family):
     state = head.observe(state, torch.zeros(2, 9, 0), tokens_BT, torch.tensor([9, 9]))
     logits_BWV, _ = head.expand(state, tokens_BT[:, -1:], torch.full((2, 1), -1))
     if family == "llama":  # drafts see all of the text, however short the target's window
-        torch.testing.assert_close(logits_BWV[:, 0], target.model(tokens_BT).logits[:, -1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            logits_BWV[:, 0], target.model(tokens_BT).logits[:, -1], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
@@ -173,7 +214,9 @@ def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason():
         ),
         (
             lambda: tf.T5ForConditionalGeneration(
-                tf.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+                tf.T5Config(
+                    vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4
+                )
             ),
             "encoder-decoder",
         ),
@@ -196,8 +239,12 @@ def test_flex_attention_gets_the_same_mask():
     additive = target.engine._masks(seen)
     target.engine.flex = True
     for kind, blocks in target.engine._masks(seen).items():
-        row, node, slot = torch.meshgrid(torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij")
-        assert torch.equal(blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0)
+        row, node, slot = torch.meshgrid(
+            torch.arange(2), torch.arange(5), torch.arange(16), indexing="ij"
+        )
+        assert torch.equal(
+            blocks.mask_mod(row, torch.zeros(()), node, slot), additive[kind][:, 0] == 0
+        )
 
 
 def test_a_target_with_int8_weights_is_generate_with_int8_weights(tools):
@@ -255,7 +302,9 @@ def rate(request):
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @random_cases.as_many_as(100)
-@given(case=random_cases.cases(family=st.sampled_from(sorted(FAMILIES))), chosen=random_cases.SETTINGS)
+@given(
+    case=random_cases.cases(family=st.sampled_from(sorted(FAMILIES))), chosen=random_cases.SETTINGS
+)
 def test_no_random_case_differs_from_generate(monkeypatch, rate, case, chosen):
     rate.append(time.perf_counter())
     random_cases.check(built(case["family"]), case, chosen, monkeypatch)

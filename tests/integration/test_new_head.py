@@ -1,4 +1,5 @@
-"""The extension story: a class and a row of `HEADS` are all that training, checkpoints, decoding and commands need."""
+"""The extension story: a class and a row of `HEADS` are all that training, checkpoints, decoding
+and commands need."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ from headstart.train.loop import train
 
 VOCAB = 60
 OBJECTIVE = Objective({"ce": 1.0})
-"""Targets here are shallow, and their distributions so flat that a loss on them has nowhere to fall."""
+"""Targets here are shallow, and their distributions so flat that a loss on them has nowhere to
+fall."""
 CONFIDENT = Objective({"ce": 1.0, "confidence": 1.0})
 """That of a head that estimates its acceptance rate."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -70,7 +72,8 @@ class BigramConfig:
 
 
 class BigramHead(DraftHead):
-    """Drafts the next token from the current one alone: logits = lm_head(embed(token)), at every depth."""
+    """Drafts the next token from the current one alone: logits = lm_head(embed(token)), at every
+    depth."""
 
     config_class: ClassVar[type[Any]] = BigramConfig
 
@@ -83,7 +86,9 @@ class BigramHead(DraftHead):
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         nn.init.normal_(self.embed.weight)
 
-    def forward(self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1) -> HeadOutput:
+    def forward(
+        self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
+    ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
         tokens_NK = features.tokens_BT.flatten()[positions.rows_NK]
@@ -91,13 +96,19 @@ class BigramHead(DraftHead):
         heads = [self.lm_head.weight] * self.max_depth
         return draft_loss(hiddens, heads, None, features, positions, objective, ranks)
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftState:
         return DraftState(modules, 0, max_depth)
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftState:
         return replace(state, depth=0)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftState]:
         return self.lm_head(self.embed(tokens_BW)), replace(state, depth=state.depth + 1)
 
     def server_config(self) -> dict[str, Any]:
@@ -116,16 +127,25 @@ def in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def continued(target: Target, tokens_BT: Tensor, new_tokens: int) -> Tensor:
     """What the target alone generates, greedily."""
     mask_BT = torch.ones_like(tokens_BT)
-    return target.model.generate(tokens_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=new_tokens)
+    return target.model.generate(
+        tokens_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=new_tokens
+    )
 
 
-def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tensor, steps: int) -> DraftHead:
-    """A new float64 head after some steps on `tokens_BT`; its loss must fall and every parameter must be reached."""
+def trained(
+    name: str, options: dict[str, Any], target: Target, tokens_BT: Tensor, steps: int
+) -> DraftHead:
+    """A new float64 head after some steps on `tokens_BT`; its loss must fall and every parameter
+    must be reached."""
     torch.manual_seed(0)
     head = build_head(name, options, target.info).double()
     target.check_layers(head.feature_layers)
     head.initialize(target.modules, torch.bincount(tokens_BT.flatten(), minlength=VOCAB))
-    batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), ((tokens_BT.shape[1],),) * len(tokens_BT))
+    batch = Batch(
+        tokens_BT,
+        torch.ones_like(tokens_BT, dtype=torch.bool),
+        ((tokens_BT.shape[1],),) * len(tokens_BT),
+    )
     features = online_features(target, head, batch, torch.float64)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
     losses = []
@@ -141,17 +161,23 @@ def trained(name: str, options: dict[str, Any], target: Target, tokens_BT: Tenso
     return head
 
 
-def assert_decodes_like_generate(target: Target, head: Path, tree: list[list[int]], prompts: list[Tensor]) -> float:
+def assert_decodes_like_generate(
+    target: Target, head: Path, tree: list[list[int]], prompts: list[Tensor]
+) -> float:
     """Greedy output is `generate`'s, row by row and in a batch; returns the acceptance length."""
     lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
     longest = max(map(len, prompts))
     padded, masks, expected = [], [], []
     for row in prompts:
         expected.append(continued(target, row[None], 30)[0])
-        assert torch.equal(lm.generate(row[None], do_sample=False, max_new_tokens=30).sequences[0], expected[-1])
+        assert torch.equal(
+            lm.generate(row[None], do_sample=False, max_new_tokens=30).sequences[0], expected[-1]
+        )
         padded.append(F.pad(row, (longest - len(row), 0)))
         masks.append(F.pad(torch.ones_like(row), (longest - len(row), 0)))
-    out = lm.generate(torch.stack(padded), attention_mask=torch.stack(masks), do_sample=False, max_new_tokens=30)
+    out = lm.generate(
+        torch.stack(padded), attention_mask=torch.stack(masks), do_sample=False, max_new_tokens=30
+    )
     for found, wanted in zip(out.sequences, expected, strict=True):
         assert torch.equal(found[-30:], wanted[-30:])
     return out.stats.acceptance_length
@@ -168,7 +194,9 @@ def run_main_path(name: str, options: dict[str, Any], target: Target, folder: Pa
     for key, tensor in head.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[key]), key
     prompts = [tokens_BT[0, :20], tokens_BT[1, :1], tokens_BT[2, 5:14]]
-    lengths = [assert_decodes_like_generate(target, folder, tree, prompts) for tree in (CHAIN, TREE)]
+    lengths = [
+        assert_decodes_like_generate(target, folder, tree, prompts) for tree in (CHAIN, TREE)
+    ]
     assert min(lengths) > 1.2, "the head's drafts are hardly ever accepted, so nothing was shown"
 
 
@@ -179,17 +207,22 @@ def test_every_head_trains_saves_loads_and_decodes(
     run_main_path(name, OPTIONS.get(name, {}), tiny_target(vocab_size=VOCAB), tmp_path / "head")
 
 
-@pytest.mark.parametrize("layers", [[-1], [0, -1], []], ids=["final norm", "two layers", "no features"])
+@pytest.mark.parametrize(
+    "layers", [[-1], [0, -1], []], ids=["final norm", "two layers", "no features"]
+)
 def test_a_new_head_is_one_class_and_one_row(
     layers: list[int], tiny_target: Callable[..., Target], tmp_path: Path, in_the_table: None
 ) -> None:
     target = tiny_target(vocab_size=VOCAB)
     run_main_path("bigram", {"feature_layers": layers}, target, tmp_path / "head")
     with pytest.raises(
-        ValueError, match="unknown bigram head option 'heads'; choose from depth, feature_layers, width"
+        ValueError,
+        match="unknown bigram head option 'heads'; choose from depth, feature_layers, width",
     ):
         build_head("bigram", {"heads": 1}, target.info)
-    with pytest.raises(ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, dspark, eagle"):
+    with pytest.raises(
+        ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, dspark, eagle"
+    ):
         build_head("bigrams", {}, target.info)
 
 
@@ -198,9 +231,15 @@ def test_without_its_row_a_head_is_unknown(
 ) -> None:
     with monkeypatch.context() as listed:
         listed.setitem(HEADS, "bigram", BigramHead)
-        save_head(build_head("bigram", {}, tiny_target(vocab_size=VOCAB).info), tmp_path / "head", CheckpointMetadata())
+        save_head(
+            build_head("bigram", {}, tiny_target(vocab_size=VOCAB).info),
+            tmp_path / "head",
+            CheckpointMetadata(),
+        )
     known = re.escape(", ".join(sorted(HEADS)))
-    with pytest.raises(ValueError, match=rf"config\.json: unknown head 'bigram'; choose from {known}$"):
+    with pytest.raises(
+        ValueError, match=rf"config\.json: unknown head 'bigram'; choose from {known}$"
+    ):
         load_head(tmp_path / "head")
 
 
@@ -210,13 +249,17 @@ def test_without_its_row_a_head_is_unknown(
 class Witness(BigramHead):
     """A bigram head that records what `observe` shows it and holds `expand` to its contract."""
 
-    def begin(self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int) -> DraftState:
+    def begin(
+        self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
+    ) -> DraftState:
         self.seen: list[list[tuple[Tensor, int]]] = [[] for _ in range(batch_size)]
         self.rows = list(range(batch_size))
         self.frontiers = 0
         return super().begin(modules, batch_size, capacity, max_depth, nodes)
 
-    def observe(self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor) -> DraftState:
+    def observe(
+        self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
+    ) -> DraftState:
         batch = [self.seen[row] for row in self.rows]
         for seen, features_AF, tokens_A, length in zip(
             batch, features_BAF, next_tokens_BA.tolist(), lengths_B.tolist(), strict=True
@@ -224,15 +267,21 @@ class Witness(BigramHead):
             seen.extend(zip(features_AF[:length], tokens_A[:length], strict=True))
         return super().observe(state, features_BAF, next_tokens_BA, lengths_B)
 
-    def expand(self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor) -> tuple[Tensor, DraftState]:
+    def expand(
+        self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
+    ) -> tuple[Tensor, DraftState]:
         assert tokens_BW.shape == parents_BW.shape
         if state.depth == 0:
             roots = [[self.seen[row][-1][1]] for row in self.rows]
             assert tokens_BW.tolist() == roots and (parents_BW == -1).all()
         else:
             assert len(set(self.previous_BW[0].tolist())) == self.previous_BW.shape[1]
-            best_BW5 = self.lm_head(self.embed(self.previous_BW.gather(1, parents_BW))).topk(5).indices
-            assert (best_BW5 == tokens_BW[..., None]).any(-1).all(), "a node is no draft of the parent that is named"
+            best_BW5 = (
+                self.lm_head(self.embed(self.previous_BW.gather(1, parents_BW))).topk(5).indices
+            )
+            assert (best_BW5 == tokens_BW[..., None]).any(-1).all(), (
+                "a node is no draft of the parent that is named"
+            )
             self.frontiers += tokens_BW.shape[1] > 1
         self.previous_BW = tokens_BW
         return super().expand(state, tokens_BW, parents_BW)
@@ -242,7 +291,8 @@ class Witness(BigramHead):
 def test_a_head_is_given_what_was_committed_and_which_nodes_it_expands(
     tree: list[list[int]], tiny_target: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Position by position the target's own features with the token that follows, however rows come apart."""
+    """Position by position the target's own features with the token that follows, however rows come
+    apart."""
     select = HeadDrafter.select
 
     def selected(drafter: HeadDrafter, rows_R: Tensor) -> None:
@@ -268,7 +318,9 @@ def test_a_head_is_given_what_was_committed_and_which_nodes_it_expands(
         features_BTF, _ = target.read(tokens[None, :-1], head.feature_layers)
         told = seen[: len(tokens) - 1]
         assert [token for _, token in told] == tokens[1:].tolist()
-        torch.testing.assert_close(torch.stack([features for features, _ in told]), features_BTF[0], rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            torch.stack([features for features, _ in told]), features_BTF[0], rtol=0, atol=1e-9
+        )
     assert (head.frontiers > 0) == (tree is TREE)
 
 
@@ -291,7 +343,14 @@ def run_options(target: Path, conversations_file: Path, output: Path) -> TrainCo
         target_dtype="float32",
         data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
         optim=OptimConfig(lr=0.05),
-        loop=LoopConfig(max_steps=24, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=12),
+        loop=LoopConfig(
+            max_steps=24,
+            batch_size=4,
+            precision="float32",
+            log_every=1,
+            eval_every=0,
+            save_every=12,
+        ),
         eval=EvalConfig(prompts=3, new_tokens=8, conversations=3, nodes=6),
     )
 
@@ -300,9 +359,13 @@ def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
     taught: Path, conversations_file: Path, conversations: Batch, tmp_path: Path, in_the_table: None
 ) -> None:
     folder = train(run_options(taught, conversations_file, tmp_path / "run"))
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert len(losses) == 24 and all(last < 0.7 * first for first, last in zip(losses[0], losses[-1], strict=True))
+    assert len(losses) == 24 and all(
+        last < 0.7 * first for first, last in zip(losses[0], losses[-1], strict=True)
+    )
     measured = rows[-1]["eval"]
     assert max(stats["acceptance_length"] for stats in measured.values()) > 1.2
 
@@ -319,13 +382,18 @@ def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
         lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
         for prompt in prompts:
             mask = torch.ones_like(prompt[None])
-            settings: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": False}
+            settings: dict[str, Any] = {
+                "attention_mask": mask,
+                "max_new_tokens": 16,
+                "do_sample": False,
+            }
             expected = target.model.generate(prompt[None], **settings)
             assert torch.equal(lm.generate(prompt[None], **settings).sequences, expected), tree
 
 
 def test_a_new_heads_drafts_are_what_it_was_trained_on(taught: Path, conversations: Batch) -> None:
-    """The loss at every depth is that of what `expand` says of the true token there, summed over all answers."""
+    """The loss at every depth is that of what `expand` says of the true token there, summed over
+    all answers."""
     target = Target.from_pretrained(taught, torch.float32)
     torch.manual_seed(0)
     head = BigramHead(BigramConfig(), target.info)
@@ -338,7 +406,9 @@ def test_a_new_heads_drafts_are_what_it_was_trained_on(taught: Path, conversatio
             inside_B = mask_BT[:, place + 1 : place + 3 + depth].all(1)
             token_B, label_B = tokens_BT[:, place + 1 + depth], tokens_BT[:, place + 2 + depth]
             logits_B1V, _ = head.expand(state, token_B[:, None], torch.full((len(token_B), 1), -1))
-            losses[depth] += F.cross_entropy(logits_B1V[inside_B, 0], label_B[inside_B], reduction="sum").item()
+            losses[depth] += F.cross_entropy(
+                logits_B1V[inside_B, 0], label_B[inside_B], reduction="sum"
+            ).item()
             counts[depth] += int(inside_B.sum())
     output = head(features, OBJECTIVE)
     assert output.counts_K.tolist() == counts

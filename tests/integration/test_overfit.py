@@ -1,4 +1,5 @@
-"""A head that knows a few conversations by heart drafts them in whole rounds: training and decoding, end to end."""
+"""A head that knows a few conversations by heart drafts them in whole rounds: training and
+decoding, end to end."""
 
 from __future__ import annotations
 
@@ -20,33 +21,47 @@ VOCAB, SAID = 40, 30
 """Tokens, and how many of them ever stand in an answer."""
 DEPTH, ROUNDS = 3, 8
 ANSWER = 1 + ROUNDS * (DEPTH + 1)
-"""Tokens of an answer: the prefill's, and whole rounds, so that a perfect head's last one is whole."""
+"""Tokens of an answer: the prefill's, and whole rounds, so that a perfect head's last one is
+whole."""
 PROMPTS = (3, 6, 4, 5, 3, 6, 4, 5)
 SETTINGS: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "dflash": {
         "plain": {"block_size": DEPTH + 1, "num_layers": 2, "feature_layers": [0, 1]},
-        "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "draft_vocab_size": SAID, "num_layers": 1},
+        "from the anchor": {
+            "block_size": DEPTH,
+            "sample_from_anchor": True,
+            "draft_vocab_size": SAID,
+            "num_layers": 1,
+        },
     },
     "dspark": {
         "plain": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1},
-        "rnn": {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "markov": "rnn"}
-        | {"draft_vocab_size": SAID, "confidence": False},
+        "rnn": (
+            {"block_size": DEPTH, "markov_rank": 16, "num_layers": 1, "markov": "rnn"}
+            | {"draft_vocab_size": SAID, "confidence": False}
+        ),
     },
     "eagle": {
-        # Trained on true features alone: the noise stands in for its own errors, which by heart it hardly sees.
+        # Trained on true features alone: the noise stands in for its own errors, which by heart it
+        # hardly sees.
         "plain": {"depth": DEPTH, "noise": 0.3, "intermediate_size": 96},
         "fed back": {"depth": DEPTH, "train_steps": DEPTH, "noise": 0.0},
     },
     "eagle3": {
         "plain": {"depth": DEPTH, "feature_layers": [0, 1, -1]},
-        "all norms": {"depth": DEPTH, "feature_layers": [0, 1], "draft_vocab_size": SAID}
-        | {"fc_norm": True, "norm_output": True, "qk_norm": True},
+        "all norms": (
+            {"depth": DEPTH, "feature_layers": [0, 1], "draft_vocab_size": SAID}
+            | {"fc_norm": True, "norm_output": True, "qk_norm": True}
+        ),
     },
-    "hydra": {"plain": {"num_heads": DEPTH}, "truncated": {"num_heads": DEPTH, "draft_vocab_size": SAID}},
+    "hydra": {
+        "plain": {"num_heads": DEPTH},
+        "truncated": {"num_heads": DEPTH, "draft_vocab_size": SAID},
+    },
     "hydra++": {"plain": {"num_heads": DEPTH}},
-    # Medusa does not see the path. Nothing is lost here: in a text that is known by heart, the last state alone
-    # determines all that follows.
+    # Medusa does not see the path. Nothing is lost here: in a text that is known by heart, the last
+    # state alone determines all that follows.
     "medusa": {"plain": {"num_heads": DEPTH, "num_layers": 2}},
     "mtp": {
         "plain": {"depth": DEPTH},
@@ -63,13 +78,16 @@ CASES = [
 def conversations() -> list[Example]:
     """Random prompts and answers: nothing but the text itself says how it continues."""
     random = torch.Generator().manual_seed(0)
-    # The tokens that answers are made of are spread over the vocabulary, so that draft ids are other ids.
+    # The tokens that answers are made of are spread over the vocabulary, so that draft ids are
+    # other ids.
     said = torch.randperm(VOCAB - 1, generator=random)[:SAID] + 1
     found = []
     for length in PROMPTS:
         prompt = torch.randint(1, VOCAB, (length,), generator=random)
         answer = said[torch.randint(SAID, (ANSWER,), generator=random)]
-        found.append(Example([*prompt.tolist(), *answer.tolist()], [False] * length + [True] * ANSWER))
+        found.append(
+            Example([*prompt.tolist(), *answer.tolist()], [False] * length + [True] * ANSWER)
+        )
     return found
 
 
@@ -102,7 +120,9 @@ def taught(batch: Batch) -> Target:
         optimizer.zero_grad()
     target = Target(model)
     for tokens_T, length in zip(batch.tokens_BT, PROMPTS):
-        assert alone(target, tokens_T[:length], ANSWER) == tokens_T[length : length + ANSWER].tolist()
+        assert (
+            alone(target, tokens_T[:length], ANSWER) == tokens_T[length : length + ANSWER].tolist()
+        )
     return target
 
 
@@ -122,10 +142,13 @@ def together(
 
 
 def overfitted(name: str, options: dict[str, Any], target: Target, batch: Batch) -> DraftHead:
-    """Trained on the conversations with its own default objective, until every draft is right or for 200 steps."""
+    """Trained on the conversations with its own default objective, until every draft is right or
+    for 200 steps."""
     torch.manual_seed(0)
     head = build_head(name, options, target.info).train()
-    head.initialize(target.modules, torch.bincount(batch.tokens_BT[batch.loss_mask_BT], minlength=VOCAB))
+    head.initialize(
+        target.modules, torch.bincount(batch.tokens_BT[batch.loss_mask_BT], minlength=VOCAB)
+    )
     features = online_features(target, head, batch)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=200)
@@ -146,17 +169,22 @@ def test_what_a_head_knows_by_heart_is_accepted_in_whole_rounds(
 ) -> None:
     head = overfitted(name, options, taught, batch)
     prompts = [tokens_T[:length] for tokens_T, length in zip(batch.tokens_BT, PROMPTS)]
-    answers = [tokens_T[length : length + ANSWER].tolist() for tokens_T, length in zip(batch.tokens_BT, PROMPTS)]
+    answers = [
+        tokens_T[length : length + ANSWER].tolist()
+        for tokens_T, length in zip(batch.tokens_BT, PROMPTS)
+    ]
     for tree in (f"chain:{DEPTH}", f"dynamic:10:{DEPTH}:3"):
         written, output = together(taught, head, tree, prompts, ANSWER)
         assert written == answers
         assert output.stats.acceptance_length >= 0.9 * (DEPTH + 1), tree
 
-    # A row that is known ends rounds before one that is not, with as many tokens as it may ever hold; the other
-    # continues, and is still drafted for.
+    # A row that is known ends rounds before one that is not, with as many tokens as it may ever
+    # hold; the other continues, and is still drafted for.
     unknown = torch.tensor([7, 7, 2])
     for new_tokens in range(ANSWER - DEPTH, ANSWER):
-        written, output = together(taught, head, f"chain:{DEPTH}", [prompts[1], unknown], new_tokens)
+        written, output = together(
+            taught, head, f"chain:{DEPTH}", [prompts[1], unknown], new_tokens
+        )
         assert written == [answers[1][:new_tokens], alone(taught, unknown, new_tokens)]
         known, other = output.stats.rows
         assert len(known) < len(other)

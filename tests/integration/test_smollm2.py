@@ -44,7 +44,11 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
     for path in prompt_files():
         for messages in read_prompts(path, 40):
             input_ids = prompt_ids(tokenizer, messages)
-            settings = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 128, "do_sample": False}
+            settings = {
+                "attention_mask": torch.ones_like(input_ids),
+                "max_new_tokens": 128,
+                "do_sample": False,
+            }
             expected = target.model.generate(input_ids, **settings)
             output = lm.generate(input_ids, **settings)
             difference = first_difference(target, expected, output.sequences, input_ids.shape[1])
@@ -54,7 +58,9 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
             answered += 1
             rounds += output.stats.rounds
             tokens += output.stats.tokens
-    print(f"\n{answered} prompts, {len(ties)} ties: {ties}; acceptance length {tokens / rounds:.3f}")
+    print(
+        f"\n{answered} prompts, {len(ties)} ties: {ties}; acceptance length {tokens / rounds:.3f}"
+    )
     assert len(ties) <= 0.05 * answered
 
 
@@ -62,12 +68,18 @@ def test_compiled_bfloat16_answers_are_those_of_plain_steps_to_the_last_bit():
     target, tokenizer = Target.from_pretrained(SOURCE, dtype=torch.bfloat16), load_tokenizer(SOURCE)
     plain = SpeculativeLM.from_pretrained(target, compile=True)
     fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True, fallback=False)
-    settings = {"max_new_tokens": 128, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    settings = {
+        "max_new_tokens": 128,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
     for path in prompt_files():
         for messages in read_prompts(path, 40):
             ids = prompt_ids(tokenizer, messages)
             expected, found = (
-                lm.generate(ids, attention_mask=torch.ones_like(ids), **settings) for lm in (plain, fast)
+                lm.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                for lm in (plain, fast)
             )
             assert torch.equal(found.sequences, expected.sequences), (path, messages)
             assert all(map(torch.equal, found.logits, expected.logits)), (path, messages)
@@ -77,7 +89,8 @@ TOKENS, TOP_K, SAMPLES, BATCH = 4, 4, 1024, 64
 
 
 def exact_distribution(target, prompt_1T):
-    """The probabilities of all continuations of four tokens, four choices each, from their 85 prefixes."""
+    """The probabilities of all continuations of four tokens, four choices each, from their 85
+    prefixes."""
     texts, probs = prompt_1T, torch.ones(1, dtype=torch.float64)
     for _ in range(TOKENS):
         with torch.inference_mode():
@@ -106,7 +119,13 @@ def p_value(expected, drawn):
 
 def draws(lm, prompt_1T, seed):
     generator = torch.Generator().manual_seed(seed)
-    settings = {"do_sample": True, "temperature": 1.0, "top_k": TOP_K, "top_p": 1.0, "max_new_tokens": TOKENS}
+    settings = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": TOP_K,
+        "top_p": 1.0,
+        "max_new_tokens": TOKENS,
+    }
     found = []
     while len(found) < SAMPLES:
         written = lm.generate(
@@ -121,7 +140,8 @@ def draws(lm, prompt_1T, seed):
 
 
 def forgets_what_was_rejected(tree, scores_BNV, draw):
-    """A planted bug: where all children of the root are rejected, another token is drawn from the unchanged target."""
+    """A planted bug: where all children of the root are rejected, another token is drawn from the
+    unchanged target."""
     verdict = point_mass(tree, scores_BNV, draw)
     again_B = draw.categorical(scores_BNV[:, 0].softmax(-1))
     return dataclasses.replace(
@@ -133,7 +153,9 @@ def forgets_what_was_rejected(tree, scores_BNV, draw):
 def sampled():
     target = Target.from_pretrained(SOURCE, dtype=torch.float32)
     target.model.generation_config.eos_token_id = None  # every text is of four tokens
-    prompt_1T = load_tokenizer(SOURCE)("In the evening, people like to", return_tensors="pt").input_ids
+    prompt_1T = load_tokenizer(SOURCE)(
+        "In the evening, people like to", return_tensors="pt"
+    ).input_ids
     expected = exact_distribution(target, prompt_1T)
     assert len(expected) == TOP_K**TOKENS and sum(expected.values()) == pytest.approx(1)
     return target, prompt_1T, expected
@@ -151,7 +173,9 @@ def sampled():
 )
 def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
     target, prompt_1T, expected = sampled
-    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree=tree, acceptance=acceptance, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=HEAD, tree=tree, acceptance=acceptance, fallback=False
+    )
     found = draws(lm, prompt_1T, seed=0)
     assert set(found) <= set(expected)
     value = p_value(expected, found)
@@ -162,7 +186,9 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
     lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", fallback=False)
-    lm.drafting = dataclasses.replace(lm.drafting, sampling_rule=Verification(forgets_what_was_rejected))
+    lm.drafting = dataclasses.replace(
+        lm.drafting, sampling_rule=Verification(forgets_what_was_rejected)
+    )
     value = p_value(expected, draws(lm, prompt_1T, seed=0))
     print(f"\nplanted bug: p = {value:.2g}")
     assert value < 0.01

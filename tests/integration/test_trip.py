@@ -1,4 +1,5 @@
-"""There and back: every head is trained, pushed to a Hub, loaded by its id, and generates the same tokens."""
+"""There and back: every head is trained, pushed to a Hub, loaded by its id, and generates the same
+tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ OPTIONS = {
     "hydra": {"num_heads": 2},
     "hydra++": {"num_heads": 2},
     "cut": {"depth": 2},
-    "dspark": {"block_size": 3, "num_layers": 1, "draft_vocab_size": 8, "markov_rank": 4, "markov": "gated"},
+    "dspark": {
+        "block_size": 3,
+        "num_layers": 1,
+        "draft_vocab_size": 8,
+        "markov_rank": 4,
+        "markov": "gated",
+    },
     "dflash": {"block_size": 3, "num_layers": 1, "draft_vocab_size": 8},
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "feature_layers": [0], "draft_vocab_size": 8},
@@ -26,7 +33,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_pushed_head_generates_and_is_accepted_as_at_home(hub, kind, run_options, changed, taught, tmp_path):
+def test_a_pushed_head_generates_and_is_accepted_as_at_home(
+    hub, kind, run_options, changed, taught, tmp_path
+):
     config = changed(
         run_options(tmp_path / "run", 8),
         head={"type": kind, **OPTIONS[kind]},

@@ -1,7 +1,9 @@
-"""Models whose layers, cache, logits or class are unlike Llama's, tiny and random: greedy is what `generate` writes.
+"""Models whose layers, cache, logits or class are unlike Llama's, tiny and random: greedy is what
+`generate` writes.
 
-Configs of layers that differ in width, layers that share keys or have none, a forward that does not know
-`logits_to_keep`, two layers in a block, logits that are made by more than a matrix, and text models in multimodal ones.
+Configs of layers that differ in width, layers that share keys or have none, a forward that does not
+know `logits_to_keep`, two layers in a block, logits that are made by more than a matrix, and text
+models in multimodal ones.
 """
 
 from __future__ import annotations
@@ -34,8 +36,16 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-BERT = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {"is_decoder": True}
-GEMMA = {**BASE, "head_dim": 8, "layer_types": KINDS, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCAB}
+BERT = {name: value for name, value in BASE.items() if name != "num_key_value_heads"} | {
+    "is_decoder": True
+}
+GEMMA = {
+    **BASE,
+    "head_dim": 8,
+    "layer_types": KINDS,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCAB,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -67,7 +77,9 @@ def gemma3n() -> Any:
 
 def mllama() -> Any:
     """The text model of Llama 3.2 Vision, whose cross-attention has no keys without an image."""
-    return tf.MllamaForCausalLM(tf.models.mllama.MllamaTextConfig(**BASE, cross_attention_layers=[1, 3]))
+    return tf.MllamaForCausalLM(
+        tf.models.mllama.MllamaTextConfig(**BASE, cross_attention_layers=[1, 3])
+    )
 
 
 def longcat() -> Any:
@@ -96,13 +108,20 @@ def modernbert() -> Any:
     kinds = ["full_attention", "sliding_attention"] * 2
     left_out = ("num_key_value_heads", "bos_token_id", "eos_token_id")
     sizes = {name: value for name, value in BASE.items() if name not in left_out}
-    config = tf.ModernBertDecoderConfig(**sizes, layer_types=kinds, local_attention=12, cls_token_id=1, sep_token_id=2)
+    config = tf.ModernBertDecoderConfig(
+        **sizes, layer_types=kinds, local_attention=12, cls_token_id=1, sep_token_id=2
+    )
     return tf.ModernBertDecoderForCausalLM(config)
 
 
 def qwen2_audio() -> Any:
     """A forward without `logits_to_keep`."""
-    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    audio = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+    }
     config = tf.Qwen2AudioConfig(
         audio_config=tf.Qwen2AudioEncoderConfig(**audio, num_mel_bins=16),
         text_config=tf.Qwen2Config(**BASE),
@@ -114,7 +133,9 @@ def qwen2_audio() -> Any:
 def aya_vision() -> Any:
     """A logit scale in the text model's config, which the multimodal model does not apply."""
     config = tf.AyaVisionConfig(
-        text_config=tf.Cohere2Config(**BASE, logit_scale=0.25, sliding_window=WINDOW, layer_types=KINDS),
+        text_config=tf.Cohere2Config(
+            **BASE, logit_scale=0.25, sliding_window=WINDOW, layer_types=KINDS
+        ),
         vision_config=tf.SiglipVisionConfig(**VISION),
         image_token_index=5,
         vision_feature_select_strategy="full",
@@ -126,9 +147,17 @@ def aya_vision() -> Any:
 
 def granite_without_states() -> Any:
     """A Granite 4 of attention alone, whose class is stateful."""
-    state = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+    state = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "mamba_n_groups": 1,
+    }
     experts = {"num_local_experts": 0, "shared_intermediate_size": 48}
-    config = tf.GraniteMoeHybridConfig(**BASE, **state, **experts, layer_types=["full_attention"] * 4)
+    config = tf.GraniteMoeHybridConfig(
+        **BASE, **state, **experts, layer_types=["full_attention"] * 4
+    )
     return tf.GraniteMoeHybridForCausalLM(config)
 
 
@@ -143,7 +172,10 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "aya vision": ("AyaVisionForConditionalGeneration", aya_vision),
     "granite 4 without states": ("GraniteMoeHybridForCausalLM", granite_without_states),
     "bert": ("BertLMHeadModel", lambda: tf.BertLMHeadModel(tf.BertConfig(**BERT))),
-    "megatron-bert": ("MegatronBertForCausalLM", lambda: tf.MegatronBertForCausalLM(tf.MegatronBertConfig(**BERT))),
+    "megatron-bert": (
+        "MegatronBertForCausalLM",
+        lambda: tf.MegatronBertForCausalLM(tf.MegatronBertConfig(**BERT)),
+    ),
     "roberta": ("RobertaForCausalLM", lambda: tf.RobertaForCausalLM(tf.RobertaConfig(**BERT))),
 }
 """The class that a version of transformers must have, and how to build the model."""
@@ -152,7 +184,8 @@ NO_STATES = ("gemma 3n", "llama 3.2 vision")
 MORE_THAN_A_MATRIX = ("roberta",)
 """Models whose logits the modules do not make."""
 CAUSAL_FROM = {"megatron-bert": Version("5.18")}
-"""Versions of transformers before which a model reads a whole text otherwise than token by token, and is refused."""
+"""Versions of transformers before which a model reads a whole text otherwise than token by token,
+and is refused."""
 TREE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
 
 
@@ -239,7 +272,8 @@ def test_heads_learn_from_the_models_own_logits_or_training_refuses(name: str) -
 
 
 def test_a_model_that_reads_a_whole_text_otherwise_than_generate_is_refused_for_training() -> None:
-    """As versions of transformers do whose BERT is causal only with a mask that `generate` makes."""
+    """As versions of transformers do whose BERT is causal only with a mask that `generate`
+    makes."""
     target = target_of("bert")
     forward = target.model.forward
 
@@ -259,14 +293,19 @@ def test_a_model_that_reads_a_whole_text_otherwise_than_generate_is_refused_for_
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_STATES])
 def test_heads_of_their_dimensions_draft_for_them(name: str, kind: str) -> None:
     target = target_of(name)
-    options = {"eagle3": {"depth": 3, "feature_layers": [0, -1]}, "cut": {"num_layers": 1, "start": "random"}}
+    options = {
+        "eagle3": {"depth": 3, "feature_layers": [0, -1]},
+        "cut": {"num_layers": 1, "start": "random"},
+    }
     torch.manual_seed(1)
     head = build_head(kind, options.get(kind, {}), target.info).double()
     head.initialize(target.modules, torch.ones(VOCAB))
     lm = SpeculativeLM.from_pretrained(target, head.eval(), fallback=False, compile=False)
     (row,) = rows_of(7)
     settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": []}
-    expected = target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)
+    expected = target.model.generate(
+        row[None], attention_mask=torch.ones_like(row[None]), **settings
+    )
     assert lm.generate(row[None], **settings).sequences.tolist() == expected.tolist()
 
 
@@ -275,10 +314,14 @@ def test_a_head_for_a_model_that_does_not_return_its_states_is_refused_by_name(n
     target = target_of(name)
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info).double()
     with pytest.raises(ValueError, match="a head cannot read features of its blocks"):
-        SpeculativeLM.from_pretrained(target, head, compile=False).generate(rows_of(7)[0][None], max_new_tokens=4)
+        SpeculativeLM.from_pretrained(target, head, compile=False).generate(
+            rows_of(7)[0][None], max_new_tokens=4
+        )
 
 
 def test_a_model_without_a_cache_is_refused_by_name() -> None:
     config = tf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64)
     with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel returns no KV cache"):
-        SpeculativeLM.from_pretrained(tf.OpenAIGPTLMHeadModel(config).eval(), drafter="prompt-lookup")
+        SpeculativeLM.from_pretrained(
+            tf.OpenAIGPTLMHeadModel(config).eval(), drafter="prompt-lookup"
+        )

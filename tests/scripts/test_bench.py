@@ -16,7 +16,14 @@ from headstart.inference.text.chat_template import prompt_ids
 from headstart.inference.text.prompt_files import read_prompts
 from headstart.inference.trees.stats import PARTS, RoundRecord
 from headstart.scripts import bench as benchmarking
-from headstart.scripts.bench import SIDES, BenchConfig, ComparedPrompt, benchmark, figures, print_report
+from headstart.scripts.bench import (
+    SIDES,
+    BenchConfig,
+    ComparedPrompt,
+    benchmark,
+    figures,
+    print_report,
+)
 
 
 def answered(seconds, tokens=(10, 10, 10), difference=None, rounds=((1, 2),), times=()):
@@ -34,20 +41,35 @@ def test_figures_are_totals_for_rates_and_medians_over_prompts_for_speedups():
     row = figures(
         [
             answered((4, 2, 1), rounds=((2, 3), (1, 2)), times=parts.items()),
-            answered((1, 1, 1), difference={"token": 3, "logit_gap": 0.5}, rounds=((0, 1),), times=parts.items()),
-            answered((10, 10, 5), tokens=(20, 20, 30), rounds=((1, 2), (0, 1)), times=parts.items()),
+            answered(
+                (1, 1, 1),
+                difference={"token": 3, "logit_gap": 0.5},
+                rounds=((0, 1),),
+                times=parts.items(),
+            ),
+            answered(
+                (10, 10, 5), tokens=(20, 20, 30), rounds=((1, 2), (0, 1)), times=parts.items()
+            ),
         ]
     )
     assert row["prompts"] == 3
     assert row["identical"] == 2
     assert row["differences"] == [{"token": 3, "logit_gap": 0.5}]
-    assert row["tokens_per_second"] == pytest.approx({"generate": 40 / 15, "plain": 40 / 13, "speculative": 50 / 7})
+    assert row["tokens_per_second"] == pytest.approx(
+        {"generate": 40 / 15, "plain": 40 / 13, "speculative": 50 / 7}
+    )
     # per prompt: vs generate 4, 1, 3; vs plain 2, 1, 3
-    assert row["speedup_vs_generate"] == pytest.approx({"median": 3, "lower_quartile": 2, "upper_quartile": 3.5})
-    assert row["speedup_vs_plain"] == pytest.approx({"median": 2, "lower_quartile": 1.5, "upper_quartile": 2.5})
+    assert row["speedup_vs_generate"] == pytest.approx(
+        {"median": 3, "lower_quartile": 2, "upper_quartile": 3.5}
+    )
+    assert row["speedup_vs_plain"] == pytest.approx(
+        {"median": 2, "lower_quartile": 1.5, "upper_quartile": 2.5}
+    )
     assert row["acceptance_length"] == pytest.approx(9 / 5)
     assert row["acceptance_rate_by_depth"] == pytest.approx([3 / 5, 1 / 3])
-    assert row["milliseconds_per_round"] == pytest.approx({"draft": 60, "target": 240, "verify": 18, "rest": 6})
+    assert row["milliseconds_per_round"] == pytest.approx(
+        {"draft": 60, "target": 240, "verify": 18, "rest": 6}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +132,9 @@ def test_the_report_has_every_figure_for_each_file_and_in_total(config, capsys):
     assert all(word in shown for word in ("chat", "code", "total", "4/4"))
 
 
-def test_what_the_draft_vocabulary_lacks_is_counted_and_named(config, target_folder, tmp_path, capsys):
+def test_what_the_draft_vocabulary_lacks_is_counted_and_named(
+    config, target_folder, tmp_path, capsys
+):
     """With a draft vocabulary of one token, the most frequent of the answers."""
     assert all(row["coverage"] is None for row in benchmark(config)["files"].values())
     assert "outside" not in capsys.readouterr().out
@@ -122,25 +146,40 @@ def test_what_the_draft_vocabulary_lacks_is_counted_and_named(config, target_fol
         answers[path] = []
         for messages in read_prompts(path, config.limit):
             ids = prompt_ids(tokenizer, messages)
-            answers[path] += lm.generate(ids, max_new_tokens=9, do_sample=False).sequences[0, ids.shape[1] :].tolist()
+            answers[path] += (
+                lm.generate(ids, max_new_tokens=9, do_sample=False)
+                .sequences[0, ids.shape[1] :]
+                .tolist()
+            )
     counts_V = torch.bincount(
-        torch.tensor([token for tokens in answers.values() for token in tokens]), minlength=target.info.vocab_size
+        torch.tensor([token for tokens in answers.values() for token in tokens]),
+        minlength=target.info.vocab_size,
     )
     head = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=1), target.info)
     head.initialize(target.modules, counts_V)
     save_head(head, tmp_path / "small", CheckpointMetadata(tree=[[0], [0, 0]]))
-    report = benchmark(BenchConfig(**{**vars(config), "head": str(tmp_path / "small"), "profile": False}))
+    report = benchmark(
+        BenchConfig(**{**vars(config), "head": str(tmp_path / "small"), "profile": False})
+    )
     shown = " ".join(capsys.readouterr().out.split())
     for path, tokens in answers.items():
         share = tokens.count(int(head.token_map)) / len(tokens)
         assert 0 < share < 0.95
         assert report["files"][path]["coverage"] == share
-        assert f"{Path(path).stem}: {1 - share:.1%} of the answers' tokens are outside the draft vocabulary" in shown
+        assert (
+            f"{Path(path).stem}: {1 - share:.1%} of the answers' tokens are outside the draft"
+            " vocabulary" in shown
+        )
 
 
-@pytest.mark.parametrize("new_tokens", [2, 9])  # of two tokens one round drafts nothing, and has no rates
-def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(config, new_tokens, capsys):
-    report = benchmark(BenchConfig(**{**vars(config), "max_new_tokens": new_tokens, "profile": False}))
+# of two tokens one round drafts nothing, and has no rates
+@pytest.mark.parametrize("new_tokens", [2, 9])
+def test_the_report_is_written_as_json_that_every_reader_takes_and_prints_alike(
+    config, new_tokens, capsys
+):
+    report = benchmark(
+        BenchConfig(**{**vars(config), "max_new_tokens": new_tokens, "profile": False})
+    )
     shown = capsys.readouterr().out
     with open(config.output, encoding="utf-8") as file:
         written = json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -155,7 +194,10 @@ def test_a_price_and_a_power_give_the_cost_of_a_million_tokens(config, capsys):
     plain, fast = (report["total"]["tokens_per_second"][side] for side in ("plain", "speculative"))
     shown = capsys.readouterr().out
     money, energy = ([one * 1e6 / (3600 * rate) for rate in (plain, fast)] for one in (0.08, 0.03))
-    assert f"a million tokens at price_per_hour = 0.08: {money[0]:.3g} plain, {money[1]:.3g} speculative" in shown
+    assert (
+        f"a million tokens at price_per_hour = 0.08: {money[0]:.3g} plain, {money[1]:.3g}"
+        " speculative" in shown
+    )
     assert f"at watts = 30: {energy[0]:.3g} kWh plain, {energy[1]:.3g} kWh speculative" in shown
     benchmark(BenchConfig(**options))
     assert "a million tokens" not in capsys.readouterr().out
@@ -163,17 +205,25 @@ def test_a_price_and_a_power_give_the_cost_of_a_million_tokens(config, capsys):
 
 def test_sampling_is_compared_too_and_repeats_for_a_seed(config):
     runs = [
-        benchmark(BenchConfig(**{**vars(config), "temperature": 1.0, "limit": 1, "seed": seed})) for seed in (3, 3, 4)
+        benchmark(BenchConfig(**{**vars(config), "temperature": 1.0, "limit": 1, "seed": seed}))
+        for seed in (3, 3, 4)
     ]
     lengths = [
-        (run["total"]["acceptance_length"], run["total"]["rounds"], repr(run["total"]["acceptance_rate_by_depth"]))
+        (
+            run["total"]["acceptance_length"],
+            run["total"]["rounds"],
+            repr(run["total"]["acceptance_rate_by_depth"]),
+        )
         for run in runs
     ]
     assert lengths[0] == lengths[1]
 
 
 def test_two_files_of_one_name_both_get_a_row(config, tmp_path, capsys):
-    prompts = [prompt_file(tmp_path / folder / "chat.jsonl", count) for folder, count in (("a", 1), ("b", 2))]
+    prompts = [
+        prompt_file(tmp_path / folder / "chat.jsonl", count)
+        for folder, count in (("a", 1), ("b", 2))
+    ]
     report = benchmark(BenchConfig(**{**vars(config), "prompts": prompts}))
     assert [report["files"][path]["prompts"] for path in prompts] == [1, 2]
     shown = capsys.readouterr().out
@@ -196,7 +246,9 @@ def test_what_cannot_be_used_is_named(config, change, words):
 
 def test_a_file_without_prompts_is_named(config, tmp_path):
     with pytest.raises(ValueError, match=r"empty\.jsonl holds no prompts"):
-        benchmark(BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]}))
+        benchmark(
+            BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]})
+        )
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])

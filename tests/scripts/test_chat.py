@@ -39,25 +39,44 @@ def said(target_folder):
 
     def call(system, *messages):
         lm = SpeculativeLM.from_pretrained(target_folder, dtype="float32")
-        talking = lm.chat(load_tokenizer(str(target_folder)), system, max_new_tokens=12, do_sample=False)
+        talking = lm.chat(
+            load_tokenizer(str(target_folder)), system, max_new_tokens=12, do_sample=False
+        )
         return [talking.say(message) for message in messages]
 
     return call
 
 
 def test_answers_are_those_of_a_chat_with_drafts_and_without(talk, said):
-    out = talk("hello", "/plain", "and now?", "/plain", "more", "/system be brief", "hello", "/reset", "", "hello")
+    out = talk(
+        "hello",
+        "/plain",
+        "and now?",
+        "/plain",
+        "more",
+        "/system be brief",
+        "hello",
+        "/reset",
+        "",
+        "hello",
+    )
     place = 0
     for answer in [*said(None, "hello", "and now?", "more"), *said("be brief", "hello") * 2]:
         place = out.index(answer + "\n", place) + len(answer)
-    lines = re.findall(r"^[\d.]+ tokens/s, acceptance length ([\d.]+)(, 11 of 11 rounds without drafts)?", out, re.M)
+    lines = re.findall(
+        r"^[\d.]+ tokens/s, acceptance length ([\d.]+)(, 11 of 11 rounds without drafts)?",
+        out,
+        re.M,
+    )
     assert [bool(plain) for _, plain in lines] == [False, True, False, False, False]
     assert lines[1][0] == "1.00"
     assert "plain decoding" in out and "with drafts again" in out
 
 
 def test_accepted_drafts_are_green_and_the_rest_is_not(target_folder, monkeypatch):
-    config = chat.ChatConfig(target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False)
+    config = chat.ChatConfig(
+        target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False
+    )
     lm, tokenizer = config.load()
     session = chat.Session(config, lm, tokenizer)
     assert session.drafts().plain == "no finished answer yet"
@@ -99,7 +118,9 @@ def test_an_answer_that_ends_at_the_limit_says_so(talk):
 
 def test_metrics_are_served_by_option_with_drafts_and_without(talk, monkeypatch):
     ports, serve = [], Monitor.serve
-    monkeypatch.setattr(Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1])
+    monkeypatch.setattr(
+        Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1]
+    )
     out = talk("hello", "/plain", "more", "again", metrics_port=0)
     assert f"metrics: http://127.0.0.1:{ports[0]}/metrics" in out
     with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics") as response:
@@ -135,7 +156,9 @@ def test_mistakes_are_told_and_end_nothing(talk):
 
 
 def test_a_seed_samples_the_same(talk):
-    first, again, other = (re.sub(r"[\d.]+ tokens/s", "", talk("hi", temperature=1.0, seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        re.sub(r"[\d.]+ tokens/s", "", talk("hi", temperature=1.0, seed=seed)) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert torch.initial_seed() == 2
 
@@ -155,7 +178,12 @@ def test_answers_are_recorded_by_option_with_drafts_and_without(talk, tmp_path, 
 
 def test_generate_records_by_option(tmp_path, target_folder, capsys):
     config = GenerateConfig(
-        target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(tmp_path), compare=True
+        target=str(target_folder),
+        prompt="hello",
+        max_new_tokens=8,
+        dtype="float32",
+        record=str(tmp_path),
+        compare=True,
     )
     stream_answer(config)
     (path,) = text_shards(tmp_path)
@@ -169,7 +197,11 @@ def test_a_recording_is_off_by_policy_refused_for_another_target_and_ends_on_a_f
     """As `record` does all three; the answers are given in any case but the second."""
     folder = tmp_path / "recorded"
     config = GenerateConfig(
-        target=str(target_folder), prompt="hello", max_new_tokens=8, dtype="float32", record=str(folder)
+        target=str(target_folder),
+        prompt="hello",
+        max_new_tokens=8,
+        dtype="float32",
+        record=str(folder),
     )
     with monkeypatch.context() as patch:
         patch.setenv("HEADSTART_NO_RECORD", "1")
@@ -182,7 +214,9 @@ def test_a_recording_is_off_by_policy_refused_for_another_target_and_ends_on_a_f
 
     with monkeypatch.context() as patch:
         patch.setattr(feature_cache, "save_file", full)
-        with pytest.warns(UserWarning, match="recording stops, decoding goes on: .* No space left on device"):
+        with pytest.warns(
+            UserWarning, match="recording stops, decoding goes on: .* No space left on device"
+        ):
             out = talk("hello", record=str(folder))
     assert "ended by itself: " in out and "tokens/s" in out
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -133,11 +133,17 @@ def test_alone_it_lists_its_commands(run):
         assert len(lines) <= 24 and max(map(len, lines)) <= 80  # one screen
 
 
-@pytest.mark.parametrize(("given", "told"), [("generte", "the nearest: generate"), ("xyz", "no command has a sim")])
+@pytest.mark.parametrize(
+    ("given", "told"), [("generte", "the nearest: generate"), ("xyz", "no command has a sim")]
+)
 def test_an_unknown_command_is_answered_in_three_lines(run, given, told):
     status, _, errors = run(given)
     first, second, third = errors.splitlines()
-    assert (status, first, third) == (2, f"error: unknown command '{given}'", "`headstart --help` lists all")
+    assert (status, first, third) == (
+        2,
+        f"error: unknown command '{given}'",
+        "`headstart --help` lists all",
+    )
     assert second.startswith(told)
 
 
@@ -151,7 +157,9 @@ def test_the_head_may_go_without_its_option(parsed, command):
 def test_help_names_every_option_and_says_what_it_is_for(run, command):
     status, shown, _ = run(command, "--help")
     assert status == 0
-    purpose = importlib.import_module(f"headstart.scripts.{entry.COMMANDS[command][0]}").__doc__.partition(":")[0]
+    purpose = importlib.import_module(
+        f"headstart.scripts.{entry.COMMANDS[command][0]}"
+    ).__doc__.partition(":")[0]
     text = "".join(shown.split())  # lines may break anywhere
     assert "".join(purpose.split()) in text
     for name, _, _, told in documented_options(COMMANDS[command][0]):
@@ -203,7 +211,10 @@ def test_the_command_line_overrides_the_yaml_and_the_yaml_the_defaults(parsed, t
 
 
 def test_bench_takes_the_command_line_of_the_manual(parsed):
-    line = "--target T --head H --prompts a.jsonl b.jsonl --limit 4 --max-new-tokens 32 --temperature 0.5"
+    line = (
+        "--target T --head H --prompts a.jsonl b.jsonl --limit 4 --max-new-tokens 32"
+        " --temperature 0.5"
+    )
     config = parsed("bench", *line.split(), "--dtype", "float32", "--output", "out.json")
     assert config == BenchConfig(
         target="T",
@@ -218,7 +229,10 @@ def test_bench_takes_the_command_line_of_the_manual(parsed):
 
 
 def test_tree_takes_the_command_line_of_the_manual(parsed):
-    line = "--target T --head H --prompts a.jsonl b.jsonl --max-new-tokens 32 --nodes 24 --thinking false"
+    line = (
+        "--target T --head H --prompts a.jsonl b.jsonl --max-new-tokens 32 --nodes 24 --thinking"
+        " false"
+    )
     config = parsed("tree", *line.split(), "--dtype", "float32", "--temperature", "0.7")
     assert config == TreeConfig(
         target="T",
@@ -245,7 +259,8 @@ COMPILED = ("tree", "generate", "bench", "certify")
 @pytest.mark.parametrize("command", DTYPES)
 def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, command, word):
     for name in DTYPES[command]:
-        if name == "loop.precision" and word in ("fastest", "float16"):  # in float16 gradients would underflow
+        # in float16 gradients would underflow
+        if name == "loop.precision" and word in ("fastest", "float16"):
             continue
 
         def found(*arguments, name=name):
@@ -255,7 +270,9 @@ def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, co
             return value
 
         assert found() == ("auto" if name == "loop.precision" else "fastest")
-        more = ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
+        more = (
+            ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
+        )
         assert found(f"--{name}", word, *more) == word
         status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
         assert status == 2 and "float8" in errors
@@ -276,14 +293,24 @@ def test_compile_is_a_flag(parsed, run, tmp_path, command, written, value):
     assert parsed(command, *written, *REQUIRED[command]).compile is value
     assert parsed(command, *REQUIRED[command], *written).compile == value
     (tmp_path / "options.yaml").write_text(f"compile: {json.dumps(value)}\n")
-    assert parsed(command, "--config", str(tmp_path / "options.yaml"), *REQUIRED[command]).compile == value
+    assert (
+        parsed(command, "--config", str(tmp_path / "options.yaml"), *REQUIRED[command]).compile
+        == value
+    )
     status, _, errors = run(command, *REQUIRED[command], "--compile", "perhaps")
     assert status == 2 and "perhaps" in errors
 
 
 def test_an_adapter_is_off_until_it_has_a_rank(parsed, tmp_path):
     assert parsed("train", *REQUIRED["train"]).adapter.rank == 0
-    line = ("--adapter.rank", "8", "--adapter.keep_base", "0.5", "--adapter.modules", "[q_proj, v_proj]")
+    line = (
+        "--adapter.rank",
+        "8",
+        "--adapter.keep_base",
+        "0.5",
+        "--adapter.modules",
+        "[q_proj, v_proj]",
+    )
     given = parsed("train", *REQUIRED["train"], *line).adapter
     assert given == AdapterConfig(rank=8, keep_base=0.5, modules=["q_proj", "v_proj"])
     path = tmp_path / "adapter.yaml"
@@ -298,7 +325,9 @@ def test_an_adapter_is_off_until_it_has_a_rank(parsed, tmp_path):
 
 
 def test_a_list_of_the_adapter_is_written_as_other_lists_are(parsed):
-    found = parsed("train", *REQUIRED["train"], "--adapter.modules", "q_proj", "v_proj", "--adapter.rank", "8")
+    found = parsed(
+        "train", *REQUIRED["train"], "--adapter.modules", "q_proj", "v_proj", "--adapter.rank", "8"
+    )
     assert found.adapter == AdapterConfig(rank=8, modules=["q_proj", "v_proj"])
 
 
@@ -307,7 +336,9 @@ def test_a_mix_of_losses_comes_from_yaml_and_from_the_command_line(parsed, tmp_p
     path.write_text("objective: {decay: 0.5, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
     objective = parsed("train", *REQUIRED["train"], "--config", str(path)).objective
     assert objective == ObjectiveConfig(loss={"ce": 0.25, "lk_lambda": 1.0}, decay=0.5)
-    changed = parsed("train", *REQUIRED["train"], "--config", str(path), "--objective.loss", "{kl: 2.0}").objective
+    changed = parsed(
+        "train", *REQUIRED["train"], "--config", str(path), "--objective.loss", "{kl: 2.0}"
+    ).objective
     assert changed == ObjectiveConfig(loss={"kl": 2.0}, decay=0.5)
 
 
@@ -319,23 +350,45 @@ def test_one_loss_on_the_command_line_is_a_number(parsed, number):
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("train", "data.template_kwargs"), *((name, "template_kwargs") for name in ("data", "generate", "chat", "bench"))],
+    [
+        ("train", "data.template_kwargs"),
+        *((name, "template_kwargs") for name in ("data", "generate", "chat", "bench")),
+    ],
 )
 def test_variables_of_the_chat_template_are_options_of_their_own(parsed, run, command, option):
-    given = parsed(command, *REQUIRED[command], f"--{option}.reasoning_effort", "high", f"--{option}.thinking", "true")
+    given = parsed(
+        command,
+        *REQUIRED[command],
+        f"--{option}.reasoning_effort",
+        "high",
+        f"--{option}.thinking",
+        "true",
+    )
     group = given.data if command == "train" else given
     assert group.template_kwargs == {"reasoning_effort": "high", "thinking": True}
     thinking = option.replace("template_kwargs", "thinking")
     status, _, errors = run(
-        command, *REQUIRED[command], f"--{thinking}", "true", f"--{option}", "{enable_thinking: false}"
+        command,
+        *REQUIRED[command],
+        f"--{thinking}",
+        "true",
+        f"--{option}",
+        "{enable_thinking: false}",
     )
     assert status == 2
     assert "thinking True and template_kwargs enable_thinking False contradict each other" in errors
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
 def test_the_configs_that_are_shipped_are_valid(path):
-    config = options(ServedTrainConfig, "train", "", ["--config", str(path), "--data.sources", "[conversations.jsonl]"])
+    config = options(
+        ServedTrainConfig,
+        "train",
+        "",
+        ["--config", str(path), "--data.sources", "[conversations.jsonl]"],
+    )
     kind = config.head["type"]
     assert path.stem.rpartition("-")[2].startswith(kind)
     head_config(kind, {name: value for name, value in config.head.items() if name != "type"})
@@ -360,7 +413,11 @@ def test_an_unknown_option_is_answered_in_three_lines(run, command):
         (["train", "--lr", "1e-3"], "--lr", "--optim.lr"),
         (["train", "--loop.batchsize", "3"], "--loop.batchsize", "--loop.batch_size"),
         (["train", "--adapter", "{rnak: 8}"], "adapter.rnak", "--adapter.rank"),
-        (["generate", "--temprature", "1", "--topk", "4"], "--temprature, --topk", "--temperature, --top_k"),
+        (
+            ["generate", "--temprature", "1", "--topk", "4"],
+            "--temprature, --topk",
+            "--temperature, --top_k",
+        ),
     ],
 )
 def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, nearest):
@@ -371,45 +428,68 @@ def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, n
 
 
 def test_help_and_refusals_import_no_torch():
-    """Nor does the parser, which would run the imports for type checkers if it were left to resolve the types."""
+    """Nor does the parser, which would run the imports for type checkers if it were left to resolve
+    the types."""
     code = (
-        "import contextlib, sys\n"
-        "from headstart.scripts import __main__ as entry\n"
-        "for command in entry.COMMANDS:\n"
-        "    for arguments in (['--colour', 'red'], ['--config', '/no/such.yaml'], ['--help']):\n"
-        "        if (command, arguments) == ('train', ['--help']):\n"
-        "            continue  # it lists the options of every head\n"
-        "        sys.argv = ['headstart', command, *arguments]\n"
-        "        with contextlib.suppress(SystemExit):\n"
-        "            entry.main()\n"
-        "        loaded = {'torch', 'transformers', 'headstart.heads', 'headstart.inference'} & set(sys.modules)\n"
-        "        assert not loaded, (command, arguments, loaded)\n"
+        "import contextlib, sys\nfrom headstart.scripts import __main__ as entry\nfor command in"
+        " entry.COMMANDS:\n    for arguments in (['--colour', 'red'], ['--config',"
+        " '/no/such.yaml'], ['--help']):\n        if (command, arguments) == ('train',"
+        " ['--help']):\n            continue  # it lists the options of every head\n       "
+        " sys.argv = ['headstart', command, *arguments]\n        with"
+        " contextlib.suppress(SystemExit):\n            entry.main()\n        loaded = {'torch',"
+        " 'transformers', 'headstart.heads', 'headstart.inference'} & set(sys.modules)\n       "
+        " assert not loaded, (command, arguments, loaded)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("text", "name"), [("colour: red", "colour"), ("optim: {rate: 1}", "rate")])
+@pytest.mark.parametrize(
+    ("text", "name"), [("colour: red", "colour"), ("optim: {rate: 1}", "rate")]
+)
 def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
     (tmp_path / "options.yaml").write_text(text)
     status, _, errors = run("train", *REQUIRED["train"], "--config", str(tmp_path / "options.yaml"))
     first, _, third = errors.splitlines()
-    assert status == 2 and first.startswith("error: unknown option ") and name in first and "--help" in third
+    assert (
+        status == 2
+        and first.startswith("error: unknown option ")
+        and name in first
+        and "--help" in third
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["train"], ["'target' is required"]),
-        (["train", *REQUIRED["train"], "--loop.batch_size", "0"], ["loop.batch_size", "at least 1", "0"]),
-        (["data", *REQUIRED["data"], "--min_distinct", "2"], ["min_distinct", "between 0 and 1", "2"]),
+        (
+            ["train", *REQUIRED["train"], "--loop.batch_size", "0"],
+            ["loop.batch_size", "at least 1", "0"],
+        ),
+        (
+            ["data", *REQUIRED["data"], "--min_distinct", "2"],
+            ["min_distinct", "between 0 and 1", "2"],
+        ),
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
         (["bench", "--target", "t", "--prompts", "[p.jsonl]"], ["a head or a drafter is required"]),
-        (["certify", *REQUIRED["certify"], "--server", "http://u:secret@h/v1"], ["a server needs both its URL"]),
-        (["certify", *REQUIRED["certify"], "--server", "u:secret@h:80", "--model", "m"], ["server must be a URL"]),
-        (["train", *REQUIRED["train"], "--adapter.rank", "-1"], ["adapter", "a rank of at least 0", "not -1"]),
-        (["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"], ["adapter", "optim.name adamw"]),
+        (
+            ["certify", *REQUIRED["certify"], "--server", "http://u:secret@h/v1"],
+            ["a server needs both its URL"],
+        ),
+        (
+            ["certify", *REQUIRED["certify"], "--server", "u:secret@h:80", "--model", "m"],
+            ["server must be a URL"],
+        ),
+        (
+            ["train", *REQUIRED["train"], "--adapter.rank", "-1"],
+            ["adapter", "a rank of at least 0", "not -1"],
+        ),
+        (
+            ["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"],
+            ["adapter", "optim.name adamw"],
+        ),
     ],
 )
 def test_a_mistake_is_answered_with_one_line_and_status_2(run, arguments, words):
@@ -425,7 +505,10 @@ def test_a_mistake_is_answered_with_one_line_and_status_2(run, arguments, words)
         (["generate", "--target", "/no/such/target", "--prompt", "hi"], "'/no/such/target'"),
         (["bench", *REQUIRED["bench"]], "p.jsonl"),
         (["tree", *REQUIRED["tree"]], "p.jsonl"),
-        (["data", "--target", "package:no_such_package", "--output", "{tmp}/o.jsonl"], "no_such_package"),
+        (
+            ["data", "--target", "package:no_such_package", "--output", "{tmp}/o.jsonl"],
+            "no_such_package",
+        ),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(run, tmp_path, arguments, word):
@@ -467,7 +550,9 @@ def train_arguments(target_folder, conversations_file, tmp_path):
     ]
 
 
-def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, conversations_file, tmp_path):
+def test_an_unknown_head_is_answered_with_the_known_ones(
+    run, target_folder, conversations_file, tmp_path
+):
     arguments = train_arguments(target_folder, conversations_file, tmp_path)
     status, _, errors = run("train", *arguments, "--head.type", "medsua")
     assert status == 2
@@ -478,7 +563,10 @@ def test_an_unknown_head_is_answered_with_the_known_ones(run, target_folder, con
     ("options", "words"),
     [
         (["--head.num_hedas", "3"], ["unknown medusa head option 'num_hedas'", "num_heads"]),
-        (["--head.type", "hydra", "--head.depth", "3"], ["unknown hydra head option 'depth'", "prefix_layer"]),
+        (
+            ["--head.type", "hydra", "--head.depth", "3"],
+            ["unknown hydra head option 'depth'", "prefix_layer"],
+        ),
         (["--head.num_heads", "three"], ["medusa head option 'num_heads'", "'three'"]),
         (["--objective.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
         (["--objective.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
@@ -506,20 +594,40 @@ def test_a_stop_ends_a_command_with_status_0(run, monkeypatch):
 
 
 def test_train_then_tree_then_generate_then_bench(run, target_folder, conversations_file, tmp_path):
-    small = ["--loop.max_steps", "3", "--loop.batch_size", "4", "--eval.prompts", "2", "--eval.new_tokens", "4"]
+    small = [
+        "--loop.max_steps",
+        "3",
+        "--loop.batch_size",
+        "4",
+        "--eval.prompts",
+        "2",
+        "--eval.new_tokens",
+        "4",
+    ]
     arguments = [*train_arguments(target_folder, conversations_file, tmp_path), *small]
     status, shown, errors = run("train", *arguments, "--head", '{"type": "medusa", "num_heads": 2}')
     assert status == 0, errors
     assert "acceptance length" in shown
-    used = ["--target", str(target_folder), "--head", str(tmp_path / "run" / "last"), "--dtype", "float32"]
+    used = [
+        "--target",
+        str(target_folder),
+        "--head",
+        str(tmp_path / "run" / "last"),
+        "--dtype",
+        "float32",
+    ]
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["count to 3"]}\n{"prompt": "count to 5"}\n')
-    status, shown, errors = run("tree", *used, "--prompts", str(prompts), "--max_new_tokens", "6", "--nodes", "4")
+    status, shown, errors = run(
+        "tree", *used, "--prompts", str(prompts), "--max_new_tokens", "6", "--nodes", "4"
+    )
     assert status == 0, errors
     assert "expected tokens/s" in shown and f"tree is saved in {used[3]}" in shown
 
-    status, shown, errors = run("generate", *used, "--prompt", "count to 4", "--max_new_tokens", "12")
+    status, shown, errors = run(
+        "generate", *used, "--prompt", "count to 4", "--max_new_tokens", "12"
+    )
     assert status == 0, errors
     assert "tokens/s" in shown and "acceptance rate by depth" in shown
     assert re.search(r"rounds( \(\d+ without drafts\))?, acceptance length", shown)
@@ -533,7 +641,16 @@ def test_train_then_tree_then_generate_then_bench(run, target_folder, conversati
 
 
 def test_generate_streams_what_stock_generate_writes(run, target_folder, head_folder, tokenizer):
-    used = ["--target", str(target_folder), "--dtype", "float32", "--prompt", "hello", "--max_new_tokens", "20"]
+    used = [
+        "--target",
+        str(target_folder),
+        "--dtype",
+        "float32",
+        "--prompt",
+        "hello",
+        "--max_new_tokens",
+        "20",
+    ]
     status, shown, errors = run("generate", *used, "--head", head_folder, "--compare", "true")
     assert status == 0, errors
     target = Target.from_pretrained(target_folder, torch.float32)
@@ -541,7 +658,9 @@ def test_generate_streams_what_stock_generate_writes(run, target_folder, head_fo
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
     )
     prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    written = target.model.generate(prompt, max_new_tokens=20, do_sample=False)[0, prompt.shape[1] :]
+    written = target.model.generate(prompt, max_new_tokens=20, do_sample=False)[
+        0, prompt.shape[1] :
+    ]
     answered = tokenizer.decode(written, skip_special_tokens=True)
     assert shown.count(answered.strip()) == 2  # both sides
     rates, equal = shown.splitlines()[-2:]
@@ -550,7 +669,15 @@ def test_generate_streams_what_stock_generate_writes(run, target_folder, head_fo
 
 def test_generate_of_no_tokens_says_nothing(run, target_folder):
     status, shown, errors = run(
-        "generate", "--target", str(target_folder), "--prompt", "hi", "--max_new_tokens", "0", "--dtype", "float32"
+        "generate",
+        "--target",
+        str(target_folder),
+        "--prompt",
+        "hi",
+        "--max_new_tokens",
+        "0",
+        "--dtype",
+        "float32",
     )
     assert status == 0, errors
     assert "acceptance" not in shown
@@ -561,6 +688,8 @@ def test_commands_run_as_a_module_and_as_files(way):
     """`accelerate launch scripts/train.py` runs the file."""
     file = importlib.import_module("headstart.scripts.train").__file__
     start = ["-m", "headstart.scripts", "train"] if way == "module" else [file]
-    done = subprocess.run([sys.executable, *start, "--loop.keep", "0"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *start, "--loop.keep", "0"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     assert done.stderr == "error: option 'target' is required and was not given\n"

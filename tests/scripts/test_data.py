@@ -14,7 +14,9 @@ from headstart.train.data import self_made
 
 def test_metrics_are_served_by_option(monkeypatch, tmp_path):
     ports, serve = [], Monitor.serve
-    monkeypatch.setattr(Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1])
+    monkeypatch.setattr(
+        Monitor, "serve", lambda self, *args: ports.append(serve(self, *args)) or ports[-1]
+    )
     made = []
     monkeypatch.setattr(self_made, "make_conversations", lambda *given: made.append(given))
     given = ["--target", "some/model", "--output", str(tmp_path / "made.jsonl"), "--seed", "3"]
@@ -24,9 +26,18 @@ def test_metrics_are_served_by_option(monkeypatch, tmp_path):
     assert type(config) is SelfMadeConfig and config == same and config.seed == 3
     assert not list(none) and isinstance(monitor, Monitor)
     with urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/metrics") as response:
-        assert 'headstart_generations_total{drafter="",head="",model="some/model"} 0.0' in response.read().decode()
+        assert (
+            'headstart_generations_total{drafter="",head="",model="some/model"} 0.0'
+            in response.read().decode()
+        )
 
 
 def test_a_servers_metrics_are_its_own():
     with pytest.raises(ValueError, match="metrics_port is for the model in this process"):
-        data.DataCommand(target="x", output="y", server="http://localhost:8000/v1", prompts="p.jsonl", metrics_port=0)
+        data.DataCommand(
+            target="x",
+            output="y",
+            server="http://localhost:8000/v1",
+            prompts="p.jsonl",
+            metrics_port=0,
+        )

@@ -1,4 +1,5 @@
-"""Encoder-decoders from the command line: the text goes to the encoder, what is counted is what the decoder writes."""
+"""Encoder-decoders from the command line: the text goes to the encoder, what is counted is what the
+decoder writes."""
 
 from __future__ import annotations
 
@@ -6,18 +7,38 @@ import json
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from headstart.scripts.bench import BenchConfig, benchmark
 from headstart.scripts.command_line import SpeculativeOptions
 from headstart.scripts.generate import GenerateConfig, stream_answer
 
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64}
 MODELS = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=258, **T5)),
-    "bart": lambda: BartForConditionalGeneration(BartConfig(vocab_size=258, **BART, decoder_start_token_id=2)),
+    "bart": lambda: BartForConditionalGeneration(
+        BartConfig(vocab_size=258, **BART, decoder_start_token_id=2)
+    ),
 }
 
 
@@ -38,7 +59,11 @@ def folder(request, tools, tmp_path):
 
 def test_generate_answers_a_text(folder, capsys):
     config = GenerateConfig(
-        target=str(folder), prompt="translate: a b a b", drafter="prompt-lookup", compare=True, max_new_tokens=12
+        target=str(folder),
+        prompt="translate: a b a b",
+        drafter="prompt-lookup",
+        compare=True,
+        max_new_tokens=12,
     )
     rates = stream_answer(config)
     assert set(rates) == {"generate", "headstart"} and min(rates.values()) > 0
@@ -48,10 +73,14 @@ def test_generate_answers_a_text(folder, capsys):
 
 def test_bench_counts_what_the_decoder_writes(folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("one two one two", "three")]
+    rows = [
+        {"messages": [{"role": "user", "content": text}]} for text in ("one two one two", "three")
+    ]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     report = benchmark(
-        BenchConfig(target=str(folder), prompts=[str(prompts)], drafter="prompt-lookup", max_new_tokens=9)
+        BenchConfig(
+            target=str(folder), prompts=[str(prompts)], drafter="prompt-lookup", max_new_tokens=9
+        )
     )
     assert report["total"]["identical"] == 2
     assert report["total"]["prompts"] == 2
@@ -62,13 +91,16 @@ def test_what_does_not_fit_an_encoder_is_refused(folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "one"}]
     prompts.write_text(json.dumps({"messages": messages}))
-    config = BenchConfig(target=str(folder), prompts=[str(prompts)], drafter="prompt-lookup", max_new_tokens=9)
+    config = BenchConfig(
+        target=str(folder), prompts=[str(prompts)], drafter="prompt-lookup", max_new_tokens=9
+    )
     with pytest.raises(ValueError, match="reads one text; a prompt of 2 messages was given"):
         benchmark(config)
 
 
 def test_commands_for_conversations_name_those_that_take_it(folder):
     with pytest.raises(
-        ValueError, match="is an encoder-decoder, which `headstart generate` and `headstart bench` take"
+        ValueError,
+        match="is an encoder-decoder, which `headstart generate` and `headstart bench` take",
     ):
         SpeculativeOptions(target=str(folder), drafter="prompt-lookup").load()

@@ -50,15 +50,22 @@ def written(taught, folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "project"), [("eagle", "safeailab"), ("eagle3", "speculators"), ("medusa", "fasterdecoding")]
+    ("kind", "project"),
+    [("eagle", "safeailab"), ("eagle3", "speculators"), ("medusa", "fasterdecoding")],
 )
-def test_what_is_exported_and_imported_decodes_as_before(taught, made, kind, project, tmp_path, capsys):
+def test_what_is_exported_and_imported_decodes_as_before(
+    taught, made, kind, project, tmp_path, capsys
+):
     head, folder = made(kind)
     export_foreign(ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out")))
-    import_foreign(ImportConfig(head=str(tmp_path / "out"), target=str(taught), output=str(tmp_path / "back")))
+    import_foreign(
+        ImportConfig(head=str(tmp_path / "out"), target=str(taught), output=str(tmp_path / "back"))
+    )
     assert "headstart verify" in capsys.readouterr().out
     back, _ = load_head(tmp_path / "back")
-    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
+    assert all(
+        torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items()
+    )
     before, after = written(taught, folder), written(taught, tmp_path / "back")
     assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
     assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
@@ -71,27 +78,45 @@ def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
     assert "a model of" in capsys.readouterr().out
     settings = {"max_new_tokens": 24, "do_sample": False}
     ids = torch.tensor([[65, 66, 67, 68]])
-    as_head = SpeculativeLM.from_pretrained(str(taught), str(folder), torch.float32, tree="chain:3", fallback=False)
+    as_head = SpeculativeLM.from_pretrained(
+        str(taught), str(folder), torch.float32, tree="chain:3", fallback=False
+    )
     as_model = SpeculativeLM.from_pretrained(
-        str(taught), dtype=torch.float32, tree="chain:3", drafter=f"model:{tmp_path / 'model'}", fallback=False
+        str(taught),
+        dtype=torch.float32,
+        tree="chain:3",
+        drafter=f"model:{tmp_path / 'model'}",
+        fallback=False,
     )
     one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
     assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows
     assert one.stats.acceptance_length > 1
     _, folder = made("medusa")
-    with pytest.raises(ValueError, match="holds a MedusaHead, which reads its target's features: no model"):
+    with pytest.raises(
+        ValueError, match="holds a MedusaHead, which reads its target's features: no model"
+    ):
         export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "other")))
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
     _, folder = made("medusa")
     monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
-    push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"))
+    push_head(
+        PushConfig(
+            run=str(folder), repo="me/head", dry_run=True, base_model="org/base", license="mit"
+        )
+    )
     said = capsys.readouterr().out
-    assert "model.safetensors" in said and "base_model: org/base" in said and "nothing was uploaded" in said
+    assert (
+        "model.safetensors" in said
+        and "base_model: org/base" in said
+        and "nothing was uploaded" in said
+    )
 
 
-def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(taught, made, monkeypatch, tmp_path):
+def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(
+    taught, made, monkeypatch, tmp_path
+):
     _, folder = made("medusa", lm_head="shared")
     (tmp_path / "run").mkdir()
     folder.rename(tmp_path / "run" / "best")
@@ -113,10 +138,14 @@ def test_mistakes_are_told(taught, made, tmp_path):
     with pytest.raises(ValueError, match="no run and no head at 'nowhere'"):
         push_head(PushConfig(run="nowhere", repo="me/head"))
     with pytest.raises(ValueError, match="was written by headstart: it needs no import"):
-        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+        import_foreign(
+            ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back"))
+        )
     with pytest.raises(ValueError, match="unknown project 'medusa'; choose from speculators, "):
         export_foreign(ExportConfig(head=str(folder), to="medusa", output=str(tmp_path / "out")))
-    with pytest.raises(ValueError, match=r"llama\.cpp's own convert_hf_to_gguf\.py reads a head's folder as it is"):
+    with pytest.raises(
+        ValueError, match=r"llama\.cpp's own convert_hf_to_gguf\.py reads a head's folder as it is"
+    ):
         export_foreign(ExportConfig(head=str(folder), to="gguf", output=str(tmp_path / "out")))
     _, last = made("eagle3", feature_layers=[-1])
     with pytest.raises(ValueError, match="speculators has no feature layer -1"):
@@ -126,12 +155,18 @@ def test_mistakes_are_told(taught, made, tmp_path):
     del config["headstart"]
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 5}))
     with pytest.raises(ValueError, match=r"hidden_size is 5, and .* in the target"):
-        import_foreign(ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back")))
+        import_foreign(
+            ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back"))
+        )
     assert not (tmp_path / "back").exists() and not (tmp_path / "out").exists()
 
 
-def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(taught, tmp_path, monkeypatch):
-    AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(tmp_path / "rounded")
+def test_what_is_written_of_a_target_does_not_depend_on_what_is_fast_here(
+    taught, tmp_path, monkeypatch
+):
+    AutoModelForCausalLM.from_pretrained(taught, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "rounded"
+    )
     monkeypatch.setattr(dtypes, "against_float32", lambda dtype: 3.0)
     assert Target.from_pretrained(tmp_path / "rounded", device_map="cpu").dtype == torch.float32
     assert original_target(str(tmp_path / "rounded")).dtype == torch.bfloat16
@@ -148,7 +183,9 @@ def test_a_push_names_what_it_leaves_out(made, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["import", "speculators", "model"])
-def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(command, taught, made, tmp_path):
+def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(
+    command, taught, made, tmp_path
+):
     _, folder = made("cut" if command == "model" else "eagle3")
     output = tmp_path / "documents"
     (output / "thesis").mkdir(parents=True)
@@ -156,10 +193,15 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(command
     (output / "config.json").write_text("{}")
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     if command == "import":
-        work, config = import_foreign, ImportConfig(head="nowhere", target="nowhere", output=str(output))
+        work, config = (
+            import_foreign,
+            ImportConfig(head="nowhere", target="nowhere", output=str(output)),
+        )
     else:
         work, config = export_foreign, ExportConfig(str(folder), command, str(output), str(taught))
-    with pytest.raises(ValueError, match=r"documents holds files that are not those of .*config\.json"):
+    with pytest.raises(
+        ValueError, match=r"documents holds files that are not those of .*config\.json"
+    ):
         work(config)
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
 

@@ -1,4 +1,5 @@
-"""`headstart tree`: acceptance as it is, a tree that is used from then on, and weights that stay as they are."""
+"""`headstart tree`: acceptance as it is, a tree that is used from then on, and weights that stay as
+they are."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import torch
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
-from headstart.inference import DynamicShape, SpeculativeLM, Target, TreeShape, load_tokenizer, tree_policy
+from headstart.inference import (
+    DynamicShape,
+    SpeculativeLM,
+    Target,
+    TreeShape,
+    load_tokenizer,
+    tree_policy,
+)
 from headstart.inference.drafters import costs as tuning_costs
 from headstart.inference.drafters.acceptance import Answered, accuracy_by_rank, dynamic_lengths
 from headstart.inference.drafters.adaptive import candidate_trees
@@ -49,7 +57,9 @@ def head(trained_head, tmp_path):
 @pytest.fixture
 def config(taught, head, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8")
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8"
+    )
     return TreeConfig(
         target=str(taught),
         head=str(head),
@@ -67,21 +77,27 @@ def changed(config, **changes):
 
 def drafted_with(taught, head):
     """The policy that a head gets if nobody asks for one."""
-    drafter = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=False, fallback=False).drafter
+    drafter = SpeculativeLM.from_pretrained(
+        taught, head, torch.float32, compile=False, fallback=False
+    ).drafter
     if isinstance(drafter, StaticTree):
         return drafter.shape
     assert isinstance(drafter, DynamicTree)
     return DynamicShape(drafter.max_nodes, drafter.depth, drafter.width)
 
 
-def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(config, head, taught):
+def test_the_accuracies_are_the_teacher_forced_ones_of_the_targets_own_answers(
+    config, head, taught
+):
     calibrate(changed(config, nodes=5))
     target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
     examples = []
     for messages in read_prompts(config.prompts[0], 5):
         ids = prompt_ids(tokenizer, messages)
         stock = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
-        examples.append(Example(stock, [False] * ids.shape[1] + [True] * (len(stock) - ids.shape[1])))
+        examples.append(
+            Example(stock, [False] * ids.shape[1] + [True] * (len(stock) - ids.shape[1]))
+        )
     loaded, metadata = load_head(head)
     _, accuracy = teacher_forced(target, loaded, examples)
     found = metadata.measured["calibration"]
@@ -98,14 +114,17 @@ def rated(monkeypatch, fastest):
         found = original(*given)
         for policy, stats in found.items():
             length = stats.acceptance_length
-            stats.seconds = {"target": stats.rounds * length / (2.0 if isinstance(policy, fastest) else 1.0)}
+            stats.seconds = {
+                "target": stats.rounds * length / (2.0 if isinstance(policy, fastest) else 1.0)
+            }
         return found
 
     monkeypatch.setattr(module, "_decode_with", answered)
 
 
 def test_drafts_are_timed_through_the_lm_head_of_the_engine(config, taught, monkeypatch):
-    """With CPU kernels it is a faster one than the model's own, and it drafts wherever else heads draft."""
+    """With CPU kernels it is a faster one than the model's own, and it drafts wherever else heads
+    draft."""
     target = Target.from_pretrained(taught, torch.float32)
     head = build_head("eagle", {"depth": 2}, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
@@ -125,7 +144,9 @@ def test_drafts_are_timed_through_the_lm_head_of_the_engine(config, taught, monk
 
 
 @pytest.mark.parametrize("fastest", [TreeShape, DynamicShape])
-def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, head, taught, monkeypatch, fastest):
+def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(
+    config, head, taught, monkeypatch, fastest
+):
     rated(monkeypatch, fastest)
     policy = calibrate(changed(config, nodes=5))
     _, metadata = load_head(head)
@@ -133,21 +154,30 @@ def test_the_better_tree_is_saved_and_used_wherever_the_tree_is_auto(config, hea
     assert isinstance(policy, fastest) and 2 <= policy.size <= 5  # which of them, the clock decides
     calibration = metadata.measured["calibration"]
     assert calibration["speedup"] == pytest.approx(2.0) and calibration["expected_speedup"] > 0
-    assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(encoding="utf-8")
+    assert "The faster of them: 2.00 times plain decoding" in (head / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_measured_acceptance_is_that_of_both_trees(config, head, taught, monkeypatch):
     tried, original = {}, module._decode_with
 
     def noted(target, head, policies, *rest):
-        tried.update({"static" if isinstance(policy, TreeShape) else "dynamic": policy for policy in policies[1:]})
+        tried.update(
+            {
+                "static" if isinstance(policy, TreeShape) else "dynamic": policy
+                for policy in policies[1:]
+            }
+        )
         return original(target, head, policies, *rest)
 
     monkeypatch.setattr(module, "_decode_with", noted)
     calibrate(changed(config, nodes=5))
     found = load_head(head)[1].measured["calibration"]
     target, tokenizer = Target.from_pretrained(taught, torch.float32), load_tokenizer(taught)
-    prompts = [prompt_ids(tokenizer, messages)[0] for messages in read_prompts(config.prompts[0], 5)]
+    prompts = [
+        prompt_ids(tokenizer, messages)[0] for messages in read_prompts(config.prompts[0], 5)
+    ]
     loaded = load_head(head)[0].eval()
     assert tried["static"] in {best_static_tree(found["accuracy"][:depth], 5) for depth in (1, 2)}
     for name, policy in tried.items():
@@ -161,17 +191,24 @@ def test_only_the_tree_and_its_figures_change(config, head, trained_head):
         calibrate(changed(config, nodes=5))
         names = {path.name for path in head.iterdir()}
         assert names == {path.name for path in trained_head.iterdir()}
-        assert (head / "model.safetensors").read_bytes() == (trained_head / "model.safetensors").read_bytes()
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (trained_head, head))
+        assert (head / "model.safetensors").read_bytes() == (
+            trained_head / "model.safetensors"
+        ).read_bytes()
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (trained_head, head)
+    )
     assert after["headstart"].pop("tree")
     after["headstart"]["measured"].pop("calibration")
-    assert [*after["headstart"]["measured"].pop("fastest")] == [machine_key(torch.device("cpu"), False)]
+    assert [*after["headstart"]["measured"].pop("fastest")] == [
+        machine_key(torch.device("cpu"), False)
+    ]
     before["headstart"].pop("tree")
     assert after == before
 
 
 def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config, monkeypatch):
-    """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more slowly."""
+    """Made-up times: a target that reads 6 nodes as quickly as one, and more of them more
+    slowly."""
     forward = {size: 1.0 if size <= 6 else float(size) for size in module.SIZES}
     costs = RoundCosts(forward, draft=0.0, rest=0.1, plain_step=1.0)
     monkeypatch.setattr(tuning_costs, "costs_of_rounds", lambda *_: costs)
@@ -180,7 +217,8 @@ def test_without_a_size_the_one_with_the_most_tokens_per_second_is_taken(config,
 
 
 def test_costs_are_those_of_the_parts(taught, monkeypatch):
-    """Forwards as many times a plain step's as alone; drafts by their depth and by what they expand."""
+    """Forwards as many times a plain step's as alone; drafts by their depth and by what they
+    expand."""
     target = Target.from_pretrained(taught, torch.float32)
     head = MedusaHead(MedusaConfig(num_heads=6), target.info)
     shallow, deep, wide = timed_trees(head)
@@ -191,7 +229,8 @@ def test_costs_are_those_of_the_parts(taught, monkeypatch):
     monkeypatch.setattr(tuning_costs, "forward_seconds", lambda *_: {1: 0.1, 2: 0.2, 5: 0.5})
     costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (2, 5))
     assert (costs.draft, costs.node) == pytest.approx((0.25, 0.125))
-    assert costs.rest == 0.5 + 0.75 and costs.plain == 3.75  # what no depth or node adds, and the rest of a round
+    # what no depth or node adds, and the rest of a round
+    assert costs.rest == 0.5 + 0.75 and costs.plain == 3.75
     assert costs.forward == pytest.approx({1: 3.0, 2: 6.0, 5: 15.0})
     chain = TreeShape.chain(2)  # of 3 nodes, between two sizes
     assert costs.rate(chain, 7.0) == pytest.approx(7.0 / (9.0 + 2 * 0.25 + 2 * 0.125 + 1.25))
@@ -207,20 +246,25 @@ def test_where_rounds_are_replayed_costs_are_those_of_whole_rounds(taught, monke
     monkeypatch.setattr(target.engine.runner, "replays", True)
     head = MedusaHead(MedusaConfig(num_heads=6), target.info)
     forward = {1: 4.0, 2: 4.0, 3: 4.25, 5: 4.5, 8: 5.0}
-    monkeypatch.setattr(tuning_costs, "forward_seconds", lambda *given: {size: forward[size] for size in given[2]})
+    monkeypatch.setattr(
+        tuning_costs, "forward_seconds", lambda *given: {size: forward[size] for size in given[2]}
+    )
     timed = {None: replayed(6.0)}
     trees = timed_trees(head)
     for tree in trees:
         timed[tree] = replayed(forward[tree.size] + 1.5 + 0.25 * tree.depth + 0.125 * tree.expanded)
     costs = costs_of_rounds(target, head, timed, torch.arange(9)[None], (2, 5))
-    assert (costs.draft, costs.node, costs.rest, costs.plain) == pytest.approx((0.25, 0.125, 1.5, 6.0))
+    assert (costs.draft, costs.node, costs.rest, costs.plain) == pytest.approx(
+        (0.25, 0.125, 1.5, 6.0)
+    )
     for tree in trees:
         measured = timed[tree].round_seconds[-1]
         assert costs.seconds(tree.size, tree.depth, tree.expanded) == pytest.approx(measured)
 
 
 def replayed(seconds):
-    """Rounds of which the first compile and record; launches take little, and the wait is the host's part."""
+    """Rounds of which the first compile and record; launches take little, and the wait is the
+    host's part."""
     rounds = [90.0, 30.0, *[seconds] * 7]
     parts = {"draft": 0.1 * sum(rounds), "target": 0.1 * sum(rounds), "host": 0.8 * sum(rounds)}
     return Stats([[RoundRecord(1, 1)] * len(rounds)], seconds=parts, round_seconds=rounds)
@@ -245,7 +289,8 @@ def test_a_head_of_one_depth_has_costs(taught):
 
 @pytest.mark.parametrize("width", [2, 3])
 def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_head, taught, width):
-    """Every size and depth by itself, against the one pass over two answers that knows all of them."""
+    """Every size and depth by itself, against the one pass over two answers that knows all of
+    them."""
     target = Target.from_pretrained(taught, torch.float32)
     head = load_head(trained_head, target.info)[0].eval()
     answers, asked = [], []
@@ -257,8 +302,12 @@ def test_the_lengths_of_dynamic_trees_are_those_of_decoding_with_each(trained_he
     sizes = (2, 3, 5, 8)
     found = dynamic_lengths(target, head, width, answers, sizes)
     for size, depth in itertools.product(sizes, range(1, head.max_depth + 1)):
-        lm = SpeculativeLM(target, DynamicTree(head, DynamicShape(size, depth, width), target.modules))
-        really = Stats.merged(lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked)
+        lm = SpeculativeLM(
+            target, DynamicTree(head, DynamicShape(size, depth, width), target.modules)
+        )
+        really = Stats.merged(
+            lm.generate(ids, max_new_tokens=12, do_sample=False).stats for ids in asked
+        )
         assert found[size, depth] == pytest.approx(really.acceptance_length), (size, depth)
     assert len(set(found.values())) > 2
 
@@ -274,16 +323,27 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     here = drafted_with(taught, head)
     save_tree(head, "chain:1", {}, machine_key(torch.device("cpu"), compiled=True))
     assert drafted_with(taught, head) == here  # the one that was found without compiling
-    compiled = SpeculativeLM.from_pretrained(taught, head, torch.float32, compile=True, fallback=False)
+    compiled = SpeculativeLM.from_pretrained(
+        taught, head, torch.float32, compile=True, fallback=False
+    )
     assert compiled.drafter.max_nodes == 2
     save_tree(head, "chain:2", {}, "elsewhere")
     assert drafted_with(taught, head) == here
     settings = json.loads((head / "config.json").read_text())
-    settings["headstart"]["measured"]["fastest"].pop(machine_key(torch.device("cpu"), compiled=False))
+    settings["headstart"]["measured"]["fastest"].pop(
+        machine_key(torch.device("cpu"), compiled=False)
+    )
     (head / "config.json").write_text(json.dumps(settings))
     costs = RoundCosts.assumed(torch.device("cpu"))
-    found, offered = (drafted_with(taught, head), candidate_trees(load_head(head)[0], None, costs)[0])
-    assert isinstance(found, DynamicShape) and found.depth == offered.depth and found.size <= offered.size
+    found, offered = (
+        drafted_with(taught, head),
+        candidate_trees(load_head(head)[0], None, costs)[0],
+    )
+    assert (
+        isinstance(found, DynamicShape)
+        and found.depth == offered.depth
+        and found.size <= offered.size
+    )
 
 
 def refused_early(config, monkeypatch, words):
@@ -311,11 +371,17 @@ def test_a_folder_without_a_head_is_told_before_a_model_is_loaded(config, tmp_pa
 
 def test_a_file_without_prompts_is_named(config, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
-    refused_early(changed(config, prompts=[str(tmp_path / "empty.jsonl")]), monkeypatch, r"empty\.jsonl.*no prompts")
+    refused_early(
+        changed(config, prompts=[str(tmp_path / "empty.jsonl")]),
+        monkeypatch,
+        r"empty\.jsonl.*no prompts",
+    )
 
 
 def test_a_prompt_without_room_for_its_answer_is_named(config):
-    with pytest.raises(ValueError, match=r"prompts\.jsonl: prompt 1 has \d+ tokens, which with 1024 new ones"):
+    with pytest.raises(
+        ValueError, match=r"prompts\.jsonl: prompt 1 has \d+ tokens, which with 1024 new ones"
+    ):
         calibrate(changed(config, max_new_tokens=1024))
 
 
@@ -324,7 +390,11 @@ def test_answers_that_all_end_at_once_are_told(config, head, taught, tmp_path):
     target = Target.from_pretrained(taught, torch.float32)
     tokenizer = load_tokenizer(taught)
     messages = [{"role": "user", "content": "count to 3"}]
-    first = int(target.model.generate(prompt_ids(tokenizer, messages), max_new_tokens=1, do_sample=False)[0, -1])
+    first = int(
+        target.model.generate(prompt_ids(tokenizer, messages), max_new_tokens=1, do_sample=False)[
+            0, -1
+        ]
+    )
     path = tmp_path / "ends-at-once"
     shutil.copytree(taught, path)
     settings = json.loads((path / "generation_config.json").read_text())
@@ -356,9 +426,14 @@ def test_the_expected_length_is_that_over_all_outcomes(seed):
         assert expected_length(shape, accuracy) == pytest.approx(enumerated_length(shape, accuracy))
 
 
-@pytest.mark.parametrize(("shape", "length"), [([[0], [0, 0]], 3), ([[0], [1]], 2), ([[1], [1, 0], [1, 1]], 1)])
-def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one(tiny_target, shape, length):
-    """A target that says one token for ever, and heads that start as its LM head: the best guess is always right."""
+@pytest.mark.parametrize(
+    ("shape", "length"), [([[0], [0, 0]], 3), ([[0], [1]], 2), ([[1], [1, 0], [1, 1]], 1)]
+)
+def test_where_every_guess_is_right_or_wrong_the_expected_length_is_the_real_one(
+    tiny_target, shape, length
+):
+    """A target that says one token for ever, and heads that start as its LM head: the best guess is
+    always right."""
     target = tiny_target(vocab_size=24)
     target.model.lm_head.weight.data.zero_()
     target.model.lm_head.weight.data[7] = 3 * target.model.model.norm.weight.data

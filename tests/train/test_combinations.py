@@ -1,6 +1,8 @@
-"""Combinations of placement, features, start, engine and rows on two processes, by benchmarks/combinations.py.
+"""Combinations of placement, features, start, engine and rows on two processes, by
+benchmarks/combinations.py.
 
-The program launches the processes itself, gives every run a time limit, and compares its losses with one process.
+The program launches the processes itself, gives every run a time limit, and compares its losses
+with one process.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "combinations.py"
 
 def tried(*arguments):
     """The rows of the program's table, and its exit status."""
-    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert lines, done.stderr[-3000:]
     head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
@@ -30,7 +34,11 @@ def tried(*arguments):
 def test_two_processes_have_the_losses_of_one_where_only_some_need_the_target(engine):
     rows, status = tried("--engine", engine, "--runs", "2", "--seconds", "40")
     assert [row["losses"] for row in rows] == ["equal", "equal"] and status == 0, rows
-    assert (rows[0]["placement"], rows[0]["features"], rows[0]["start"]) == ("shard", "auto", "last")
+    assert (rows[0]["placement"], rows[0]["features"], rows[0]["start"]) == (
+        "shard",
+        "auto",
+        "last",
+    )
 
 
 def test_any_two_values_meet_in_a_run(monkeypatch):
@@ -56,7 +64,11 @@ def test_all_pairs_of_values_give_the_losses_of_one_process():
 @pytest.mark.slow
 def test_a_rank_that_does_not_ask_for_the_target_is_seen_with_the_places_where_the_others_wait():
     (row,), status = tried("--engine", "fsdp2", "--runs", "1", "--plant", "hang", "--seconds", "20")
-    assert status == 1 and "in any_process" in row["losses"] and "rank 1 stands at train/" in row["losses"], row
+    assert (
+        status == 1
+        and "in any_process" in row["losses"]
+        and "rank 1 stands at train/" in row["losses"]
+    ), row
 
 
 @pytest.mark.slow

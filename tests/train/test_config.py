@@ -21,7 +21,13 @@ from headstart.train.config import (
     TrainConfig,
 )
 
-GROUPS = {"data": DataConfig, "optim": OptimConfig, "loop": LoopConfig, "features": FeaturesConfig, "eval": EvalConfig}
+GROUPS = {
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "loop": LoopConfig,
+    "features": FeaturesConfig,
+    "eval": EvalConfig,
+}
 VALID = {
     TrainConfig: {"target": "t", "output": "o", "data.sources": ["d"]},
     SelfMadeConfig: {"target": "t", "output": "o"},
@@ -54,7 +60,8 @@ REFUSED = [
     (TrainConfig, "optim.clip", 0.0),
     (TrainConfig, "optim.warmup", 1.5),
     (TrainConfig, "eval.prompts", 0),
-    (TrainConfig, "eval.new_tokens", 1),  # the prefill's token alone: no round, no acceptance length
+    # the prefill's token alone: no round, no acceptance length
+    (TrainConfig, "eval.new_tokens", 1),
     (TrainConfig, "eval.conversations", 0),
     (TrainConfig, "eval.nodes", 1),
     (SelfMadeConfig, "target", ""),
@@ -94,7 +101,11 @@ def build(kind, **changes):
     options = VALID[kind] | changes
     flat = {name: value for name, value in options.items() if "." not in name}
     for group, group_kind in GROUPS.items() if kind is TrainConfig else ():
-        inside = {name.partition(".")[2]: value for name, value in options.items() if name.startswith(group + ".")}
+        inside = {
+            name.partition(".")[2]: value
+            for name, value in options.items()
+            if name.startswith(group + ".")
+        }
         flat[group] = group_kind(**inside)
     return kind(**flat)
 
@@ -106,12 +117,16 @@ def test_what_is_valid_is_taken_and_cannot_be_changed_afterwards(kind):
         setattr(config, dataclasses.fields(kind)[0].name, "other")
 
 
-@pytest.mark.parametrize(("kind", "option", "value"), REFUSED, ids=lambda x: getattr(x, "__name__", repr(x)))
+@pytest.mark.parametrize(
+    ("kind", "option", "value"), REFUSED, ids=lambda x: getattr(x, "__name__", repr(x))
+)
 def test_a_value_that_cannot_work_is_refused_by_name(kind, option, value):
     with pytest.raises(ValueError, match=rf"\b{re.escape(option)}\b") as error:
         build(kind, **{option: value})
     if value not in ("", []):
-        assert re.search(rf"(?<![\d.]){re.escape(str(value))}(?![\d.]*\d)", str(error.value)), str(error.value)
+        assert re.search(rf"(?<![\d.]){re.escape(str(value))}(?![\d.]*\d)", str(error.value)), str(
+            error.value
+        )
 
 
 def test_float32_arithmetic_on_a_rounded_target_is_refused():

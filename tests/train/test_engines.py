@@ -1,7 +1,8 @@
-"""Several processes over gloo: every engine, the same losses as one process, and which engine it was.
+"""Several processes over gloo: every engine, the same losses as one process, and which engine it
+was.
 
-A launch file of configs/accelerate runs unchanged but for the number of processes. A launch takes seconds before its
-first step, so one makes several runs (`launched.py`).
+A launch file of configs/accelerate runs unchanged but for the number of processes. A launch takes
+seconds before its first step, so one makes several runs (`launched.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ ROUNDED = 0.03
 
 @pytest.fixture(scope="module")
 def options(run_options, tmp_path_factory):
-    """A head that reads its own weights outside of its modules and feeds on its own outputs; rows of any length.
+    """A head that reads its own weights outside of its modules and feeds on its own outputs; rows
+    of any length.
 
     Its vocabulary is truncated, so it has buffers beside its weights.
     """
@@ -56,7 +58,9 @@ def options(run_options, tmp_path_factory):
     return dataclasses.replace(
         config,
         head={"type": "eagle3", "depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 8},
-        loop=dataclasses.replace(config.loop, batch_size=8, eval_every=0, save_every=15, timeout=1.0),
+        loop=dataclasses.replace(
+            config.loop, batch_size=8, eval_every=0, save_every=15, timeout=1.0
+        ),
         optim=OptimConfig(lr=3e-3),
     )
 
@@ -88,7 +92,10 @@ def alone_in_bfloat16(options, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
-        return {kind: train(dataclasses.replace(config, output=str(folder / kind))) for kind, config in kinds.items()}
+        return {
+            kind: train(dataclasses.replace(config, output=str(folder / kind)))
+            for kind, config in kinds.items()
+        }
 
 
 def written(config):
@@ -96,7 +103,9 @@ def written(config):
     folder = Path(config.output)
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -107,7 +116,14 @@ def launch(config, launch_file, processes=2, by="accelerate.commands.launch"):
 
 def started(launch_file, processes, *script, by="accelerate.commands.launch"):
     command = [sys.executable, "-m", by]
-    command += ["--config_file", str(launch_file), "--num_processes", str(processes), "--main_process_port", "0"]
+    command += [
+        "--config_file",
+        str(launch_file),
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        "0",
+    ]
     return subprocess.Popen(
         [*command, *script],
         cwd=ROOT,
@@ -131,19 +147,30 @@ class Launched:
 
 
 def launched(folder, word, processes, jobs):
-    """One launch that makes several runs: by name a config, and what `launched.py` does to the run."""
+    """One launch that makes several runs: by name a config, and what `launched.py` does to the
+    run."""
     given = []
     for name, (config, more) in jobs.items():
         config = dataclasses.replace(config, output=str(folder / name))
         given.append({"config": written(config), "report": str(folder / f"{name}.seen"), **more})
     (folder / "jobs.json").write_text(json.dumps(given))
-    process = started(f"configs/accelerate/{word}.yaml", processes, "tests/train/launched.py", folder / "jobs.json")
+    process = started(
+        f"configs/accelerate/{word}.yaml",
+        processes,
+        "tests/train/launched.py",
+        folder / "jobs.json",
+    )
     said = finished(process)
-    assert process.returncode == 0, "\n".join(line for line in said.splitlines() if not line.startswith("step "))
+    assert process.returncode == 0, "\n".join(
+        line for line in said.splitlines() if not line.startswith("step ")
+    )
     return {
         name: Launched(
             folder / name,
-            [json.loads((folder / f"{name}.seen.{rank}.json").read_text()) for rank in range(processes)],
+            [
+                json.loads((folder / f"{name}.seen.{rank}.json").read_text())
+                for rank in range(processes)
+            ],
             said,
         )
         for name in jobs
@@ -152,7 +179,10 @@ def launched(folder, word, processes, jobs):
 
 def workers(process):
     """The processes of a launch, which are in sessions of their own."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 def finished(process, seconds=240):
@@ -170,7 +200,9 @@ def finished(process, seconds=240):
 
 
 def losses(folder):
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {row["step"]: [*row["loss"], row["gradient_norm"]] for row in rows if "loss" in row}
 
 
@@ -182,11 +214,16 @@ def assert_same_curve(folder, other, apart=SAME):
 
 
 def evaluations(folder):
-    rows = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return [row for row in rows if "eval" in row]
 
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs"
+)
 LAUNCHES = [
     pytest.param(("ddp", "DDP", 2), id="DDP-2"),
     pytest.param(("ddp", "DDP", 4), id="DDP-4"),
@@ -199,10 +236,13 @@ LAUNCHES = [
 
 @pytest.fixture(scope="module", params=LAUNCHES)
 def several(request, options, tmp_path_factory):
-    """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an adapter."""
+    """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an
+    adapter."""
     word, engine, processes = request.param
     micro_batch = 2 if engine != "FSDP2" else None
-    config = dataclasses.replace(options, loop=dataclasses.replace(options.loop, micro_batch=micro_batch))
+    config = dataclasses.replace(
+        options, loop=dataclasses.replace(options.loop, micro_batch=micro_batch)
+    )
     jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
     if engine != "FSDP2" and processes == 2:
         jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
@@ -258,22 +298,32 @@ def stopped(options, tmp_path, wait_for, steps_logged):
     return run
 
 
-def test_stopped_on_two_processes_a_run_goes_on_alone_with_other_forwards_and_data_in_another_folder(
+def test_stopped_on_two_processes_a_run_goes_on_alone_with_its_data_in_another_folder(
     alone, stopped, capsys, tmp_path
 ):
     config, checkpoint = stopped("ddp")
-    moved = shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved") / Path(config.data.sources[0]).name
+    moved = (
+        shutil.copytree(Path(config.data.sources[0]).parent, tmp_path / "moved")
+        / Path(config.data.sources[0]).name
+    )
     data = dataclasses.replace(config.data, sources=[str(moved)])
-    train(dataclasses.replace(config, data=data, loop=dataclasses.replace(config.loop, micro_batch=4)))
+    train(
+        dataclasses.replace(config, data=data, loop=dataclasses.replace(config.loop, micro_batch=4))
+    )
     said = capsys.readouterr().out
-    assert f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place" in said
+    assert (
+        f"{checkpoint} was written by DDP on 2 processes: the data continues at the same place"
+        in said
+    )
     assert "with loop.micro_batch 4; before it was None" in said
     assert_same_curve(config.output, alone)
 
 
 def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone, stopped):
     config, checkpoint = stopped("fsdp2")
-    with pytest.raises(ValueError, match=f"{checkpoint} was written by FSDP2 on 2 processes.*init_from"):
+    with pytest.raises(
+        ValueError, match=f"{checkpoint} was written by FSDP2 on 2 processes.*init_from"
+    ):
         train(config)
     process = launch(config, "configs/accelerate/fsdp2.yaml", processes=4)
     assert "FSDP2; step " in finished(process) and process.returncode == 0
@@ -313,7 +363,9 @@ def contents(checkpoint):
 
 
 @pytest.mark.parametrize("word", ["ddp", "fsdp2"])
-def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_asked_for(options, tmp_path, word):
+def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_asked_for(
+    options, tmp_path, word
+):
     def saving(**more):
         loop = dataclasses.replace(options.loop, save_every=10, keep=5, **more)
         return dataclasses.replace(options, loop=loop)
@@ -324,15 +376,25 @@ def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_aske
         "broken": (saving(), {"broken_writer": ["1"]}),
     }
     runs = launched(tmp_path, word, 2, jobs)
-    assert checkpoints(runs["background"].folder) == ["step-00000010", "step-00000020", "step-00000030"]
+    assert checkpoints(runs["background"].folder) == [
+        "step-00000010",
+        "step-00000020",
+        "step-00000030",
+    ]
     for seen in runs["background"].seen:  # steps went on meanwhile, but for the last
-        assert seen["written_at"][0] > 10 and seen["written_at"][1] > 20 and seen["written_at"][2] == 30
+        assert (
+            seen["written_at"][0] > 10
+            and seen["written_at"][1] > 20
+            and seen["written_at"][2] == 30
+        )
     for name in checkpoints(runs["plain"].folder):
         theirs = contents(runs["plain"].folder / "checkpoints" / name)
         ours = contents(runs["background"].folder / "checkpoints" / name)
         assert ours.keys() == theirs.keys() and len(ours) >= 4
         for file in ours:
-            torch.testing.assert_close(as_tensors(ours[file]), as_tensors(theirs[file]), rtol=0, atol=0)
+            torch.testing.assert_close(
+                as_tensors(ours[file]), as_tensors(theirs[file]), rtol=0, atol=0
+            )
     for seen in runs["broken"].seen:
         assert "step-00000010 cannot be written: [Errno 28] No space left" in seen["ended"]
         assert 10 <= seen["progress"]["step"] < 20
@@ -363,7 +425,9 @@ def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_s
     assert process.returncode == 0 and "Traceback" not in said, said
     (checkpoint,) = checkpoints(config.output)
     step = int(checkpoint.removeprefix("step-"))
-    assert said.count(f"stopped at step {step} of {STEPS}; the same command resumes from there") == 1
+    assert (
+        said.count(f"stopped at step {step} of {STEPS}; the same command resumes from there") == 1
+    )
     assert said.count("stopping after this step") == 1
     train(config)
     assert_same_curve(config.output, alone)
@@ -389,7 +453,9 @@ def test_where_a_process_dies_the_others_say_that_the_same_command_resumes(
 
 
 def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options, tmp_path):
-    config = dataclasses.replace(options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon"))
+    config = dataclasses.replace(
+        options, output=str(tmp_path / "run"), optim=OptimConfig(name="muon")
+    )
     process = launch(config, "configs/accelerate/fsdp2.yaml", by="headstart.scripts.launch")
     said = finished(process, seconds=60)
     assert process.returncode == 2 and "Traceback" not in said
@@ -402,9 +468,21 @@ def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options,
 @pytest.mark.parametrize(
     ("engine", "change", "words"),
     [
-        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which ZeRO-2 shards; choose"),
-        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon needs whole matrices, which FSDP2 shards; choose"),
-        ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2 would shard the adapter inside the target; choose"),
+        (
+            "ZeRO-2",
+            {"optim": OptimConfig(name="muon")},
+            "Muon needs whole matrices, which ZeRO-2 shards; choose",
+        ),
+        (
+            "FSDP2",
+            {"optim": OptimConfig(name="muon")},
+            "Muon needs whole matrices, which FSDP2 shards; choose",
+        ),
+        (
+            "FSDP2",
+            {"adapter": AdapterConfig(rank=4)},
+            "FSDP2 would shard the adapter inside the target; choose",
+        ),
         ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
     ],
 )
@@ -418,13 +496,28 @@ def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, chan
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3, which does not fit the config's 2"),
-        ({"train_batch_size": 4}, "train_batch_size 4, which does not fit the config's 8; write 'auto'"),
+        (
+            {"gradient_accumulation_steps": 3},
+            "gradient_accumulation_steps 3, which does not fit the config's 2",
+        ),
+        (
+            {"train_batch_size": 4},
+            "train_batch_size 4, which does not fit the config's 8; write 'auto'",
+        ),
         ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, which does not fit the config's 1.0"),
-        ({"optimizer": {"type": "Adam"}}, "a section 'optimizer', which the config decides; remove it"),
+        (
+            {"optimizer": {"type": "Adam"}},
+            "a section 'optimizer', which the config decides; remove it",
+        ),
         ({"bf16": {"enabled": True}}, "a section 'bf16', which the config decides; remove it"),
-        ({"torch_autocast": {"enabled": True}}, "a section 'torch_autocast', which the config decides; remove it"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "has offload_optimizer, but a head is not"),
+        (
+            {"torch_autocast": {"enabled": True}},
+            "a section 'torch_autocast', which the config decides; remove it",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "has offload_optimizer, but a head is not",
+        ),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
@@ -436,20 +529,30 @@ def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given,
 
 def test_a_launch_file_of_another_precision_is_refused(options, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match=r"mixed_precision 'fp16', the config loop\.precision 'float32'"):
+    with pytest.raises(
+        ValueError, match=r"mixed_precision 'fp16', the config loop\.precision 'float32'"
+    ):
         train(options)
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"FSDP_VERSION": "1"}, "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2"),
+        (
+            {"FSDP_VERSION": "1"},
+            "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2",
+        ),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, "has fsdp_offload_params, but a head is not offloaded"),
         ({"WORLD_SIZE": "1"}, "asks for FSDP2, and one process has nothing to shard"),
     ],
 )
 def test_a_launch_file_of_another_fsdp_is_refused(options, monkeypatch, environment, words):
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "2", **environment}.items():
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "WORLD_SIZE": "2",
+        **environment,
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
         train(options)
@@ -467,7 +570,9 @@ def test_processes_that_read_different_data_are_refused():
     examples = [Example([1, 2, 3], [False, True, True]), Example([4, 5], [False, True])]
     processes = Two()
     processes.other = torch.tensor([0, 0])
-    with pytest.raises(ValueError, match="process 1 reads other data than process 0: 0 and 2 sequences"):
+    with pytest.raises(
+        ValueError, match="process 1 reads other data than process 0: 0 and 2 sequences"
+    ):
         check_same_everywhere(processes, examples)
     seen = []
     processes.gather = lambda own: seen.append(own) or torch.cat([own, own])
@@ -483,15 +588,20 @@ def test_processes_that_read_different_data_are_refused():
 
 @pytest.fixture(scope="module")
 def thirteen(options, tmp_path_factory):
-    """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves forwards empty."""
+    """A run on 13 conversations, one of which is there twice: the last step of an epoch leaves
+    forwards empty."""
     folder = tmp_path_factory.mktemp("thirteen")
     lines = Path(options.data.sources[0]).read_text(encoding="utf-8").splitlines()[:5]
     messages = [json.loads(line)["messages"] for line in lines]
     long = [
-        [{**user, "content": user["content"] + " please" * i}, says] for i in range(7) for user, says in messages[:1]
+        [{**user, "content": user["content"] + " please" * i}, says]
+        for i in range(7)
+        for user, says in messages[:1]
     ]
     rows = [{"messages": each} for each in [*messages, *long, messages[3]]]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return dataclasses.replace(
         options,
         output=str(folder / "whole"),
@@ -530,7 +640,8 @@ def without_some(folder, to):
 
 @pytest.fixture(scope="module")
 def two(options, thirteen, whole, tmp_path_factory):
-    """Runs of two processes of DDP: with a target cut over them, or with something that happens to one of them."""
+    """Runs of two processes of DDP: with a target cut over them, or with something that happens to
+    one of them."""
     folder = tmp_path_factory.mktemp("two")
     without_some(whole / "features", folder / "half-filled")
 
@@ -539,7 +650,9 @@ def two(options, thirteen, whole, tmp_path_factory):
         return dataclasses.replace(config, target_placement="shard", features=kept)
 
     def judged_often(config, **more):
-        return dataclasses.replace(config, loop=dataclasses.replace(config.loop, eval_every=5, save_every=0, **more))
+        return dataclasses.replace(
+            config, loop=dataclasses.replace(config.loop, eval_every=5, save_every=0, **more)
+        )
 
     more = {"batch_tokens": BATCH_TOKENS}
     jobs = {
@@ -553,7 +666,10 @@ def two(options, thirteen, whole, tmp_path_factory):
         "other numbers": (judged_often(options, patience=1), {"other_numbers": ["1"]}),
     }
     jobs = {
-        name: (dataclasses.replace(config, loop=dataclasses.replace(config.loop, timeout=0.5)), given)
+        name: (
+            dataclasses.replace(config, loop=dataclasses.replace(config.loop, timeout=0.5)),
+            given,
+        )
         for name, (config, given) in jobs.items()
     }
     return launched(folder, "ddp", 2, jobs)
@@ -564,7 +680,8 @@ def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head
     assert_same_curve(run.folder, alone)
     (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
     assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
-    assert [seen["prompts"] for seen in run.seen] == [15, 15]  # every process takes part in every forward
+    # every process takes part in every forward
+    assert [seen["prompts"] for seen in run.seen] == [15, 15]
     assert load_head(run.folder / "last")[1].provenance == load_head(alone / "last")[1].provenance
 
 
@@ -580,7 +697,9 @@ def test_a_process_that_needs_more_rounds_of_a_target_that_is_cut_waits_for_no_o
 def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two, whole, name):
     """No process waits for a forward that another one has no use for."""
     run = two[name]
-    folder = run.folder.parent / "half-filled" if name == "cut, half-filled" else run.folder / "features"
+    folder = (
+        run.folder.parent / "half-filled" if name == "cut, half-filled" else run.folder / "features"
+    )
     ours, theirs = states_in(folder), states_in(whole / "features")
     assert ours.keys() == theirs.keys() and len(theirs) > 8
     for key, states in theirs.items():
@@ -590,8 +709,11 @@ def test_the_states_of_a_target_that_is_cut_are_kept_as_those_of_a_whole_one(two
         assert {seen["batches"] % 2 for seen in run.seen} == {1}, run.seen
 
 
-def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(options, tmp_path):
-    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch one has none."""
+def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_process(
+    options, tmp_path
+):
+    """Rows of one process have fewer lengths than those of the other; in the last step of an epoch
+    one has none."""
     data = dataclasses.replace(options.data, max_length=64, pack=64)
     loop = dataclasses.replace(options.loop, batch_size=2, save_every=0, timeout=0.5)
     config = dataclasses.replace(options, data=data, loop=loop)
@@ -610,7 +732,8 @@ def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_l
 
 
 def test_decisions_are_made_once(two):
-    """One process finds that acceptance falls while the held-out loss sinks, and the other does not."""
+    """One process finds that acceptance falls while the held-out loss sinks, and the other does
+    not."""
     ours, theirs = two["other numbers"].seen
     assert ours["ended"] == theirs["ended"] == "finished"
     assert ours["found"] != theirs["found"]
@@ -622,12 +745,17 @@ def test_decisions_are_made_once(two):
 def test_processes_agree_on_what_auto_is(options, tmp_path):
     """Each of them could measure it otherwise."""
     loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
-    config = dataclasses.replace(options, output=str(tmp_path / "auto"), target_dtype="fastest", loop=loop)
+    config = dataclasses.replace(
+        options, output=str(tmp_path / "auto"), target_dtype="fastest", loop=loop
+    )
     process = launch(config, "configs/accelerate/ddp.yaml")
     said = finished(process)
     assert process.returncode == 0, said
     saved = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
-    assert saved["target_dtype"] == "float32" and saved["loop"]["precision"] in ("float32", "bfloat16")
+    assert saved["target_dtype"] == "float32" and saved["loop"]["precision"] in (
+        "float32",
+        "bfloat16",
+    )
 
 
 def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
@@ -641,7 +769,9 @@ def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
 def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
     options = dataclasses.replace(options, output=str(tmp_path / "run"))
     config = dataclasses.replace(options, target_placement="shard")
-    with pytest.raises(ValueError, match="'shard' does not fit a run of 1 processes; choose 'spread', or 'whole'"):
+    with pytest.raises(
+        ValueError, match="'shard' does not fit a run of 1 processes; choose 'spread', or 'whole'"
+    ):
         train(config)
     adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
     with pytest.raises(ValueError, match="an adapter needs target_placement 'whole', not 'spread'"):
@@ -665,16 +795,21 @@ target = Target(model)
 assert all(map(torch.equal, before, target.read(tokens_BT, (0, -1))))
 states = [block._get_fsdp_state() for block in target.modules.blocks]
 print("roots", sum(state._is_root for state in states))
-print("ahead", [[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
-print("whole", whole == {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)})
+prefetched = [state._states_to_forward_prefetch for state in states]
+print("ahead", [[states.index(ahead) for ahead in those] for those in prefetched])
+outside = (model.get_input_embeddings(), model.get_output_embeddings())
+print("whole", whole == {id(module.weight) for module in outside})
 weights = [weight for block in target.modules.blocks for weight in block.parameters()]
 print("cut", all(type(weight).__name__ == "DTensor" for weight in weights))
 """
 
 
 def test_a_block_is_gathered_while_the_one_before_it_runs(options):
-    """Of blocks that were each a root of their own, every one would wait for all that was launched before."""
-    done = subprocess.run([sys.executable, "-c", CUT, options.target], capture_output=True, text=True, timeout=200)
+    """Of blocks that were each a root of their own, every one would wait for all that was launched
+    before."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, options.target], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     count = len(json.loads(said["ahead"]))
@@ -683,20 +818,31 @@ def test_a_block_is_gathered_while_the_one_before_it_runs(options):
 
 
 @pytest.mark.parametrize("placement", ["whole", "spread"])
-def test_the_targets_attention_and_packing_are_transformers_own_options(options, placement, monkeypatch):
+def test_the_targets_attention_and_packing_are_transformers_own_options(
+    options, placement, monkeypatch
+):
     config = dataclasses.replace(options, target_placement=placement, target_attention="eager")
     assert load_target(config, Accelerator()).model.config._attn_implementation == "eager"
     assert load_target(options, Accelerator()).model.config._attn_implementation == "sdpa"
     given = []
     monkeypatch.setattr(Target, "load", lambda *arguments: given.append(arguments[-1]))
-    load_target(dataclasses.replace(config, target_quantization={"load_in_4bit": True}), Accelerator())
-    assert given == [{"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}]
+    load_target(
+        dataclasses.replace(config, target_quantization={"load_in_4bit": True}), Accelerator()
+    )
+    assert given == [
+        {"attn_implementation": "eager", "quantization_config": {"load_in_4bit": True}}
+    ]
 
 
 def test_packed_weights_are_not_cut(options):
     with pytest.raises(ValueError, match="target_quantization needs a mapping such as"):
         dataclasses.replace(options, target_quantization={})
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-    config = dataclasses.replace(options, target_placement="shard", target_quantization={"load_in_8bit": True})
-    with pytest.raises(ValueError, match="target_quantization needs target_placement 'whole' or 'spread', not 'shard'"):
+    config = dataclasses.replace(
+        options, target_placement="shard", target_quantization={"load_in_8bit": True}
+    )
+    with pytest.raises(
+        ValueError,
+        match="target_quantization needs target_placement 'whole' or 'spread', not 'shard'",
+    ):
         load_target(config, accelerator)

@@ -35,7 +35,9 @@ def examples():
     random = torch.Generator().manual_seed(1)
     found = []
     for i in range(11):
-        tokens = torch.randint(VOCAB, (int(torch.randint(8, 20, (), generator=random)),), generator=random).tolist()
+        tokens = torch.randint(
+            VOCAB, (int(torch.randint(8, 20, (), generator=random)),), generator=random
+        ).tolist()
         mask = [(i % 3 == 0 and 1 < t < 4) or t >= 5 + i % 4 for t in range(len(tokens))]
         found.append(Example(tokens, mask))
     return found
@@ -55,7 +57,8 @@ def build_head(target, draft_vocab_size=None):
 
 @torch.no_grad()
 def naive(target, head, examples):
-    """One position at a time, by what decoding calls: observe the text so far, expand along the true path."""
+    """One position at a time, by what decoding calls: observe the text so far, expand along the
+    true path."""
     losses, hits, counts = [0.0] * 3, [[0] * RANKS for _ in range(3)], [0] * 3
     for example in examples:
         tokens = torch.tensor(example.tokens)
@@ -66,7 +69,9 @@ def naive(target, head, examples):
                 if label >= len(tokens) or not all(example.loss_mask[here + 1 : label + 1]):
                     continue
                 state = head.begin(target.modules, 1, len(tokens), 3, 3)
-                state = head.observe(state, features, tokens[None, 1 : here + 2], torch.tensor([here + 1]))
+                state = head.observe(
+                    state, features, tokens[None, 1 : here + 2], torch.tensor([here + 1])
+                )
                 for level in range(depth + 1):
                     parent = torch.tensor([[-1 if level == 0 else 0]])
                     logits, state = head.expand(state, tokens[None, here + 1 + level, None], parent)
@@ -82,14 +87,18 @@ def naive(target, head, examples):
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB // 2])
-def test_teacher_forced_figures_are_those_of_decoding_position_by_position(target, examples, draft_vocab_size):
+def test_teacher_forced_figures_are_those_of_decoding_position_by_position(
+    target, examples, draft_vocab_size
+):
     head = build_head(target, draft_vocab_size)
     losses, hits, counts = naive(target, head, examples)
     assert min(counts) > 20 and len(set(counts)) == 3  # deeper heads are judged on fewer positions
     loss_K, accuracy_KI = teacher_forced(target, head, examples, batch_size=4)
     for depth in range(3):
         assert loss_K[depth] == pytest.approx(losses[depth] / counts[depth], rel=1e-5)
-        assert accuracy_KI[depth] == pytest.approx([hit / counts[depth] for hit in hits[depth]], rel=1e-5)
+        assert accuracy_KI[depth] == pytest.approx(
+            [hit / counts[depth] for hit in hits[depth]], rel=1e-5
+        )
 
 
 def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
@@ -104,7 +113,9 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
         Accelerator(),
         StopFlag(),
     )
-    assert head.training and all(torch.equal(before[name], tensor) for name, tensor in head.state_dict().items())
+    assert head.training and all(
+        torch.equal(before[name], tensor) for name, tensor in head.state_dict().items()
+    )
     assert found.policies == {
         "chain": TreeShape.chain(3),
         "static": best_static_tree(found.accuracy_KI, 7),
@@ -122,28 +133,52 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
     prompts = [prompt_of(example) for example in examples[:4]]
     for name, policy in found.policies.items():
         alone = [greedy_answers(target, served, policy, [prompt], 6).stats for prompt in prompts]
-        assert Stats.merged(alone).rows == found.trees[name].rows  # prompts of many lengths in one batch: the same
+        # prompts of many lengths in one batch: the same
+        assert Stats.merged(alone).rows == found.trees[name].rows
 
 
-def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(target, examples, monkeypatch):
+def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(
+    target, examples, monkeypatch
+):
     head, config = build_head(target), EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7)
-    expected = evaluate(target, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
+    expected = evaluate(
+        target, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag()
+    )
     replay = ReplayTarget(target)
     for _ in range(2):
-        found = evaluate(replay, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
-        assert (found.loss_K, found.accuracy_KI, found.tree) == (expected.loss_K, expected.accuracy_KI, expected.tree)
+        found = evaluate(
+            replay, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag()
+        )
+        assert (found.loss_K, found.accuracy_KI, found.tree) == (
+            expected.loss_K,
+            expected.accuracy_KI,
+            expected.tree,
+        )
         assert {name: stats.rows for name, stats in found.trees.items()} == {
             name: stats.rows for name, stats in expected.trees.items()
         }
-        monkeypatch.setattr(ModelEngine, "_nodes_forward", None)  # the second time: every forward of nodes
+        # the second time: every forward of nodes
+        monkeypatch.setattr(ModelEngine, "_nodes_forward", None)
 
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):
     config = EvalConfig(prompts=2, new_tokens=4, conversations=4, nodes=5)
-    found = evaluate(target, build_head(target), Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag())
+    found = evaluate(
+        target,
+        build_head(target),
+        Objective({"ce": 1.0}),
+        examples,
+        config,
+        Accelerator(),
+        StopFlag(),
+    )
     measured = found.measured(config)
     assert (measured["prompts"], measured["new_tokens"]) == (2, 4)
-    assert {name: row["nodes"] for name, row in measured["trees"].items()} == {"chain": 4, "static": 5, "dynamic": 5}
+    assert {name: row["nodes"] for name, row in measured["trees"].items()} == {
+        "chain": 4,
+        "static": 5,
+        "dynamic": 5,
+    }
     for name, row in measured["trees"].items():
         assert repr(row) == repr({"nodes": row["nodes"], **acceptance_figures(found.trees[name])})
 

@@ -81,11 +81,16 @@ def test_the_step_and_its_conversations_are_named_and_nothing_is_spoiled(options
             train(options)
     assert len(seen) == STEP  # at once
     batch, head = seen[-1]
-    assert re.search(r"conversations (\[.*?\])", str(error.value))[1] == str(sorted(batch.conversations))
+    assert re.search(r"conversations (\[.*?\])", str(error.value))[1] == str(
+        sorted(batch.conversations)
+    )
     assert str(folder / "checkpoints" / "step-00000008") in str(error.value)
     saved = load_file(folder / "checkpoints" / "step-00000008" / "model.safetensors")
     assert all(torch.equal(saved[name], weight) for name, weight in head.state_dict().items())
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000008",
+    ]
     load_head(folder / "best")
     assert not (folder / "last").exists()
     steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -125,7 +130,9 @@ def test_a_poisoned_weight_is_noticed_too(options, seen, monkeypatch):
         train(options)
 
 
-def test_a_conversations_number_is_its_place_over_all_sources(short, changed, conversations_file, tmp_path):
+def test_a_conversations_number_is_its_place_over_all_sources(
+    short, changed, conversations_file, tmp_path
+):
     """One without an answer comes in between: it is not trained on, but counted."""
     rows = read_conversations(str(conversations_file))
     unanswered = {"messages": [{"role": "user", "content": "hello?"}]}
@@ -133,7 +140,10 @@ def test_a_conversations_number_is_its_place_over_all_sources(short, changed, co
     path.write_text("\n".join(map(json.dumps, [rows[0], unanswered, rows[1]])), encoding="utf-8")
     config = changed(short, data={"sources": [str(path), str(conversations_file)]})
     everything = [row for source in config.data.sources for row in read_conversations(source)]
-    tokenizer, target = load_tokenizer(config.target), Target.from_pretrained(config.target, torch.float32)
+    tokenizer, target = (
+        load_tokenizer(config.target),
+        Target.from_pretrained(config.target, torch.float32),
+    )
     training, held_out = split_examples(everything, config, target, tokenizer)
     found = {example.conversation: example for example in training + held_out}
     assert sorted(found) == [number for number in range(len(everything)) if number != 1]

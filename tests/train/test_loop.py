@@ -55,7 +55,9 @@ def undisturbed(run_options, tmp_path_factory):
 
 
 def log_of(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def checkpoints_of(folder):
@@ -68,7 +70,10 @@ def weights(folder):
 
 def contents(folder):
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def same_outcome(folder, undisturbed):
@@ -80,10 +85,12 @@ def same_outcome(folder, undisturbed):
 
     def timeless(rows):
         return [
-            {name: value for name, value in row.items() if "second" not in name and name != "costs"} for row in rows
+            {name: value for name, value in row.items() if "second" not in name and name != "costs"}
+            for row in rows
         ]
 
-    assert repr(timeless(log_of(folder))) == repr(timeless(log_of(undisturbed)))  # repr: NaN equals NaN
+    # repr: NaN equals NaN
+    assert repr(timeless(log_of(folder))) == repr(timeless(log_of(undisturbed)))
     return True
 
 
@@ -98,7 +105,9 @@ def test_the_loss_falls_at_every_depth(undisturbed):
 
 @pytest.mark.versions
 def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed, options):
-    assert yaml.safe_load((undisturbed / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr
+    assert (
+        yaml.safe_load((undisturbed / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr
+    )
     rows = log_of(undisturbed)
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows if "eval" in row] == [20, 40, STEPS]
@@ -106,7 +115,11 @@ def test_a_runs_folder_holds_its_options_its_log_and_heads_that_load(undisturbed
         head, metadata = load_head(undisturbed / name)
         assert head.max_depth == 2
         trees = metadata.measured["trees"]
-        assert {tree: row["nodes"] for tree, row in trees.items()} == {"chain": 3, "static": 6, "dynamic": 6}
+        assert {tree: row["nodes"] for tree, row in trees.items()} == {
+            "chain": 3,
+            "static": 6,
+            "dynamic": 6,
+        }
         best = max(trees, key=lambda tree: trees[tree]["acceptance_length"])
         assert tree_policy(metadata.tree).size == trees[best]["nodes"]
         assert metadata.training["config"]["optim"]["lr"] == options.optim.lr
@@ -122,16 +135,23 @@ def test_the_recipe_on_a_heads_card_is_the_run_again(undisturbed, tmp_path):
         path = tmp_path / f"{name}.yaml"
         path.write_text(recipe, encoding="utf-8")
         again = options_of(TrainConfig, "train", "", ["--config", str(path)])
-        assert json_ready(dataclasses.asdict(again)) == yaml.safe_load((Path(undisturbed) / "config.yaml").read_text())
+        assert json_ready(dataclasses.asdict(again)) == yaml.safe_load(
+            (Path(undisturbed) / "config.yaml").read_text()
+        )
 
 
 def test_the_best_head_is_the_one_with_the_longest_acceptance(undisturbed):
     rows = {row["step"]: row for row in log_of(undisturbed) if "eval" in row}
-    lengths = {step: max(tree["acceptance_length"] for tree in row["eval"].values()) for step, row in rows.items()}
+    lengths = {
+        step: max(tree["acceptance_length"] for tree in row["eval"].values())
+        for step, row in rows.items()
+    }
     _, metadata = load_head(undisturbed / "best")
     assert lengths[20] < max(lengths.values())  # it got better, so the first was replaced
     assert lengths[metadata.training["step"]] == max(lengths.values())
-    assert max(row["acceptance_length"] for row in metadata.measured["trees"].values()) == max(lengths.values())
+    assert max(row["acceptance_length"] for row in metadata.measured["trees"].values()) == max(
+        lengths.values()
+    )
     assert metadata.tree == rows[metadata.training["step"]]["tree"]
 
 
@@ -141,8 +161,13 @@ def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, plac
     _, held_out = split_examples(
         read_conversations(options.data.sources[0]), options, target, load_tokenizer(options.target)
     )
-    lm = SpeculativeLM.from_pretrained(target, head=undisturbed / "last", tree=place, fallback=False)
-    alone = [lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats for example in held_out]
+    lm = SpeculativeLM.from_pretrained(
+        target, head=undisturbed / "last", tree=place, fallback=False
+    )
+    alone = [
+        lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats
+        for example in held_out
+    ]
     found = log_of(undisturbed)[-1]["eval"]
     best = max(found, key=lambda tree: found[tree]["acceptance_length"])
     stats, row = Stats.merged(alone), found[best if place == "auto" else place.partition(":")[0]]
@@ -154,14 +179,21 @@ def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, plac
 
 def test_accumulating_two_batches_is_one_batch_of_both(options, tmp_path, changed):
     path = tmp_path / "nine.jsonl"
-    answers = ["one " * 2 * i + "two" for i in range(1, 10)]  # unequal lengths: a mean of means would differ
-    rows = [[{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}] for answer in answers]
+    # unequal lengths: a mean of means would differ
+    answers = ["one " * 2 * i + "two" for i in range(1, 10)]
+    rows = [
+        [{"role": "user", "content": "go"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
-    data = {"sources": [str(path)], "held_out": 0.01}  # 8 conversations to train on: every step sees all of them
+    # 8 conversations to train on: every step sees all of them
+    data = {"sources": [str(path)], "held_out": 0.01}
     found = []
     for micro_batch in (None, 4):
         cut = {"batch_size": 8, "micro_batch": micro_batch, "max_steps": 3, "eval_every": 0}
-        folder = train(changed(options, output=str(tmp_path / f"of-{micro_batch}"), data=data, loop=cut))
+        folder = train(
+            changed(options, output=str(tmp_path / f"of-{micro_batch}"), data=data, loop=cut)
+        )
         assert [row["step"] for row in log_of(folder) if "loss" in row] == [1, 2, 3]
         found.append((load_file(folder / "last" / "model.safetensors"), log_of(folder)))
     (whole, whole_log), (halves, halves_log) = found
@@ -191,9 +223,19 @@ def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, cha
     head = {"type": "medusa", "num_heads": 2, "draft_vocab_size": size}
     folder = train(changed(options, head=head, loop={"max_steps": 1}))
     loaded, metadata = load_head(folder / "last")
-    target, tokenizer = Target.from_pretrained(options.target, torch.float32), load_tokenizer(options.target)
-    training, _ = split_examples(read_conversations(options.data.sources[0]), options, target, tokenizer)
-    said = [t for example in training for t, own in zip(example.tokens, example.loss_mask, strict=True) if own]
+    target, tokenizer = (
+        Target.from_pretrained(options.target, torch.float32),
+        load_tokenizer(options.target),
+    )
+    training, _ = split_examples(
+        read_conversations(options.data.sources[0]), options, target, tokenizer
+    )
+    said = [
+        t
+        for example in training
+        for t, own in zip(example.tokens, example.loss_mask, strict=True)
+        if own
+    ]
     drafted = set(range(target.info.vocab_size)) if size is None else set(loaded.token_map.tolist())
     covered = sum(token in drafted for token in said) / len(said)
     assert metadata.measured["coverage"] == pytest.approx(covered)
@@ -202,7 +244,9 @@ def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, cha
 
 
 @pytest.mark.parametrize("word", ["float32", "bfloat16", "float16"])
-def test_heads_are_saved_in_the_format_that_was_asked_for_and_measured_in_it(options, changed, monkeypatch, word):
+def test_heads_are_saved_in_the_format_that_was_asked_for_and_measured_in_it(
+    options, changed, monkeypatch, word
+):
     measured, original = [], loop.evaluate
 
     def evaluate(target, head, *rest):
@@ -225,10 +269,15 @@ def test_only_the_newest_checkpoints_are_kept(undisturbed):
     assert checkpoints_of(undisturbed) == ["step-00000035", "step-00000042", f"step-{STEPS:08d}"]
 
 
-def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(undisturbed, options, monkeypatch, changed):
+def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(
+    undisturbed, options, monkeypatch, changed
+):
     monkeypatch.setattr(Target, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
     before = contents(undisturbed)
-    assert train(changed(options, output=str(undisturbed), loop={"log_every": 5, "keep": 1})) == undisturbed
+    assert (
+        train(changed(options, output=str(undisturbed), loop={"log_every": 5, "keep": 1}))
+        == undisturbed
+    )
     assert contents(undisturbed) == before
 
 
@@ -242,7 +291,9 @@ def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(undisturb
         ("objective.decay", {"objective": {"decay": 0.25}}, "None", "0.25"),
     ],
 )
-def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, name, change, before, now, changed):
+def test_a_folder_with_a_run_of_other_options_is_refused(
+    undisturbed, options, name, change, before, now, changed
+):
     config = changed(options, output=str(undisturbed))
     head = change.pop("head", None)
     config = dataclasses.replace(config, head=head) if head else changed(config, **change)
@@ -251,10 +302,16 @@ def test_a_folder_with_a_run_of_other_options_is_refused(undisturbed, options, n
 
 
 def test_a_head_of_an_unknown_kind_or_layer_is_refused(options):
-    with pytest.raises(ValueError, match="unknown head 'medsua'; choose from cut, dflash, dspark, eagle, "):
+    with pytest.raises(
+        ValueError, match="unknown head 'medsua'; choose from cut, dflash, dspark, eagle, "
+    ):
         train(dataclasses.replace(options, head={"type": "medsua"}))
     with pytest.raises(ValueError, match="unknown medusa head option 'heads'"):
-        train(dataclasses.replace(options, output=options.output + "2", head={"type": "medusa", "heads": 2}))
+        train(
+            dataclasses.replace(
+                options, output=options.output + "2", head={"type": "medusa", "heads": 2}
+            )
+        )
 
 
 def command(config, tmp_path):
@@ -291,7 +348,8 @@ def test_killed_at_a_random_moment_and_started_again_a_run_ends_with_the_same_we
 def test_killed_twenty_times_a_run_ends_with_the_same_weights(
     run_options, tmp_path, mode, changed, wait_for, steps_logged
 ):
-    """At any moment from the first shard of states to the last evaluation; some while a file is half there."""
+    """At any moment from the first shard of states to the last evaluation; some while a file is
+    half there."""
     random.seed(mode)
     folder = tmp_path / "run"
     config = changed(run_options(folder, 220), loop={"save_every": 3, "eval_every": 60})
@@ -315,7 +373,9 @@ def test_killed_twenty_times_a_run_ends_with_the_same_weights(
     assert while_writing > 0 and not (folder / "last").exists()
     finish(arguments)
     assert weights(folder) == weights(whole)
-    assert (folder / "best" / "model.safetensors").read_bytes() == (whole / "best" / "model.safetensors").read_bytes()
+    assert (folder / "best" / "model.safetensors").read_bytes() == (
+        whole / "best" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
@@ -326,7 +386,8 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_from_the_one_before(
     def writing():
         return steps_logged(folder) >= 10 and any((folder / "checkpoints").glob("*.partial"))
 
-    busy = changed(options, loop={"save_every": 1})  # most of the time a checkpoint is being written
+    # most of the time a checkpoint is being written
+    busy = changed(options, loop={"save_every": 1})
     with subprocess.Popen(command(busy, tmp_path), stdout=subprocess.DEVNULL) as process:
         wait_for(process, writing, "a checkpoint")
         process.kill()
@@ -350,15 +411,23 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_status_0(
     assert same_outcome(folder, undisturbed)
 
 
-@pytest.mark.parametrize("step", [1, 5, 13])  # with 5 batches an epoch: inside the first, at its end, later
+# with 5 batches an epoch: inside the first, at its end, later
+@pytest.mark.parametrize("step", [1, 5, 13])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_a_stopped_run_sees_the_same_batches_in_the_same_order(
     options, tmp_path, monkeypatch, step, micro_batch, changed, stop_after
 ):
     seen = []
     original = features.online_features
-    monkeypatch.setattr(features, "online_features", lambda *given: seen.append(given[2].tokens_BT) or original(*given))
-    short = changed(options, loop={"max_steps": 15, "micro_batch": micro_batch, "eval_every": 0, "save_every": 0})
+    monkeypatch.setattr(
+        features,
+        "online_features",
+        lambda *given: seen.append(given[2].tokens_BT) or original(*given),
+    )
+    short = changed(
+        options,
+        loop={"max_steps": 15, "micro_batch": micro_batch, "eval_every": 0, "save_every": 0},
+    )
     train(changed(short, output=str(tmp_path / "whole")))
     whole = [tokens.tolist() for tokens in seen]
     seen.clear()
@@ -370,7 +439,9 @@ def test_a_stopped_run_sees_the_same_batches_in_the_same_order(
     assert [tokens.tolist() for tokens in seen] == whole
 
 
-def test_a_run_that_began_before_there_were_these_options_goes_on(options, undisturbed, monkeypatch, stop_after):
+def test_a_run_that_began_before_there_were_these_options_goes_on(
+    options, undisturbed, monkeypatch, stop_after
+):
     with monkeypatch.context() as patch:
         stop_after(patch, 16)
         with pytest.raises(Stopped):
@@ -395,13 +466,16 @@ def test_a_half_written_checkpoint_is_passed_over(options, undisturbed, monkeypa
     partial.mkdir()
     (partial / "model.safetensors").write_bytes(b"half")
     with (folder / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 17, "loss": [1.0, 1.0]}\n{"step": 18, "lo')  # later than the checkpoint, and half a line
+        # later than the checkpoint, and half a line
+        file.write('{"step": 17, "loss": [1.0, 1.0]}\n{"step": 18, "lo')
     train(options)
     assert same_outcome(folder, undisturbed)
     assert not partial.exists()
 
 
-def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(options, undisturbed, monkeypatch, changed):
+def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(
+    options, undisturbed, monkeypatch, changed
+):
     folder, first, original = Path(options.output), [], TrainingState.write
 
     def full(self, checkpoint, *given):
@@ -419,7 +493,9 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it_whole(options,
     assert not (folder / "checkpoints" / "step-00000014").exists()
     steps, stepping = [], loop.MetricsLogger.start_step
     monkeypatch.setattr(
-        loop.MetricsLogger, "start_step", lambda self: steps.append(self.progress.step) or stepping(self)
+        loop.MetricsLogger,
+        "start_step",
+        lambda self: steps.append(self.progress.step) or stepping(self),
     )
     train(options)
     assert steps[0] == 7
@@ -431,7 +507,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_killed_while_the_options_are_written_down_a_run_can_start_again(options, undisturbed, monkeypatch, when):
+def test_killed_while_the_options_are_written_down_a_run_can_start_again(
+    options, undisturbed, monkeypatch, when
+):
     """Found by killing at each moment of the first write to the run's folder."""
     folder, original = Path(options.output), Path.write_text
 
@@ -453,7 +531,9 @@ def test_killed_while_the_options_are_written_down_a_run_can_start_again(options
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(options, undisturbed, monkeypatch, when):
+def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(
+    options, undisturbed, monkeypatch, when
+):
     folder, original = Path(options.output), loop.MetricsLogger.log_evaluation
 
     def log_evaluation(self, *given):
@@ -475,7 +555,9 @@ def test_killed_at_the_last_evaluation_a_run_ends_where_it_would_have(options, u
     assert same_outcome(folder, undisturbed)
 
 
-def test_a_best_head_is_left_even_if_no_held_out_prompt_needed_a_round(options, monkeypatch, changed):
+def test_a_best_head_is_left_even_if_no_held_out_prompt_needed_a_round(
+    options, monkeypatch, changed
+):
     original = loop.evaluate
 
     def evaluate(*arguments):
@@ -493,11 +575,16 @@ def test_saved_figures_are_json_that_every_reader_takes(options, monkeypatch, ch
 
     def evaluate(*arguments):
         found = original(*arguments)
-        return dataclasses.replace(found, trees={name: Stats(stats.rows, 3) for name, stats in found.trees.items()})
+        return dataclasses.replace(
+            found, trees={name: Stats(stats.rows, 3) for name, stats in found.trees.items()}
+        )
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     folder = train(changed(options, loop={"max_steps": 2, "log_every": 1}))
-    texts = [(folder / "last" / "config.json").read_text(), *(folder / "log.jsonl").read_text().splitlines()]
+    texts = [
+        (folder / "last" / "config.json").read_text(),
+        *(folder / "log.jsonl").read_text().splitlines(),
+    ]
     for text in texts:
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
@@ -507,13 +594,16 @@ def last_weights(folder):
 
 
 def asks(original, at):
-    """A function that asks to stop in its `at`-th call, when its work is done but for the return."""
+    """A function that asks to stop in its `at`-th call, when its work is done but for the
+    return."""
     calls = []
 
     def asking(*given, **named):
         found = original(*given, **named)
         calls.append(found)
-        for parameter in given[0].module.parameters() if isinstance(given[0], loop.TrainState) else ():
+        for parameter in (
+            given[0].module.parameters() if isinstance(given[0], loop.TrainState) else ()
+        ):
             parameter.grad += 1e-3 * torch.rand_like(parameter)  # as if the head drew noise
         if len(calls) == at:
             signal.raise_signal(signal.SIGTERM)
@@ -523,7 +613,8 @@ def asks(original, at):
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "step"), [("gradients", 1, 1), ("gradients", 5, 5), ("evaluate", 1, 4), ("evaluate", 2, 8)]
+    ("name", "at", "step"),
+    [("gradients", 1, 1), ("gradients", 5, 5), ("evaluate", 1, 4), ("evaluate", 2, 8)],
 )
 def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_not(
     options, tmp_path, monkeypatch, changed, name, at, step
@@ -540,18 +631,30 @@ def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_
     first, second = last_weights(whole), last_weights(folder)
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
     evaluations = [
-        [row for row in map(json.loads, (each / "log.jsonl").read_text().splitlines()) if "eval" in row]
+        [
+            row
+            for row in map(json.loads, (each / "log.jsonl").read_text().splitlines())
+            if "eval" in row
+        ]
         for each in (whole, folder)
     ]
-    assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[1]
+    assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[
+        1
+    ]
 
 
 def test_a_run_whose_last_evaluation_was_stopped_makes_it_again(options, monkeypatch, changed):
     short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
     original = evaluate.sums_of
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "sums_of", lambda *given: signal.raise_signal(signal.SIGTERM) or original(*given))
-        with pytest.raises(Stopped, match="stopped in the last evaluation; the same command resumes"):
+        patch.setattr(
+            evaluate,
+            "sums_of",
+            lambda *given: signal.raise_signal(signal.SIGTERM) or original(*given),
+        )
+        with pytest.raises(
+            Stopped, match="stopped in the last evaluation; the same command resumes"
+        ):
             train(short)
     folder = Path(short.output)
     assert not (folder / "last").exists() and not (folder / "report.md").exists()
@@ -559,7 +662,9 @@ def test_a_run_whose_last_evaluation_was_stopped_makes_it_again(options, monkeyp
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_token_budget_are_the_same_steps_in_any_number_of_forwards(options, tmp_path, changed, workers):
+def test_batches_of_a_token_budget_are_the_same_steps_in_any_number_of_forwards(
+    options, tmp_path, changed, workers
+):
     found = []
     for number, micro_tokens in enumerate((None, 60)):
         cut = {"batch_tokens": 300, "micro_tokens": micro_tokens, "max_steps": 8, "eval_every": 0}
@@ -578,13 +683,19 @@ def test_batches_of_a_token_budget_are_the_same_steps_in_any_number_of_forwards(
         ({"batch_tokens": 2000, "micro_batch": 2}, {}, "takes neither loop.micro_batch"),
         ({"batch_tokens": 2000}, {"pack": 1024}, "nor data.pack"),
         ({"batch_tokens": 100}, {}, "loop.batch_tokens must be at least 1024, not 100"),
-        ({"micro_tokens": 100}, {}, "loop.micro_tokens divides loop.batch_tokens, which is not given"),
+        (
+            {"micro_tokens": 100},
+            {},
+            "loop.micro_tokens divides loop.batch_tokens, which is not given",
+        ),
         ({}, {"workers": -1}, "data.workers must be at least 0"),
         ({}, {"num_proc": 0}, "data.num_proc must be at least 1"),
         ({}, {"held_out_limit": 0}, "data.held_out_limit must be at least 1, not 0"),
     ],
 )
-def test_options_of_batches_that_contradict_each_other_are_refused(options, changed, loop_options, data, words):
+def test_options_of_batches_that_contradict_each_other_are_refused(
+    options, changed, loop_options, data, words
+):
     with pytest.raises(ValueError, match=words):
         changed(options, loop=loop_options, data=data)
 
@@ -595,36 +706,54 @@ def test_a_second_start_tokenizes_nothing_and_sigterm_to_the_group_stops_a_run_w
     folder = Path(options.output)
     read_ahead = changed(options, data={"workers": 2})
     arguments = command(read_ahead, tmp_path)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         wait_for(process, lambda: steps_logged(folder) >= 9, "step 9")
         os.killpg(process.pid, signal.SIGTERM)  # the workers, too
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped at step" in said
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.train.data.token_cache.whole_sequences", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr(
+            "headstart.train.data.token_cache.whole_sequences",
+            lambda *_: pytest.fail("tokenized again"),
+        )
         train(changed(options, data={"workers": 1}))
     assert same_outcome(folder, undisturbed)
 
 
 def test_a_step_waits_for_the_device_once(options, changed, monkeypatch):
-    """Whatever the loop itself asks of tensors; losses and optimizers are counted where they are written."""
+    """Whatever the loop itself asks of tensors; losses and optimizers are counted where they are
+    written."""
     waits = []
     for name in ("__bool__", "__float__", "__int__", "item", "tolist"):
         original = getattr(torch.Tensor, name)
 
         def asked(self, original=original, name=name):
-            if Path(sys._getframe(1).f_code.co_filename).name in ("loop.py", "online.py", "engines.py"):
+            if Path(sys._getframe(1).f_code.co_filename).name in (
+                "loop.py",
+                "online.py",
+                "engines.py",
+            ):
                 waits.append((current[-1], name))
             return original(self)
 
         monkeypatch.setattr(torch.Tensor, name, asked)
     current, stepping = [None], loop.MetricsLogger.start_step
     monkeypatch.setattr(
-        loop.MetricsLogger, "start_step", lambda self: current.append(self.progress.step) or stepping(self)
+        loop.MetricsLogger,
+        "start_step",
+        lambda self: current.append(self.progress.step) or stepping(self),
     )
     ended = loop.MetricsLogger.end_step
     monkeypatch.setattr(
-        loop.MetricsLogger, "end_step", lambda self, *given: current.append(None) or ended(self, *given)
+        loop.MetricsLogger,
+        "end_step",
+        lambda self, *given: current.append(None) or ended(self, *given),
     )
-    train(changed(options, loop={"max_steps": 4, "eval_every": 0, "save_every": 0, "micro_batch": 2}))
-    assert [wait for wait in waits if wait[0] is not None] == [(step, "tolist") for step in range(4)]
+    train(
+        changed(options, loop={"max_steps": 4, "eval_every": 0, "save_every": 0, "micro_batch": 2})
+    )
+    assert [wait for wait in waits if wait[0] is not None] == [
+        (step, "tolist") for step in range(4)
+    ]

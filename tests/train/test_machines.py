@@ -1,4 +1,5 @@
-"""Two machines, played by two launchers on this one: the same losses, and folders that they do not share."""
+"""Two machines, played by two launchers on this one: the same losses, and folders that they do not
+share."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def options(run_options, tmp_path_factory):
     return dataclasses.replace(
         config,
         head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "draft_vocab_size": 8},
-        loop=dataclasses.replace(config.loop, batch_size=8, eval_every=0, save_every=4, timeout=2.0),
+        loop=dataclasses.replace(
+            config.loop, batch_size=8, eval_every=0, save_every=4, timeout=2.0
+        ),
     )
 
 
@@ -50,8 +53,16 @@ def on_two_machines(configs, file, processes):
     for rank, config in enumerate(configs):
         path = Path(config.output).with_suffix(f".{rank}.yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8")
-        command = [sys.executable, "-m", "headstart.scripts.launch", "--config_file", f"configs/accelerate/{file}.yaml"]
+        path.write_text(
+            yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))), encoding="utf-8"
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "headstart.scripts.launch",
+            "--config_file",
+            f"configs/accelerate/{file}.yaml",
+        ]
         command += ["--machine_rank", str(rank), "--num_processes", str(processes)]
         command += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
         machines.append(
@@ -77,18 +88,24 @@ def losses(folder):
     return [[*row["loss"], row["gradient_norm"]] for row in map(json.loads, lines) if "loss" in row]
 
 
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs")
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="DeepSpeed compiles its exchange for CPUs"
+)
 
 
 @pytest.mark.parametrize(
     ("file", "processes", "placement"),
     [
         pytest.param("two-nodes", 2, "whole", id="DDP"),
-        pytest.param("two-nodes-zero2", 2, "whole", id="ZeRO-2", marks=[NEEDS_COMPILER, pytest.mark.slow]),
+        pytest.param(
+            "two-nodes-zero2", 2, "whole", id="ZeRO-2", marks=[NEEDS_COMPILER, pytest.mark.slow]
+        ),
         pytest.param("two-nodes-fsdp2", 4, "shard", id="FSDP2 within a machine"),
     ],
 )
-def test_two_machines_have_the_losses_of_one_process(options, alone, tmp_path, file, processes, placement):
+def test_two_machines_have_the_losses_of_one_process(
+    options, alone, tmp_path, file, processes, placement
+):
     config = dataclasses.replace(options, output=str(tmp_path / "run"), target_placement=placement)
     status, said = on_two_machines([config, config], file, processes)
     assert status == [0, 0], "\n".join(each[-3000:] for each in said)
@@ -106,11 +123,16 @@ def test_a_folder_that_the_machines_do_not_share_is_refused_at_the_start(options
             configs.append(dataclasses.replace(options, output=str(tmp_path / machine / "run")))
         else:
             features = FeaturesConfig(mode="cached", folder=str(tmp_path / machine / "states"))
-            configs.append(dataclasses.replace(options, output=str(tmp_path / "run"), features=features))
+            configs.append(
+                dataclasses.replace(options, output=str(tmp_path / "run"), features=features)
+            )
     status, said = on_two_machines(configs, "two-nodes", 2)
     assert status == [2, 2]
     place = tmp_path / "b" / ("run" if what == "output" else "states")
-    words = f"error: {what} must be a folder that all machines share: process 1 on {socket.gethostname()} ({place})"
+    words = (
+        f"error: {what} must be a folder that all machines share: process 1 on"
+        f" {socket.gethostname()} ({place})"
+    )
     assert all(words in each and "Traceback" not in each for each in said), said
     assert not list(tmp_path.rglob(".seen-by-all-*")) and not list(tmp_path.rglob("config.yaml"))
 
@@ -137,10 +159,20 @@ def test_the_job_script_starts_the_machines_with_what_they_need(tmp_path):
     }
     script = ROOT / "examples" / "slurm" / "train.sbatch"
     done = subprocess.run(
-        ["bash", str(script), "--config", "a b.yaml"], env=environment, capture_output=True, text=True, check=True
+        ["bash", str(script), "--config", "a b.yaml"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    common = "-m headstart.scripts.launch --config_file configs/accelerate/two-nodes-fsdp2.yaml --num_machines 2"
-    ends = "--num_processes 16 --main_process_ip node7 --main_process_port 29500 --machine_rank {} scripts/train.py"
+    common = (
+        "-m headstart.scripts.launch --config_file configs/accelerate/two-nodes-fsdp2.yaml"
+        " --num_machines 2"
+    )
+    ends = (
+        "--num_processes 16 --main_process_ip node7 --main_process_port 29500 --machine_rank {}"
+        " scripts/train.py"
+    )
     lines = done.stdout.splitlines()
     assert lines == [f"{common} {ends.format(rank)} --config a b.yaml" for rank in (0, 1)]
     assert (ROOT / "configs" / "accelerate" / "two-nodes-fsdp2.yaml").is_file()

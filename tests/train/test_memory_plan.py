@@ -21,8 +21,18 @@ from headstart.train.head import head_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LLAMAS = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
 }
 COUNTS = {"8b": 8_030_261_248, "70b": 70_553_706_496}  # of the published checkpoints
 FILES = {"8b": "llama-3.1-8b-eagle3.yaml", "70b": "llama-3.3-70b-eagle3.yaml"}
@@ -30,7 +40,8 @@ FILES = {"8b": "llama-3.1-8b-eagle3.yaml", "70b": "llama-3.3-70b-eagle3.yaml"}
 
 @pytest.fixture
 def config(tmp_path):
-    """The recipe of a model, whose config is all that there is of it: `config("8b", plan="ddp:8")`."""
+    """The recipe of a model, whose config is all that there is of it: `config("8b",
+    plan="ddp:8")`."""
 
     def build(name, **changes):
         shape = LlamaConfig(
@@ -66,7 +77,9 @@ def test_a_70b_target_trains_on_eight_devices_of_80_gb_only_if_it_is_cut(config)
     cut = plan.plan_run(config("70b", plan="zero2:8"))
     assert sum(whole.memory.values()) > 80e9 > sum(cut.memory.values())
     ends = 2 * 2 * 128256 * 8192  # embedding and LM head stay whole
-    assert cut.memory["target"] == pytest.approx(ends + (2 * COUNTS["70b"] - ends) * (1 / 8 + 1 / 80), rel=1e-3)
+    assert cut.memory["target"] == pytest.approx(
+        ends + (2 * COUNTS["70b"] - ends) * (1 / 8 + 1 / 80), rel=1e-3
+    )
 
 
 def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
@@ -77,20 +90,32 @@ def test_a_step_of_tokens_needs_what_as_many_rows_need(config):
         {"micro_batch": None, "batch_tokens": 32 * length, "micro_tokens": 2 * length},
     )
     rows, tokens = (
-        plan.plan_run(dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **side))).memory
+        plan.plan_run(
+            dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **side))
+        ).memory
         for side in sides
     )
     assert rows == tokens
 
 
 def test_every_engine_cuts_what_it_is_for(config):
-    """W bytes of weights on 8 processes, and what each engine keeps besides, by benchmarks/memory_plan.py."""
-    found = {word: plan.plan_run(config("8b", plan=f"{word}:8")) for word in plan.ENGINES if word != "one"}
+    """W bytes of weights on 8 processes, and what each engine keeps besides, by
+    benchmarks/memory_plan.py."""
+    found = {
+        word: plan.plan_run(config("8b", plan=f"{word}:8"))
+        for word in plan.ENGINES
+        if word != "one"
+    }
     weights = 4 * found["ddp"].head_parameters
     shard = weights // 8
     bucket = 4 * 50_000_000
     expected = {
-        "ddp": {"head": weights, "gradients": weights, "optimizer": 2 * weights, "exchange": weights},
+        "ddp": {
+            "head": weights,
+            "gradients": weights,
+            "optimizer": 2 * weights,
+            "exchange": weights,
+        },
         "zero1": {
             "head": weights,
             "gradients": weights + shard,
@@ -114,14 +139,20 @@ def test_every_engine_cuts_what_it_is_for(config):
         for name, size in parts.items():
             assert found[word].memory[name] == pytest.approx(size, rel=1e-6), (word, name)
         assert found[word].moments["training"] == sum(found[word].memory.values())
-    assert found["fsdp2"].moments["saving"] < found["zero2"].moments["saving"] < found["ddp"].moments["saving"]
+    assert (
+        found["fsdp2"].moments["saving"]
+        < found["zero2"].moments["saving"]
+        < found["ddp"].moments["saving"]
+    )
 
 
 @pytest.mark.parametrize("word", ["zero1", "zero2"])
 def test_the_buckets_that_are_planned_are_those_of_the_deepspeed_files(word):
     options = json.loads((CONFIGS / "deepspeed" / f"{word}.json").read_text())["zero_optimization"]
     assert options["reduce_bucket_size"] == plan.BUCKET
-    assert options.get("overlap_comm", False) == (word == "zero2") and options.get("contiguous_gradients", True)
+    assert options.get("overlap_comm", False) == (word == "zero2") and options.get(
+        "contiguous_gradients", True
+    )
 
 
 PACKED = {
@@ -144,7 +175,9 @@ def test_a_packed_target_is_planned_as_it_is_packed(config, name, where, tmp_pat
         recipe = dataclasses.replace(recipe, target_quantization=packing)
     else:
         path = tmp_path / "70b" / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": packing}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "quantization_config": packing})
+        )
     found = plan.plan_run(recipe)
     ends = 2 * 128256 * 8192  # embedding and LM head are not packed
     norms = (2 * 80 + 1) * 8192
@@ -156,15 +189,22 @@ def test_a_packed_target_is_planned_as_it_is_packed(config, name, where, tmp_pat
 def test_a_quantization_that_is_unknown_is_told(config, caplog, capsys):
     found = plan.plan_run(config("8b", plan="ddp:8", target_quantization={"quant_method": "spqr"}))
     assert found.memory["target"] == 2 * COUNTS["8b"]
-    assert "unknown to the plan, which counts the weights as not packed" in caplog.text + capsys.readouterr().out
+    assert (
+        "unknown to the plan, which counts the weights as not packed"
+        in caplog.text + capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_that_is_packed_is_not_cut(config, tmp_path):
     recipe = config("8b", plan="ddp:8", target_placement="shard", target_dtype="bfloat16")
     path = tmp_path / "8b" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": PACKED["GPTQ"][0]}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": PACKED["GPTQ"][0]})
+    )
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"are packed \(gptq\), and packed weights are not split: choose"):
+    with pytest.raises(
+        ValueError, match=r"are packed \(gptq\), and packed weights are not split: choose"
+    ):
         load_target(recipe, accelerator)
 
 
@@ -176,15 +216,17 @@ def test_disk_is_planned_against_what_is_free(config, capsys, tmp_path):
     size = 12 * plan.plan_run(recipe).head_parameters / 2**30
     assert f"a checkpoint takes {size:.2f} GiB on disk" in said
     assert re.search(rf"{re.escape(str(tmp_path / 'run'))} has [\d.]+ GiB free", said)
-    assert re.search(r"states on disk: 32,768 bytes a token; \S+ has [\d.]+ GiB free, for [\d,]+ tokens", said)
+    assert re.search(
+        r"states on disk: 32,768 bytes a token; \S+ has [\d.]+ GiB free, for [\d,]+ tokens", said
+    )
 
 
 def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(config):
     def kept(**loop):
         recipe = config("8b", plan="ddp:8")
-        return plan.plan_run(dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **loop))).memory[
-            "activations"
-        ]
+        return plan.plan_run(
+            dataclasses.replace(recipe, loop=dataclasses.replace(recipe.loop, **loop))
+        ).memory["activations"]
 
     one, two = kept(), kept(batch_size=32, micro_batch=2)
     assert 1.5 * one < two < 2.1 * one
@@ -194,15 +236,33 @@ def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(conf
 def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
     """Of SmolLM2's dimensions, which fit here."""
     recipe = options(
-        TrainConfig, "train", "", ["--config", str(CONFIGS / "smollm2-eagle3.yaml"), "--data.sources", "[c.jsonl]"]
+        TrainConfig,
+        "train",
+        "",
+        ["--config", str(CONFIGS / "smollm2-eagle3.yaml"), "--data.sources", "[c.jsonl]"],
     )
-    recipe = dataclasses.replace(recipe, head={**recipe.head, "draft_vocab_size": None, "feature_layers": [1, 14, 26]})
+    recipe = dataclasses.replace(
+        recipe, head={**recipe.head, "draft_vocab_size": None, "feature_layers": [1, 14, 26]}
+    )
     info = plan.TargetInfo(
-        "smollm2", 576, 8, 30, 1536, 9, 3, 64, "silu", 1e-5, 8192, {"rope_type": "default", "rope_theta": 1e5}
+        "smollm2",
+        576,
+        8,
+        30,
+        1536,
+        9,
+        3,
+        64,
+        "silu",
+        1e-5,
+        8192,
+        {"rope_type": "default", "rope_theta": 1e5},
     )
     recipe = with_formats(recipe, "bfloat16", "bfloat16")
     head = head_of(recipe, info, LlamaConfig())
-    in_16_bits = 2 * sum(parameter.numel() for parameter in head.parameters() if parameter.ndim == 2)
+    in_16_bits = 2 * sum(
+        parameter.numel() for parameter in head.parameters() if parameter.ndim == 2
+    )
     estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
     real = plan.kept(recipe, info, 200, scale=1)
     assert estimate == pytest.approx(real, rel=0.1)
@@ -227,7 +287,10 @@ def test_the_page_ends_with_the_command_that_begins(config, capsys, form):
     plan.show_plan(config("8b", plan="zero2:8"), arguments)
     said = capsys.readouterr().out
     assert "8,030,261,248 parameters" in said and "ZeRO-2, 8 processes, target whole" in said
-    launch = "accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 8 scripts/train.py"
+    launch = (
+        "accelerate launch --config_file configs/accelerate/zero2.yaml --num_processes 8"
+        " scripts/train.py"
+    )
     assert f"to begin: {launch} --config c.yaml --data.sources '[c.jsonl]'" in said
     assert (CONFIGS / "accelerate" / "zero2.yaml").is_file()
     assert not torch.cuda.is_initialized()

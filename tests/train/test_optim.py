@@ -17,7 +17,14 @@ from headstart.train.loop import train
 from headstart.train.optim import Float32Muon, MuonAdamW, build_optimizer
 
 MUON = OptimConfig(name="muon", lr=0.01, weight_decay=0.1, warmup=0.5)
-OPTIONS = {"eagle3": {"feature_layers": [0, 1, 2], "hidden_size": 16, "num_attention_heads": 4, "head_dim": 4}}
+OPTIONS = {
+    "eagle3": {
+        "feature_layers": [0, 1, 2],
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "head_dim": 4,
+    }
+}
 """Options beyond the defaults: an EAGLE-3 head that learns an embedding of its own."""
 
 
@@ -69,30 +76,37 @@ def step(head, optimizer, schedule, seed):
     schedule.step()
     optimizer.zero_grad()
     return {
-        name: float((weight.detach() - before[name]).square().mean().sqrt()) for name, weight in head.named_parameters()
+        name: float((weight.detach() - before[name]).square().mean().sqrt())
+        for name, weight in head.named_parameters()
     }
 
 
 def test_the_schedule_reaches_both_and_their_steps_are_of_one_size(tiny_target):
     head = head_of("medusa", tiny_target)
-    optimizer, schedule = build_optimizer(head, OptimConfig(name="muon", lr=0.01, warmup=0.5), 10, {})
+    optimizer, schedule = build_optimizer(
+        head, OptimConfig(name="muon", lr=0.01, warmup=0.5), 10, {}
+    )
     rates = []
     for seed in range(10):
-        assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == set(
-            schedule.get_last_lr()
-        )
+        assert {
+            group["lr"] for part in optimizer.parts.values() for group in part.param_groups
+        } == set(schedule.get_last_lr())
         rates.append(schedule.get_last_lr()[0])
         moved = step(head, optimizer, schedule, seed)
         if rates[-1] == 0:
             assert not any(moved.values())
         else:
-            assert all(0.03 * rates[-1] < distance < 1.5 * rates[-1] for distance in moved.values()), moved
+            assert all(
+                0.03 * rates[-1] < distance < 1.5 * rates[-1] for distance in moved.values()
+            ), moved
     assert rates[0] == 0 and max(rates) == rates[5] == pytest.approx(0.01) and rates[-1] < rates[6]
 
 
 def test_what_was_saved_goes_on_the_same(tiny_target):
     heads = [head_of("hydra", tiny_target, num_heads=2) for _ in range(2)]
-    (one, one_schedule), (other, other_schedule) = (build_optimizer(head, MUON, 8, {}) for head in heads)
+    (one, one_schedule), (other, other_schedule) = (
+        build_optimizer(head, MUON, 8, {}) for head in heads
+    )
     for seed in range(3):
         step(heads[0], one, one_schedule, seed)
     saved = copy.deepcopy(one.state_dict())  # as from a file: loading takes the tensors themselves
@@ -101,10 +115,17 @@ def test_what_was_saved_goes_on_the_same(tiny_target):
     other.load_state_dict(saved)
     other_schedule.load_state_dict(one_schedule.state_dict())
     for seed in range(3, 8):
-        for head, optimizer, schedule in ((heads[0], one, one_schedule), (heads[1], other, other_schedule)):
+        for head, optimizer, schedule in (
+            (heads[0], one, one_schedule),
+            (heads[1], other, other_schedule),
+        ):
             step(head, optimizer, schedule, seed)
         rates = {group["lr"] for part in other.parts.values() for group in part.param_groups}
-        assert rates == {group["lr"] for group in other.param_groups} == set(one_schedule.get_last_lr())
+        assert (
+            rates
+            == {group["lr"] for group in other.param_groups}
+            == set(one_schedule.get_last_lr())
+        )
     for ours, theirs in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -112,7 +133,9 @@ def test_what_was_saved_goes_on_the_same(tiny_target):
 def test_adamw_alone_has_a_rate_for_each_ratio():
     first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     module = torch.nn.ParameterList([first, second])
-    optimizer, schedule = build_optimizer(module, OptimConfig(lr=0.1, warmup=0.0), 4, {id(second): 4.0})
+    optimizer, schedule = build_optimizer(
+        module, OptimConfig(lr=0.1, warmup=0.0), 4, {id(second): 4.0}
+    )
     assert isinstance(optimizer, AdamW)
     assert [[id(weight) for weight in group["params"]] for group in optimizer.param_groups] == [
         [id(first)],
@@ -135,7 +158,8 @@ def test_a_run_with_muon_is_resumed_to_the_last_bit(short, changed, monkeypatch,
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
     plain = train(changed(short, output=short.output + "-adamw", optim={"name": "adamw"}))
     assert not torch.equal(
-        load_file(plain / "last" / "model.safetensors")["blocks.0.layers.0.weight"], one["blocks.0.layers.0.weight"]
+        load_file(plain / "last" / "model.safetensors")["blocks.0.layers.0.weight"],
+        one["blocks.0.layers.0.weight"],
     )
 
 
@@ -155,7 +179,9 @@ def test_muon_is_an_optimizer_of_torch(tiny_target):
         ("constant_with_warmup", [0.5, 1.0, 1.0, 1.0, 1.0]),
     ],
 )
-def test_a_schedule_rises_over_the_warm_up_and_then_falls_as_its_word_says(tiny_target, schedule, expected):
+def test_a_schedule_rises_over_the_warm_up_and_then_falls_as_its_word_says(
+    tiny_target, schedule, expected
+):
     config = OptimConfig(lr=1.0, warmup=0.4, schedule=schedule)
     optimizer, rates = build_optimizer(head_of("medusa", tiny_target), config, 5, {})
     found = []
@@ -197,6 +223,7 @@ def test_muon_iterates_in_float32_where_bfloat16_is_emulated(supported, wanted, 
 def test_muon_is_refused_with_a_torch_that_has_none(monkeypatch):
     monkeypatch.setattr(optim, "Muon", torch.optim.Optimizer)
     with pytest.raises(
-        ValueError, match=r"muon needs torch 2\.9 or newer, and .* is installed; choose optim\.name adamw"
+        ValueError,
+        match=r"muon needs torch 2\.9 or newer, and .* is installed; choose optim\.name adamw",
     ):
         optim.check_muon()

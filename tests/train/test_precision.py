@@ -1,4 +1,5 @@
-"""What "fastest" and "auto" mean for a run: one answer for target and head, kept whatever a later machine finds."""
+"""What "fastest" and "auto" mean for a run: one answer for target and head, kept whatever a later
+machine finds."""
 
 from __future__ import annotations
 
@@ -39,8 +40,15 @@ def config(tmp_path):
     def build(own, target, head):
         folder = tmp_path / own
         folder.mkdir(exist_ok=True)
-        sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
-        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": own, **sizes}))
+        sizes = {
+            "num_hidden_layers": 1,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_attention_heads": 1,
+        }
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "llama", "dtype": own, **sizes})
+        )
         return TrainConfig(
             target=str(folder),
             output=str(tmp_path / "run"),
@@ -61,7 +69,11 @@ def possible(own, target, head):
     return not (head == "float32" and named not in ("fastest", "float32"))
 
 
-EVERY = [case for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, ARITHMETIC) if possible(*case)]
+EVERY = [
+    case
+    for case in itertools.product(("float32", "bfloat16", "float16"), WORDS, ARITHMETIC)
+    if possible(*case)
+]
 
 
 @pytest.mark.filterwarnings("ignore:on this machine training steps take")
@@ -79,7 +91,9 @@ def test_formats_fit_each_other_and_what_was_named(config, monkeypatch, own, tar
         expected = "bfloat16" if ratio < 1 or named in ("bfloat16", "float16") else "float32"
         assert words[1] == expected
     if target == "fastest":
-        assert words[0] == ("bfloat16" if own == "bfloat16" and words[1] != "float32" else "float32")
+        assert words[0] == (
+            "bfloat16" if own == "bfloat16" and words[1] != "float32" else "float32"
+        )
 
 
 @pytest.mark.parametrize(("own", "target", "head"), EVERY)
@@ -94,12 +108,18 @@ def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target,
 
 
 def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(config):
-    with pytest.raises(ValueError, match=r"precision float32 needs target_dtype float32, not auto, which is bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"precision float32 needs target_dtype float32, not auto, which is bfloat16",
+    ):
         formats(config("bfloat16", "auto", "float32"), CPU)
 
 
 def test_heads_are_not_trained_in_float16(config):
-    with pytest.raises(ValueError, match=r"loop\.precision 'float16' is none to train in; choose from auto, float32,"):
+    with pytest.raises(
+        ValueError,
+        match=r"loop\.precision 'float16' is none to train in; choose from auto, float32,",
+    ):
         config("float16", "float16", "float16")
 
 
@@ -190,7 +210,13 @@ def test_a_folder_without_a_checkpoint_says_nothing(automatic, tmp_path):
 
 def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
     output = tmp_path / "made.jsonl"
-    options = {"target": str(taught), "output": str(output), "conversations": 4, "batch_size": 2, "answer_tokens": 4}
+    options = {
+        "target": str(taught),
+        "output": str(output),
+        "conversations": 4,
+        "batch_size": 2,
+        "answer_tokens": 4,
+    }
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(3, 9)))
     config = SelfMadeConfig(**options, prompts=str(prompts), min_distinct=0.0)
@@ -203,12 +229,16 @@ def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
     state.unlink()
     output.unlink()
     make_conversations(config)
-    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"  # and not "fastest"
+    # and not "fastest"
+    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))
-def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(kind, tiny_target, tools):
-    """Copied to float32 they would take twice the memory, and be rounded again by the first product."""
+def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(
+    kind, tiny_target, tools
+):
+    """Copied to float32 they would take twice the memory, and be rounded again by the first
+    product."""
     target = tiny_target(layers=8, dtype=torch.bfloat16)
     tokens_BT = torch.randint(250, (2, 24), generator=torch.Generator().manual_seed(1))
     batch = Batch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), ((24,), (24,)))
@@ -223,8 +253,12 @@ def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(kin
         with torch.autocast("cpu", torch.bfloat16):
             output = head(features, head.default_objective(head.config))
         output.loss.backward()
-        gradients = [weight.grad.flatten() for weight in head.parameters() if weight.grad is not None]
-        assert output.loss.dtype == torch.float32 and all(gradient.dtype == torch.float32 for gradient in gradients)
+        gradients = [
+            weight.grad.flatten() for weight in head.parameters() if weight.grad is not None
+        ]
+        assert output.loss.dtype == torch.float32 and all(
+            gradient.dtype == torch.float32 for gradient in gradients
+        )
         found[word] = float(output.loss.detach()), torch.cat(gradients)
     (loss, gradient), (expected, other) = found["bfloat16"], found["float32"]
     assert loss == pytest.approx(expected, rel=0.01)

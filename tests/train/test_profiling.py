@@ -39,10 +39,14 @@ def test_losses_are_the_same_with_a_trace_and_without(short, changed, tmp_path):
     def weights(config):
         return (train(config) / "last" / "model.safetensors").read_bytes()
 
-    assert weights(changed(short, loop={"profile": "2:3"})) == weights(changed(short, output=str(tmp_path / "plain")))
+    assert weights(changed(short, loop={"profile": "2:3"})) == weights(
+        changed(short, output=str(tmp_path / "plain"))
+    )
 
 
 @pytest.mark.parametrize("window", ["", "3", "0:2", "5:4", "a:b", "1:2:3"])
 def test_what_is_no_window_is_refused(short, changed, window):
-    with pytest.raises(ValueError, match=r"loop\.profile takes the first and the last step, such as 10:12"):
+    with pytest.raises(
+        ValueError, match=r"loop\.profile takes the first and the last step, such as 10:12"
+    ):
         changed(short, loop={"profile": window})

@@ -28,7 +28,9 @@ def said(load):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load()
-    return [str(warning.message) for warning in caught if "may accept less here" in str(warning.message)]
+    return [
+        str(warning.message) for warning in caught if "may accept less here" in str(warning.message)
+    ]
 
 
 def copied(taught, folder, change):
@@ -50,28 +52,50 @@ def test_a_head_remembers_its_model_and_how_its_data_became_tokens(head, taught)
         "template_kwargs": {},
     }
     assert metadata.provenance.keys() == {
-        *("target", "revision", "dtype", "quantization", "weights", "tokenizer", "chat_template", "thinking"),
+        *(
+            "target",
+            "revision",
+            "dtype",
+            "quantization",
+            "weights",
+            "tokenizer",
+            "chat_template",
+            "thinking",
+        ),
         "template_kwargs",
     }
     assert (metadata.provenance["target"], metadata.provenance["dtype"]) == (str(taught), "float32")
-    assert all(len(metadata.provenance[name]) == 16 for name in ("weights", "tokenizer", "chat_template"))
+    assert all(
+        len(metadata.provenance[name]) == 16 for name in ("weights", "tokenizer", "chat_template")
+    )
 
 
 def test_its_own_model_is_no_reason_for_a_warning_wherever_it_lies(head, taught, tmp_path):
     moved = copied(taught, tmp_path / "moved", lambda model: None)
     for place in (taught, moved):
-        assert said(lambda place=place: SpeculativeLM.from_pretrained(place, head, torch.float32)) == []
+        assert (
+            said(lambda place=place: SpeculativeLM.from_pretrained(place, head, torch.float32))
+            == []
+        )
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"]
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
 )
 def test_a_fine_tuned_copy_is_told_by_its_weights(head, taught, tmp_path, name):
     def change(model):
         model.get_parameter(name).data.view(-1)[5] *= 1.02
 
     other = copied(taught, tmp_path / "tuned", change)
-    with pytest.warns(UserWarning, match=r"may accept less here: weights '[0-9a-f]+' \(trained against\)"):
+    with pytest.warns(
+        UserWarning, match=r"may accept less here: weights '[0-9a-f]+' \(trained against\)"
+    ):
         SpeculativeLM.from_pretrained(other, head, torch.float32)
 
 
@@ -92,7 +116,12 @@ def test_what_only_one_side_knows_is_no_difference():
     assert differences({}, {"weights": "a", "dtype": "b"}) == []
     assert differences({"weights": "a", "later": 1}, {"dtype": "b"}) == []
     known = {"target": "x", "revision": "1", "dtype": "float32", "chat_template": "a"}
-    assert differences(known, {"target": "y", "revision": "2", "dtype": "float32", "chat_template": "a"}) == []
+    assert (
+        differences(
+            known, {"target": "y", "revision": "2", "dtype": "float32", "chat_template": "a"}
+        )
+        == []
+    )
     assert differences(known, {**known, "chat_template": "b"}) == [
         "chat template 'a' (trained against) and 'b' (in use)"
     ]
@@ -111,7 +140,11 @@ def test_a_head_that_remembers_nothing_is_taken_in_silence(head, taught, tmp_pat
     ("change", "thinking", "words"),
     [
         (lambda tokenizer: None, False, None),
-        (lambda tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template + " "), False, "chat template"),
+        (
+            lambda tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template + " "),
+            False,
+            "chat template",
+        ),
         (lambda tokenizer: tokenizer.add_tokens(["<|more|>"]), False, "tokenizer"),
         (lambda tokenizer: None, None, "thinking False"),
         (lambda tokenizer: None, True, "thinking False"),
@@ -132,13 +165,19 @@ def test_further_variables_of_the_template_are_compared(head, taught, recorded):
     if not recorded:
         del trained["template_kwargs"]
     assert said(lambda: warn_of_other_data(trained, tokenizer, False, {})) == []
-    assert said(lambda: warn_of_other_data(trained, tokenizer, None, {"enable_thinking": False})) == []
-    (told,) = said(lambda: warn_of_other_data(trained, tokenizer, False, {"reasoning_effort": "high"}))
+    assert (
+        said(lambda: warn_of_other_data(trained, tokenizer, None, {"enable_thinking": False})) == []
+    )
+    (told,) = said(
+        lambda: warn_of_other_data(trained, tokenizer, False, {"reasoning_effort": "high"})
+    )
     assert "template kwargs {} (trained against) and {'reasoning_effort': 'high'} (in use)" in told
 
 
 def test_a_command_says_it_too(head, taught):
-    options = GenerateConfig(target=str(taught), prompt="hi", head=str(head), max_new_tokens=2, dtype="float32")
+    options = GenerateConfig(
+        target=str(taught), prompt="hi", head=str(head), max_new_tokens=2, dtype="float32"
+    )
     with pytest.warns(UserWarning, match="thinking False"):
         stream_answer(options)
 

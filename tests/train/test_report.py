@@ -25,7 +25,10 @@ from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
 
 
 def log_of(folder):
-    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def last(folder):
@@ -38,22 +41,30 @@ def test_a_line_of_the_log_tells_what_was_learned_and_what_it_cost(short):
         first, second = row["accuracy"]
         assert row["estimated_acceptance_length"] == pytest.approx(1 + first + first * second)
         costs = row["costs"]
-        assert costs["answer_tokens_per_second_per_device"] == row["answer_tokens_per_second"]  # one process
-        assert 0 < costs["share_waiting_for_features"] < 1 and 0 < costs["share_waiting_for_data"] < 1
+        # one process
+        assert costs["answer_tokens_per_second_per_device"] == row["answer_tokens_per_second"]
+        assert (
+            0 < costs["share_waiting_for_features"] < 1 and 0 < costs["share_waiting_for_data"] < 1
+        )
         assert list(row["step_seconds"]) == list(PARTS) and min(row["step_seconds"].values()) > 0
         assert costs["peak_memory_gib_by_process"] == [pytest.approx(costs["peak_memory_gib"])]
         assert 0.05 < costs["peak_memory_gib"] < 64
     assert rows[-1]["costs"]["teraflops_per_device"] > 0
-    progress = json.loads((Path(short.output) / "checkpoints" / "step-00000012" / "progress.json").read_text())
+    progress = json.loads(
+        (Path(short.output) / "checkpoints" / "step-00000012" / "progress.json").read_text()
+    )
     assert rows[-1]["answer_tokens"] == progress["answer_tokens"]
     parts = sum(sum(row["step_seconds"].values()) for row in rows)  # a line a step
     assert parts == pytest.approx(progress["seconds"], rel=0.05)
-    assert [row["epoch"] for row in rows] == pytest.approx([row["step"] * rows[0]["epoch"] for row in rows])
+    assert [row["epoch"] for row in rows] == pytest.approx(
+        [row["step"] * rows[0]["epoch"] for row in rows]
+    )
     assert rows[-1]["epoch"] > 2
 
 
 class Queue:
-    """A device that does its work later: `now` is the host's clock, `busy` the end of what was launched."""
+    """A device that does its work later: `now` is the host's clock, `busy` the end of what was
+    launched."""
 
     now, busy = 0.0, 0.0
 
@@ -85,7 +96,13 @@ def test_parts_of_a_step_are_timed_by_the_device_where_its_work_is_asynchronous(
     for _ in range(2):
         clock.part("data")
         queue.now = max(queue.busy, queue.now) + 0.5  # the device waits for the host
-        for part, seconds in (("target", 2.0), ("head", 3.0), ("target", 2.0), ("head", 3.0), ("optimizer", 1.0)):
+        for part, seconds in (
+            ("target", 2.0),
+            ("head", 3.0),
+            ("target", 2.0),
+            ("head", 3.0),
+            ("optimizer", 1.0),
+        ):
             clock.part(part)
             queue.launch(seconds)
         clock.end()
@@ -93,7 +110,9 @@ def test_parts_of_a_step_are_timed_by_the_device_where_its_work_is_asynchronous(
     clock.part("target")
     clock.part("data")  # discards the step that was stopped
     found = clock.totals()
-    assert found == pytest.approx({"data": 1.0, "target": 8.0, "head": 12.0, "optimizer": 2.0}, abs=0.02)
+    assert found == pytest.approx(
+        {"data": 1.0, "target": 8.0, "head": 12.0, "optimizer": 2.0}, abs=0.02
+    )
     assert clock.totals() == dict.fromkeys(PARTS, 0.0)
 
 
@@ -134,13 +153,17 @@ def test_the_peak_of_a_device_is_that_of_its_whole_name_or_unknown(name, peak):
 
 @pytest.mark.parametrize(("cached", "adapted"), [(False, False), (True, False), (False, True)])
 def test_the_arithmetic_that_is_counted_is_that_of_the_matrices(tiny_target, cached, adapted):
-    """Two operations a weight and token forward, four backward; attention and the judging LM head come on top."""
+    """Two operations a weight and token forward, four backward; attention and the judging LM head
+    come on top."""
     target = tiny_target(vocab_size=24)
     head = build_head("medusa", {"num_heads": 2}, target.info).double()
     examples = [Example([1, 2, 3, 4, 5, 6], [False] * 2 + [True] * 4)] * 3
-    blocks = sum(p.numel() for block in target.modules.blocks for p in block.parameters() if p.ndim == 2)
+    blocks = sum(
+        p.numel() for block in target.modules.blocks for p in block.parameters() if p.ndim == 2
+    )
     heads = sum(p.numel() for p in head.parameters() if p.ndim == 2)
-    judged = 3 * (2 + 3) / 2  # anchors of a sequence that has 3 drafts at the first depth and 2 at the second
+    # anchors of a sequence that has 3 drafts at the first depth and 2 at the second
+    judged = 3 * (2 + 3) / 2
     times = 0 if cached else 3 if adapted else 1
     least = 2 * blocks * 18 * times + 6 * heads * judged
     before = torch.random.get_rng_state()
@@ -176,7 +199,9 @@ def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
 
     def update(state):
         lr = original(state)
-        seen.append({name: tensor.clone() for name, tensor in state.inputs.head.state_dict().items()})
+        seen.append(
+            {name: tensor.clone() for name, tensor in state.inputs.head.state_dict().items()}
+        )
         return lr
 
     monkeypatch.setattr(loop, "update", update)
@@ -223,9 +248,11 @@ def evaluations(folder):
 @pytest.mark.parametrize(
     ("lengths", "losses", "patience", "steps"),
     [
-        ([3, 2, 2, 2, 2], [5, 4, 3, 2, 1], 2, [3, 6, 9, 9]),  # the objective is not what it should be
+        # the objective is not what it should be
+        ([3, 2, 2, 2, 2], [5, 4, 3, 2, 1], 2, [3, 6, 9, 9]),
         ([3, 2, 2, 2, 2], [5, 4, 3, 2, 1], 0, [3, 6, 9, 12]),
-        ([3, 2, 2, 2, 2], [5, 6, 7, 8, 9], 2, [3, 6, 9, 12]),  # both worse: more data, not another objective
+        # both worse: more data, not another objective
+        ([3, 2, 2, 2, 2], [5, 6, 7, 8, 9], 2, [3, 6, 9, 12]),
         ([3, 2, 4, 2, 2], [5, 4, 3, 2, 1], 2, [3, 6, 9, 12]),  # it recovered
     ],
 )
@@ -238,7 +265,9 @@ def test_a_run_stops_when_acceptance_falls_while_the_loss_sinks(
     assert (folder / "last").is_dir()
 
 
-def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_on(short, changed, monkeypatch):
+def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_on(
+    short, changed, monkeypatch
+):
     config = changed(short, loop={"eval_every": 3, "patience": 1})
     judged_as(monkeypatch, [3, 2, 2], [5, 4, 3])
     original = loop.evaluate_and_save
@@ -254,5 +283,7 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
             train(config)
     folder = train(config)
     assert max(row["step"] for row in log_of(folder)) == 6
-    head = build_head("medusa", {"num_heads": 2}, loop.load_inputs(config, Accelerator()).target.info)
+    head = build_head(
+        "medusa", {"num_heads": 2}, loop.load_inputs(config, Accelerator()).target.info
+    )
     head.load_state_dict(last(folder))

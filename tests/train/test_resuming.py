@@ -1,4 +1,5 @@
-"""A run resumes with other options where they change no weights, and with data and target elsewhere."""
+"""A run resumes with other options where they change no weights, and with data and target
+elsewhere."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ def options(half, plain, tmp_path):
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def weights(folder):
@@ -108,10 +112,13 @@ def test_options_that_change_no_weights_may_change(options, whole, change, chang
     rounding = 1e-3 if "features" in change else 2e-6
     assert_same_weights(config.output, whole, 0.0 if exact else rounding)
     assert f"from step {STOP} on with " in capsys.readouterr().out
-    history = [json.loads(line) for line in (Path(config.output) / "changes.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in history} == {STOP} and {row["name"].partition(".")[0] for row in history} == {
-        *change
-    }
+    history = [
+        json.loads(line)
+        for line in (Path(config.output) / "changes.jsonl").read_text().splitlines()
+    ]
+    assert {row["step"] for row in history} == {STOP} and {
+        row["name"].partition(".")[0] for row in history
+    } == {*change}
     _, metadata = load_head(Path(config.output) / "last")
     assert metadata.training["changes"] == history
     train(config)  # it is finished, and the options are its own now
@@ -123,7 +130,9 @@ def test_data_and_target_may_be_found_at_another_path(options, whole, tmp_path, 
         path = shutil.copy(options.data.sources[0], tmp_path / "elsewhere.jsonl")
         config = changed(options, data={"sources": [str(path)]})
     else:
-        config = changed(options, target=str(shutil.copytree(options.target, tmp_path / "elsewhere")))
+        config = changed(
+            options, target=str(shutil.copytree(options.target, tmp_path / "elsewhere"))
+        )
     train(config)
     assert_same_weights(config.output, whole)
 
@@ -133,7 +142,10 @@ def test_other_data_at_any_path_are_refused(options, tmp_path, changed):
     path = tmp_path / "less.jsonl"
     path.write_text("\n".join(lines[:20]) + "\n", encoding="utf-8")
     before = (Path(options.output) / "config.yaml").read_text()
-    with pytest.raises(ValueError, match=r"whose data had the digest \w+; with data.sources .*less.jsonl.* it is \w+"):
+    with pytest.raises(
+        ValueError,
+        match=r"whose data had the digest \w+; with data.sources .*less.jsonl.* it is \w+",
+    ):
         train(changed(options, data={"sources": [str(path)]}))
     assert (Path(options.output) / "config.yaml").read_text() == before
 
@@ -144,7 +156,9 @@ def test_another_target_is_refused(options, tmp_path, changed):
     tensors = load_file(file)
     name = next(name for name in tensors if "down_proj" in name)
     save_file({**tensors, name: tensors[name] * 1.01}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"whose weights had the digest .*give what the run began with"):
+    with pytest.raises(
+        ValueError, match=r"whose weights had the digest .*give what the run began with"
+    ):
         train(changed(options, target=str(folder)))
 
 
@@ -158,7 +172,9 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
         with pytest.raises(Stopped):
             train(config)
     lower = changed(config, optim={"lr": 3e-4})
-    with pytest.raises(ValueError, match=r"optim.lr = 0.003, not 0.0003.*choose another output folder"):
+    with pytest.raises(
+        ValueError, match=r"optim.lr = 0.003, not 0.0003.*choose another output folder"
+    ):
         train(lower)
     set_learning_rate(config.output, 3e-4)
     train(lower)
@@ -166,13 +182,18 @@ def test_a_lower_learning_rate_holds_from_the_step_on_at_which_it_was_given(
     train(changed(config, output=str(tmp_path / "before")))
     before = {row["step"]: row["lr"] for row in rows_of(tmp_path / "before") if "lr" in row}
     for step in range(1, STEPS + 1):
-        assert rates[step] == pytest.approx(before[step] / (10 if step > STOP else 1), rel=1e-6, abs=1e-12), step
+        assert rates[step] == pytest.approx(
+            before[step] / (10 if step > STOP else 1), rel=1e-6, abs=1e-12
+        ), step
     saved = yaml.safe_load((Path(config.output) / "config.yaml").read_text())
     assert saved["optim"]["lr"] == 3e-4
     _, metadata = load_head(Path(config.output) / "last")
     assert metadata.training["config"]["optim"]["lr"] == 3e-4
     assert not torch.equal(
-        *(weights(folder)[sorted(weights(folder))[0]] for folder in (config.output, tmp_path / "before"))
+        *(
+            weights(folder)[sorted(weights(folder))[0]]
+            for folder in (config.output, tmp_path / "before")
+        )
     )
 
 
@@ -192,11 +213,16 @@ def test_the_advice_after_a_loss_that_is_not_finite_can_be_followed(options, cha
     assert folder == options.output
     set_learning_rate(folder, float(lower))
     path = Path(folder).with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(options)))), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(options)))), encoding="utf-8"
+    )
     config = options_of(TrainConfig, "train", "", ["--config", str(path), "--optim.lr", lower])
     train(config)
     assert rows_of(options.output)[-1]["step"] == STEPS
-    assert yaml.safe_load((Path(options.output) / "config.yaml").read_text())["optim"]["lr"] == options.optim.lr / 2
+    assert (
+        yaml.safe_load((Path(options.output) / "config.yaml").read_text())["optim"]["lr"]
+        == options.optim.lr / 2
+    )
 
 
 # Saving.
@@ -226,11 +252,22 @@ def test_minutes_make_checkpoints_between_those_of_steps(plain, tmp_path, change
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("a checkpoint", r"a checkpoint to resume from.* takes about \d.\d\d GiB, and .* has 0.00 GiB free; make room"),
-        ("cached states", r"the states of \d+ tokens take \d.\d GiB, and the disk of .* has 0.0 GiB left; choose"),
+        (
+            "a checkpoint",
+            (
+                r"a checkpoint to resume from.* takes about \d.\d\d GiB, and .* has 0.00 GiB free;"
+                r" make room"
+            ),
+        ),
+        (
+            "cached states",
+            r"the states of \d+ tokens take \d.\d GiB, and the disk of .* has 0.0 GiB left; choose",
+        ),
     ],
 )
-def test_a_disk_that_is_too_small_is_told_before_anything_long_is_written(plain, tmp_path, what, told, monkeypatch):
+def test_a_disk_that_is_too_small_is_told_before_anything_long_is_written(
+    plain, tmp_path, what, told, monkeypatch
+):
     config = plain(tmp_path / "run")
     if "cached" in what:
         config = dataclasses.replace(config, features=FeaturesConfig(mode="cached"))
@@ -267,13 +304,17 @@ def test_the_interval_holds_the_true_difference_in_95_of_100_cases():
         for gain in (0.3, 0.0):
             rounds_N = torch.randint(20, 40, (64,), generator=generator)
             per_round_N = 2 + gain + level_N + 0.3 * torch.randn(64, generator=generator)
-            sides.append([[float(r * p), int(r)] for r, p in zip(rounds_N, per_round_N, strict=True)])
+            sides.append(
+                [[float(r * p), int(r)] for r, p in zip(rounds_N, per_round_N, strict=True)]
+            )
         low, high = difference_interval(*sides)
         inside += low <= 0.3 <= high
     assert 0.92 < inside / 400 < 0.98
 
 
-def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(plain, tmp_path, changed, monkeypatch):
+def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(
+    plain, tmp_path, changed, monkeypatch
+):
     lengths = {
         5: [[40, 10], [42, 10], [38, 10]],
         10: [[39, 10], [43, 10], [37, 10]],
@@ -281,7 +322,8 @@ def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(plain, tmp_pa
     }
     steps = iter(lengths)
     monkeypatch.setattr(
-        "headstart.train.evaluate.Evaluation.prompts", property(lambda self: lengths[self.__dict__["step"]])
+        "headstart.train.evaluate.Evaluation.prompts",
+        property(lambda self: lengths[self.__dict__["step"]]),
     )
     judge = loop.evaluate
 
@@ -289,7 +331,9 @@ def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(plain, tmp_pa
         found = judge(*given)
         found.__dict__["step"] = next(steps)
         rows = lengths[found.__dict__["step"]]
-        found.acceptance_length = sum(tokens for tokens, _ in rows) / sum(rounds for _, rounds in rows)
+        found.acceptance_length = sum(tokens for tokens, _ in rows) / sum(
+            rounds for _, rounds in rows
+        )
         return found
 
     monkeypatch.setattr(loop, "evaluate", evaluate)

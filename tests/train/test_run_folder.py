@@ -53,7 +53,12 @@ def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("best/notes.txt", "mine"), ("last/model.safetensors", "mine"), ("config.yaml", "a: 1\n"), ("config.yaml", "{")],
+    [
+        ("best/notes.txt", "mine"),
+        ("last/model.safetensors", "mine"),
+        ("config.yaml", "a: 1\n"),
+        ("config.yaml", "{"),
+    ],
 )
 def test_a_folder_that_holds_something_else_is_refused_before_training(name, text, tmp_path):
     run = RunFolder(tmp_path / "run", Accelerator())

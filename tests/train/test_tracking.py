@@ -58,7 +58,8 @@ def tracked(short, changed):
 
 
 def records(path):
-    """What a .wandb file holds: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
+    """What a .wandb file holds: LevelDB's log format, blocks of 32 KiB, behind a header of 7
+    bytes."""
     data, place, whole = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -82,14 +83,23 @@ class WandbRun:
         (path,) = folder.glob("*.wandb")
         found = list(records(path))
         (self.run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
-        updates = [record.config for record in found if record.WhichOneof("record_type") == "config"]
-        self.config = {item.key: json.loads(item.value_json) for update in updates for item in update.update}
+        updates = [
+            record.config for record in found if record.WhichOneof("record_type") == "config"
+        ]
+        self.config = {
+            item.key: json.loads(item.value_json) for update in updates for item in update.update
+        }
         self.rows = [
-            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
             for record in found
             if record.WhichOneof("record_type") == "history"
         ]
-        artifacts = [record.artifact for record in found if record.WhichOneof("record_type") == "artifact"]
+        artifacts = [
+            record.artifact for record in found if record.WhichOneof("record_type") == "artifact"
+        ]
         artifacts += [record.request.log_artifact.artifact for record in found]
         self.heads = [artifact for artifact in artifacts if artifact.type == "model"]
         self.axes = {
@@ -115,9 +125,16 @@ def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offl
     config = tracked("wandb", samples=2)
     folder = train(config)
     (found,) = runs(offline)
-    assert (found.run.project, found.run.entity, found.run.run_group) == ("of-the-environment", "a-team", "a-group")
+    assert (found.run.project, found.run.entity, found.run.run_group) == (
+        "of-the-environment",
+        "a-team",
+        "a-group",
+    )
     assert found.run.display_name == "a-name" and list(found.run.tags) == ["one", "two"]
-    assert found.config["optim"]["lr"] == config.optim.lr and found.config["loop"]["precision"] == "float32"
+    assert (
+        found.config["optim"]["lr"] == config.optim.lr
+        and found.config["loop"]["precision"] == "float32"
+    )
     assert found.axes["*"] == "step" and found.exit_code == 0
 
     logged = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -135,7 +152,10 @@ def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offl
     for row, line in zip(evaluations, (line for line in logged if "eval" in line)):
         assert [row["eval/loss/0"], row["eval/loss/1"]] == line["held_out_loss"]
         assert row["eval/chain/acceptance_length"] == line["eval"]["chain"]["acceptance_length"]
-        assert row["eval/chain/acceptance_rate_by_depth/0"] == line["eval"]["chain"]["acceptance_rate_by_depth"][0]
+        assert (
+            row["eval/chain/acceptance_rate_by_depth/0"]
+            == line["eval"]["chain"]["acceptance_rate_by_depth"][0]
+        )
         assert 0 <= row["eval/accuracy/0"] <= 1
         assert row["epoch"] > 0 and row["answer_tokens"] > 0
 
@@ -147,27 +167,41 @@ def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offl
     pages = (next(offline.glob("offline-run-*")) / "files" / "media" / "html").rglob("*.html")
     assert any("<mark>" in path.read_text() for path in pages)
     plots = [json.loads(path.read_text()) for path in files.glob("acceptance_rate_by_depth*")]
-    assert len(plots) == 3 and {row[1] for row in plots[0]["data"]} == {"chain", "static", "dynamic"}
+    assert len(plots) == 3 and {row[1] for row in plots[0]["data"]} == {
+        "chain",
+        "static",
+        "dynamic",
+    }
     (artifact,) = found.heads
     assert "best" in artifact.aliases
-    assert {"config.json", "model.safetensors", "README.md"} <= {entry.path for entry in artifact.manifest.contents}
+    assert {"config.json", "model.safetensors", "README.md"} <= {
+        entry.path for entry in artifact.manifest.contents
+    }
 
 
 def test_options_come_before_the_environment_and_a_continued_run_keeps_its_id(
     tracked, offline, monkeypatch, stop_after
 ):
     monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
-    config = tracked("wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"], samples=0)
+    config = tracked(
+        "wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"], samples=0
+    )
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         with pytest.raises(Stopped):
             train(config)
     train(dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, upload=False)))
     first, second = runs(offline)
-    assert (first.run.project, first.run.entity, first.run.run_group) == ("of-the-options", "e", "g")
+    assert (first.run.project, first.run.entity, first.run.run_group) == (
+        "of-the-options",
+        "e",
+        "g",
+    )
     assert first.run.display_name == "n" and list(first.run.tags) == ["t"]
     assert first.run.run_id == second.run.run_id and first.run.run_id.startswith("run-")
-    assert [row["step"] for row in first.rows + second.rows if "train/lr" in row] == list(range(1, 13))
+    assert [row["step"] for row in first.rows + second.rows if "train/lr" in row] == list(
+        range(1, 13)
+    )
     assert not any("eval/samples" in row for row in first.rows + second.rows)
     assert not first.heads  # there is no best head yet
     assert not second.heads  # upload=False
@@ -181,7 +215,9 @@ def test_tensorboard_gets_numbers_a_plot_and_answers(tracked):
     folder = train(tracked("tensorboard", project="a-project"))
     found = events(folder, "a-project")
     tags = found.Tags()
-    assert {"train/loss/0", "eval/loss/1", "eval/static/acceptance_length", "epoch"} <= set(tags["scalars"])
+    assert {"train/loss/0", "eval/loss/1", "eval/static/acceptance_length", "epoch"} <= set(
+        tags["scalars"]
+    )
     assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
     assert tags["images"] == ["eval/acceptance_rate_by_depth"]
     assert "eval/samples/text_summary" in tags["tensors"]
@@ -189,7 +225,9 @@ def test_tensorboard_gets_numbers_a_plot_and_answers(tracked):
 
 def test_what_a_killed_run_told_tensorboard_twice_is_there_once(tracked, monkeypatch):
     config = tracked("tensorboard")
-    config = dataclasses.replace(config, loop=dataclasses.replace(config.loop, save_every=4, eval_every=0))
+    config = dataclasses.replace(
+        config, loop=dataclasses.replace(config.loop, save_every=4, eval_every=0)
+    )
 
     with monkeypatch.context() as patch:
         original, steps = loop.update, []
@@ -241,13 +279,18 @@ def lost(*given, **more):
 
 
 @pytest.mark.parametrize("where", ["init_trackers", "log"])
-def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(short, tracked, changed, monkeypatch, capsys, where):
+def test_a_tracker_that_cannot_be_reached_does_not_stop_the_run(
+    short, tracked, changed, monkeypatch, capsys, where
+):
     plain = last(train(changed(short, loop={"eval_every": 5}, output=short.output + "-plain")))
     monkeypatch.setattr(Accelerator, where, lost)
     kept = last(train(tracked("tensorboard")))
     assert all(torch.equal(kept[name], tensor) for name, tensor in plain.items())
     said = capsys.readouterr().out
-    told = "the tracker tensorboard cannot be reached: no route to the tracker. Training continues without it"
+    told = (
+        "the tracker tensorboard cannot be reached: no route to the tracker. Training continues"
+        " without it"
+    )
     assert said.count(told) == 1
 
 
@@ -277,7 +320,9 @@ def test_a_plot_or_an_upload_that_fails_ends_nothing(tracked, offline, monkeypat
     monkeypatch.setattr(tracking, part, lost)
     train(tracked("wandb", samples=0))
     (found,) = runs(offline)
-    assert found.exit_code == 0 and [row["step"] for row in found.rows if "train/lr" in row] == list(range(1, 13))
+    assert found.exit_code == 0 and [
+        row["step"] for row in found.rows if "train/lr" in row
+    ] == list(range(1, 13))
     assert "did not take all that was sent; training continues: no route" in capsys.readouterr().out
 
 
@@ -297,9 +342,24 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
     ("error", "refused"),
     [
         (wandb.errors.AuthenticationError("API key must have 40+ characters, has 5."), True),
-        (wandb.errors.CommError("It appears that you do not have permission to access the requested resource"), True),
-        (wandb.errors.CommError("returned error 404: entity nobody not found during upsertBucket"), True),
-        (wandb.errors.CommError("Timed out while retrying: dial tcp: lookup api.wandb.ai: no such host"), False),
+        (
+            wandb.errors.CommError(
+                "It appears that you do not have permission to access the requested resource"
+            ),
+            True,
+        ),
+        (
+            wandb.errors.CommError(
+                "returned error 404: entity nobody not found during upsertBucket"
+            ),
+            True,
+        ),
+        (
+            wandb.errors.CommError(
+                "Timed out while retrying: dial tcp: lookup api.wandb.ai: no such host"
+            ),
+            False,
+        ),
     ],
 )
 def test_a_key_or_an_entity_that_is_refused_ends_the_run_before_its_first_step(
@@ -311,7 +371,9 @@ def test_a_key_or_an_entity_that_is_refused_ends_the_run_before_its_first_step(
     monkeypatch.setattr(wandb, "init", init)
     config = tracked("wandb", entity="nobody")
     if refused:
-        with pytest.raises(ValueError, match=r"loop\.tracker wandb refuses this run: .*tracking\.\*"):
+        with pytest.raises(
+            ValueError, match=r"loop\.tracker wandb refuses this run: .*tracking\.\*"
+        ):
             train(config)
         assert not (Path(config.output) / "log.jsonl").exists()
     else:
@@ -326,7 +388,9 @@ def test_without_a_key_nothing_is_loaded(tracked, offline, monkeypatch):
     monkeypatch.setattr(loop, "load_inputs", loaded)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("NETRC", str(offline / "none"))
-    with pytest.raises(ValueError, match=r"loop\.tracker wandb has no key .*WANDB_API_KEY.*WANDB_MODE=offline"):
+    with pytest.raises(
+        ValueError, match=r"loop\.tracker wandb has no key .*WANDB_API_KEY.*WANDB_MODE=offline"
+    ):
         train(tracked("wandb"))
     monkeypatch.setattr(tracking, "get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match=r"pip install 'headstart\[wandb\]'"):
@@ -345,22 +409,30 @@ def test_a_server_of_wandb_that_is_down_ends_no_run(tracked, offline, monkeypatc
     wandb.teardown()
     assert (train(tracked("wandb")) / "last").is_dir()
     said = capsys.readouterr().out
-    assert said.count("the tracker wandb cannot be reached") == 1 and "WANDB_MODE=offline keeps a run" in said
+    assert (
+        said.count("the tracker wandb cannot be reached") == 1
+        and "WANDB_MODE=offline keeps a run" in said
+    )
 
 
 def test_options_that_a_tracker_does_not_know_are_refused(tracked):
     with pytest.raises(
-        ValueError, match=r"unknown loop\.tracker 'wandbb'; choose from none, wandb, tensorboard, trackio"
+        ValueError,
+        match=r"unknown loop\.tracker 'wandbb'; choose from none, wandb, tensorboard, trackio",
     ):
         tracked("wandbb")
-    with pytest.raises(ValueError, match=r"tracking\.entity is 'me', which tensorboard does not know; .*wandb"):
+    with pytest.raises(
+        ValueError, match=r"tracking\.entity is 'me', which tensorboard does not know; .*wandb"
+    ):
         tracked("tensorboard", entity="me")
     with pytest.raises(ValueError, match=r"tracking\.samples must be at least 0, not -1"):
         tracked("wandb", samples=-1)
     tracked("none", entity="me")  # switched off
 
 
-def test_a_run_from_before_there_was_a_group_of_options_continues_with_any(short, changed, monkeypatch, stop_after):
+def test_a_run_from_before_there_was_a_group_of_options_continues_with_any(
+    short, changed, monkeypatch, stop_after
+):
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         with pytest.raises(Stopped):
@@ -386,11 +458,14 @@ def test_what_is_not_set_is_not_sent():
 
 def test_accepted_drafts_are_marked_and_nothing_else(tokenizer):
     text = "<a> grün, ünd b"
-    tokens = tokenizer.encode(text, add_special_tokens=False)  # one a byte: a piece may end inside of a character
+    # one a byte: a piece may end inside of a character
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     rounds = [RoundRecord(5, 6), RoundRecord(0, 1), RoundRecord(3, 4), RoundRecord(4, 3)]
     pieces = marked([*tokens, 0, 0], rounds, tokenizer)
     assert "".join(piece for piece, _ in pieces) == tokenizer.decode(tokens[:15])
     assert pieces == [("<", False), ("a> gr", True), ("ü", False), ("n, ", True), ("ünd", True)]
     sample = Sample("1 < 2", pieces, 2.0)
-    assert sample.html("mark").startswith("<p>1 &lt; 2</p><p>&lt;<mark>a&gt; gr</mark>ü<mark>n, </mark>")
+    assert sample.html("mark").startswith(
+        "<p>1 &lt; 2</p><p>&lt;<mark>a&gt; gr</mark>ü<mark>n, </mark>"
+    )
     assert marked(tokens[:1], [], tokenizer) == [("<", False)]

@@ -53,7 +53,9 @@ def first_seen(monkeypatch):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], tensor) for name, tensor in other.items()
+    )
 
 
 def test_it_begins_with_the_other_heads_weights_at_step_0(warm, earlier, first_seen):
@@ -94,7 +96,10 @@ def other_data(folder):
     """Answers whose most frequent tokens are others."""
     path = folder / "other.jsonl"
     words = ["quick brown fox", "jumps over dogs", "very lazy today"] * 2
-    rows = [[{"role": "user", "content": "go"}, {"role": "assistant", "content": text}] for text in words]
+    rows = [
+        [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]
+        for text in words
+    ]
     path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
     return {"sources": [str(path)]}
 
@@ -183,7 +188,10 @@ def test_without_a_common_token_a_vocabulary_begins_as_a_new_heads(tiny_target):
             {"type": "medusa", "num_heads": 3, "draft_vocab_size": 7},
             r"missing tensor 'blocks\.2\.layers\.0\.weight'.*missing tensor 'lm_heads\.2\.weight'",
         ),
-        ({"type": "medusa", "num_heads": 1, "draft_vocab_size": 7}, r"unknown tensor 'blocks\.1\.layers\.0\.weight'"),
+        (
+            {"type": "medusa", "num_heads": 1, "draft_vocab_size": 7},
+            r"unknown tensor 'blocks\.1\.layers\.0\.weight'",
+        ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(warm, changed, head, words):
@@ -194,7 +202,9 @@ def test_a_head_that_does_not_fit_is_refused_by_name(warm, changed, head, words)
 def test_a_head_for_another_target_is_refused(warm, changed, tiny_target, tmp_path):
     target = tiny_target(layers=3, dtype=torch.float32)
     save_head(
-        build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info), tmp_path / "h", CheckpointMetadata()
+        build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info),
+        tmp_path / "h",
+        CheckpointMetadata(),
     )
     with pytest.raises(ValueError, match=r"num layers 3 \(head\) and 2 \(target\)"):
         train(changed(warm, init_from=str(tmp_path / "h")))
@@ -210,22 +220,29 @@ def with_origin(earlier, folder, **changes):
     shutil.copytree(earlier / "last", folder)
     config = json.loads((folder / "config.json").read_text())
     origin = config["headstart"]["origin"] | changes
-    config["headstart"]["origin"] = {name: value for name, value in origin.items() if value is not None}
+    config["headstart"]["origin"] = {
+        name: value for name, value in origin.items() if value is not None
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
 def test_a_vocabulary_of_another_tokenizer_is_refused(warm, earlier, changed, tmp_path):
     source = with_origin(earlier, tmp_path / "other", tokenizer="0123456789abcdef")
-    with pytest.raises(ValueError, match=r"tokenizer 0123456789abcdef, not [0-9a-f]{16}.*choose a head of the same"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer 0123456789abcdef, not [0-9a-f]{16}.*choose a head of the same"
+    ):
         train(changed(warm, init_from=source))
 
 
-@pytest.mark.parametrize("change", [{"tokenizer": None}, {"weights": "0" * 16, "dtype": "bfloat16", "thinking": True}])
+@pytest.mark.parametrize(
+    "change", [{"tokenizer": None}, {"weights": "0" * 16, "dtype": "bfloat16", "thinking": True}]
+)
 def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tmp_path, change):
     source = with_origin(earlier, tmp_path / "head", **change)
     target = Target.from_pretrained(taught, torch.float32)
     head = build_head("medusa", {"num_heads": 2, "draft_vocab_size": 7}, target.info)
-    counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)  # no token is more frequent than another
+    # no token is more frequent than another
+    counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)
     warm_start(head, source, target, counts_V, load_head(earlier / "last")[1].provenance)
     assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))

@@ -1,4 +1,7 @@
-"""The state beside a file of answers, NAME.jsonl.state.json: with which options and tokenizer the file was begun."""
+"""The state file next to a file of answers, NAME.jsonl.state.json.
+
+It holds the options and the tokenizer with which the file was begun.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 from ..config import SelfMadeConfig
 
 FORMAT = "tokens"
-"""Version of the rows: those of earlier versions held the text of answers alone, and their state names no format."""
+"""Version of the rows: those of earlier versions held the text of answers alone, and their state
+names no format."""
 
 
 def state_path(path: Path) -> Path:
@@ -20,7 +24,10 @@ def state_path(path: Path) -> Path:
 
 
 def lines_of(rows: Iterable[dict[str, Any]]) -> str:
-    """JSON lines of rows; halves of characters, which a model can write and UTF-8 cannot hold, are escaped."""
+    """Return rows as JSON lines.
+
+    Lone surrogates, which a model can write but UTF-8 cannot encode, are escaped.
+    """
     lines: list[str] = []
     for row in rows:
         line = json.dumps(row, ensure_ascii=False)
@@ -44,8 +51,8 @@ def check_format(state: dict[str, Any], path: Path) -> None:
     """Refuse to continue a file of an earlier version: a file holds rows of one kind."""
     if state.get("format") != FORMAT:
         raise ValueError(
-            f"{path} was begun by an earlier version of headstart, which kept the text of answers and not their "
-            "tokens; train on it as it is, or choose another output"
+            f"{path} was begun by an earlier version of headstart, which kept the text of answers"
+            " and not their tokens; train on it as it is, or choose another output"
         )
 
 
@@ -53,6 +60,7 @@ def check_fingerprint(before: str | None, now: str | None, path: Path) -> None:
     """Refuse to continue a file whose token ids are those of another tokenizer."""
     if before != now:
         raise ValueError(
-            f"{path} holds token ids of a tokenizer with the fingerprint {before}, and the target's tokenizer now has "
-            f"{now}; choose another output, or the target with which it was begun"
+            f"{path} holds token ids of a tokenizer with the fingerprint {before}, and the target's"
+            f" tokenizer now has {now}; choose another output, or the target with which it was"
+            " begun"
         )

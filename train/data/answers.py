@@ -1,7 +1,8 @@
-"""Answers as the model wrote them: token ids, and beside them a message that people and chat templates can read.
+"""Answers as the model wrote them: token ids, and a message for people and chat templates.
 
-The ids are what is trained on. Text cannot take their place: decoding drops special tokens, templates strip white space
-and leave out the reasoning of earlier turns, and a tokenizer may divide the same text into other tokens.
+The ids are what is trained on. Text cannot take their place: decoding drops special tokens,
+templates strip white space and leave out the reasoning of earlier turns, and a tokenizer may divide
+the same text into other tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ HARMONY_PART = re.compile(
     r"(?=<\|(?:start|end|return|call|channel)\|>|\Z)",
     re.DOTALL,
 )
-"""A part of an answer in OpenAI's Harmony format, with its channel: analysis, commentary or final."""
+"""A part of an answer in OpenAI's Harmony format, with its channel: analysis, commentary or
+final."""
 TOOL_CALLS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|call|>", "<｜tool▁calls▁begin｜>")
-"""What opens a tool call in the answers of Qwen and Hermes, Mistral, Llama, gpt-oss, and DeepSeek."""
+"""What opens a tool call in the answers of Qwen and Hermes, Mistral, Llama, gpt-oss, and
+DeepSeek."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Answer:
     prompt: list[int] = field(default_factory=list)
     """Token ids after which it was written."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids that the model wrote, its end-of-turn token included; empty where only the text is known."""
+    """Token ids that the model wrote, its end-of-turn token included; empty where only the text is
+    known."""
 
 
 @dataclass
@@ -87,11 +91,14 @@ class Conversation:
         return messages
 
     def token_rows(self, tokenizer: str) -> list[dict[str, Any]]:
-        """Return its rows in the file: as few token sequences as hold every answer after its own prompt.
+        """Return the conversation's rows in the file: as few token sequences as possible.
 
-        One sequence holds several answers where the prompt of a later one begins with the tokens of the one before it.
-        A template that renders an earlier turn otherwise once later ones follow begins another sequence, and row.
-        `tokenizer` is the tokenizer's fingerprint, of `tokenizer_provenance`.
+        Together they hold every answer after its own prompt.
+
+        One sequence holds several answers where the prompt of a later one begins with the tokens of
+        the one before it. A template that renders an earlier turn otherwise once later ones follow
+        begins another sequence, and row. `tokenizer` is the tokenizer's fingerprint, of
+        `tokenizer_provenance`.
         """
         rows: list[dict[str, Any]] = []
         ids: list[int] = []
@@ -105,10 +112,18 @@ class Conversation:
                 mask = []
             mask = [*mask, *([0] * (len(answer.prompt) - len(mask))), *([1] * len(answer.tokens))]
             ids = [*answer.prompt, *answer.tokens]
-            row = {**self.columns, "finished": answer.finished, "tokens": sum(mask), "messages": messages}
+            row = {
+                **self.columns,
+                "finished": answer.finished,
+                "tokens": sum(mask),
+                "messages": messages,
+            }
             rows.append({**row, "input_ids": ids, "loss_mask": mask, "tokenizer": tokenizer})
         if len(rows) > 1:
-            rows = [{**row, "sequence": number, "sequences": len(rows)} for number, row in enumerate(rows, start=1)]
+            rows = [
+                {**row, "sequence": number, "sequences": len(rows)}
+                for number, row in enumerate(rows, start=1)
+            ]
         return rows
 
     def text_row(self) -> dict[str, Any]:
@@ -122,10 +137,10 @@ class Conversation:
 
 
 def turns_to_answer(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Divide a conversation into what is said before each answer, without the answers that it holds.
+    """Split a conversation into the messages before each answer, and drop its own answers.
 
-    Those are another model's, and each turn is answered anew on the new history. The last turn is the one before the
-    first tool result: it belongs to a call that this model may not make.
+    Those are another model's, and each turn is answered anew on the new history. The last turn is
+    the one before the first tool result: it belongs to a call that this model may not make.
     """
     turns: list[list[dict[str, Any]]] = [[]]
     for message in messages:
@@ -147,9 +162,9 @@ def readable(
 ) -> dict[str, Any]:
     """Decode an answer to a message of the assistant.
 
-    The reasoning stands apart, as `reasoning_content`, if the answer holds it between tags that the template knows
-    (<think> and </think>), or in the channels of Harmony. White space stays as it was written, except the line breaks
-    around reasoning, which templates add.
+    The reasoning stands apart, as `reasoning_content`, if the answer holds it between tags that the
+    template knows (<think> and </think>), or in the channels of Harmony. White space stays as it
+    was written, except the line breaks around reasoning, which templates add.
 
     Args:
         tokenizer: the model's.
@@ -181,7 +196,9 @@ def readable(
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     """Decode tokens to their whole text, special tokens included."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -204,7 +221,7 @@ def calls_tool(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> bool:
 
 
 def is_usable(text: str, units: Sequence[object], finished: bool, config: SelfMadeConfig) -> bool:
-    """Whether an answer is kept: it says something, and is neither degenerate nor, where that matters, cut off.
+    """Whether to keep an answer: it is not empty, not degenerate and, where required, not cut off.
 
     Args:
         text: content and reasoning.
@@ -222,11 +239,13 @@ def text_of(message: dict[str, Any]) -> str:
     return message.get("reasoning_content", "") + (message.get("content") or "")
 
 
-def read_prompts_to_answer(path: str | Path, limit: int | None = None) -> tuple[list[dict[str, Any]], list[UnusedRow]]:
-    """Read the rows of a file of prompts, each with the `turns` that are to be answered, and name those without.
+def read_prompts_to_answer(
+    path: str | Path, limit: int | None = None
+) -> tuple[list[dict[str, Any]], list[UnusedRow]]:
+    """Read the rows of a file of prompts, each with the `turns` to answer, and list rejected rows.
 
-    A row is a conversation in any format, {"turns": [...]} as in Spec-Bench, or {"prompt": ...}. The text `follow_up`
-    is one more turn of the user. A row that cannot be answered has no turns.
+    A row is a conversation in any format, {"turns": [...]} as in Spec-Bench, or {"prompt": ...}.
+    The text `follow_up` is one more turn of the user. A row that cannot be answered has no turns.
     """
     rows: list[dict[str, Any]] = []
     rejected: list[UnusedRow] = []
@@ -244,7 +263,9 @@ def read_prompts_to_answer(path: str | Path, limit: int | None = None) -> tuple[
     return rows, rejected
 
 
-def rejection(prompt: dict[str, Any], number: int, path: str | Path, error: ValueError | str) -> UnusedRow:
+def rejection(
+    prompt: dict[str, Any], number: int, path: str | Path, error: ValueError | str
+) -> UnusedRow:
     """Name a prompt that cannot be answered."""
     where = prompt["where"]
     return UnusedRow(number, where, str(path), "rejected", str(error).removeprefix(f"{where}: "))
@@ -270,8 +291,16 @@ def _turns_of(row: Any, where: str) -> dict[str, Any]:
     try:
         json.dumps([turns, conversation.get("tools")], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: half a character, which neither tokenizers nor servers read: {error}") from error
+        raise ValueError(
+            f"{where}: half a character, which neither tokenizers nor servers read: {error}"
+        ) from error
     temperature = row.get("temperature", 0.0)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ValueError(f"{where}: 'temperature' must be a number of at least 0, not {temperature!r}")
+    if (
+        isinstance(temperature, bool)
+        or not isinstance(temperature, int | float)
+        or not 0 <= temperature < math.inf
+    ):
+        raise ValueError(
+            f"{where}: 'temperature' must be a number of at least 0, not {temperature!r}"
+        )
     return {"turns": turns, "tools": conversation.get("tools")}

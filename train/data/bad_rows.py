@@ -1,4 +1,4 @@
-"""Rows that give no sequence: counted, named, written to a file, and refused where there are too many of them."""
+"""Rows that yield no sequence: counted, named, written to a file, and refused if too many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ NAMED = 20
 
 
 def settle_unused_rows(
-    cache: TokenCache, data: DataConfig, max_length: int, folder: Path | None, main_process: bool = True
+    cache: TokenCache,
+    data: DataConfig,
+    max_length: int,
+    folder: Path | None,
+    main_process: bool = True,
 ) -> None:
     """Report the rows of the sources, and write those that cannot be used to a file in the folder.
 
@@ -49,20 +53,26 @@ def settle_unused_rows(
         raise ValueError(_refusal(rejected, cache.read, data, file))
     if used < 2 and too_long:  # too few to train on and to hold out
         left = (
-            "no answer token is left: the answers of all" if used == 0 else "one conversation is left: the answers of"
+            "no answer token is left: the answers of all"
+            if used == 0
+            else "one conversation is left: the answers of"
         )
         raise ValueError(
-            f"{left} {too_long} conversations begin after {limit}; choose a larger data.max_length, or shorter prompts"
+            f"{left} {too_long} conversations begin after {limit}; choose a larger data.max_length,"
+            " or shorter prompts"
         )
     if not main_process:
         return
     skipped = f"{len(rejected):,} skipped" + (file if rejected else "")
     log.info(
-        f"{cache.read:,} rows read, {used:,} used, {cache.truncated:,} of them truncated at {limit}; {too_long:,} "
-        f"dropped whose answers begin after it; {unanswered:,} without an answer; {skipped}"
+        f"{cache.read:,} rows read, {used:,} used, {cache.truncated:,} of them truncated at"
+        f" {limit}; {too_long:,} dropped whose answers begin after it; {unanswered:,} without an"
+        f" answer; {skipped}"
     )
     if rejected:
-        log.warning(f"{_share(rejected, cache.read)} cannot be used and are skipped:\n{_named(rejected)}")
+        log.warning(
+            f"{_share(rejected, cache.read)} cannot be used and are skipped:\n{_named(rejected)}"
+        )
 
 
 def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMadeConfig) -> None:
@@ -78,11 +88,16 @@ def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMa
     _write_rejected(rejected, file)
     if len(rejected) > allowed(config, rows):
         raise ValueError(_refusal(rejected, rows, config, f" ({file})", "bad_rows"))
-    log.warning(f"{_share(rejected, rows)} cannot be answered and are skipped ({file}):\n{_named(rejected)}")
+    log.warning(
+        f"{_share(rejected, rows)} cannot be answered and are skipped ({file}):\n{_named(rejected)}"
+    )
 
 
 def _write_rejected(rejected: list[UnusedRow], file: Path) -> None:
-    lines = [json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) for row in rejected]
+    lines = [
+        json.dumps({"source": row.source, "where": row.where, "reason": row.reason})
+        for row in rejected
+    ]
     write_whole(file, "".join(line + "\n" for line in lines))
 
 
@@ -115,7 +130,10 @@ def _refusal(
     else:
         needed = math.ceil(1000 * len(rejected) / rows) / 1000
         limit = f"{SHARE:.0%}" if data.bad_rows_limit is None else str(data.bad_rows_limit)
-        advice = f"{option}_limit allows {limit}; mend them, or allow as many with {option}_limit {needed}"
+        advice = (
+            f"{option}_limit allows {limit}; mend them, or allow as many with {option}_limit"
+            f" {needed}"
+        )
     return f"{_share(rejected, rows)} cannot be used{file}; {advice}:\n{_named(rejected)}"
 
 

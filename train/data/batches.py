@@ -1,12 +1,13 @@
 """Batches: padding and packing, the order of the data, the share of each process, reading ahead.
 
-A step trains on `loop.batch_size` rows, whatever the number of processes: each takes its share, in forwards of
-`loop.micro_batch` rows. One config thus gives the same steps on any number of processes, and a stopped run resumes at
-the same place in the data on another number.
+A step trains on `loop.batch_size` rows, whatever the number of processes: each takes its share, in
+forwards of `loop.micro_batch` rows. One config thus gives the same steps on any number of
+processes, and a stopped run resumes at the same place in the data on another number.
 
-A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With `loop.batch_tokens` a step
-has as many rows of similar length as fit in that many tokens, padding included. Workers of torch's DataLoader read and
-pad the batches of later steps while a step is computed.
+A row is one conversation or, packed, as many short ones as fit in `data.pack` tokens. With
+`loop.batch_tokens` a step has as many rows of similar length as fit in that many tokens, padding
+included. Workers of torch's DataLoader read and pad the batches of later steps while a step is
+computed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Row = list[int]
 """Indices of the conversations in a row."""
 
 WINDOW = 32
-"""Steps whose conversations are sorted by length together: little padding, and another order every epoch."""
+"""Steps whose conversations are sorted by length together: little padding, and another order every
+epoch."""
 LOST = (ConnectionError, EOFError, FileNotFoundError)
 """Errors of reading a batch whose worker died after announcing it and before handing it over."""
 AHEAD = 2
@@ -84,9 +86,13 @@ class Batch:
         """Copy to pinned memory; torch's DataLoader calls it."""
         tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
         found = {name: getattr(self, name) for name in tensors}
-        pinned = replace(self, **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None})
+        pinned = replace(
+            self,
+            **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None},
+        )
         if self.positions_BT is not None:
-            pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()  # where cached_property keeps it
+            # where cached_property keeps it
+            pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()
         return pinned
 
 
@@ -96,14 +102,21 @@ def collate(examples: Sequence[Example]) -> Batch:
 
 
 def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
-    """Pad rows on the right, to at least `least` tokens, outside the loss mask; no rows give one row of padding."""
+    """Pad rows on the right, to at least `least` tokens.
+
+    The padding is outside the loss mask. Without rows, the batch is one row of padding.
+    """
     tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
     for row in rows:
         tokens.append(torch.tensor([token for example in row for token in example.tokens]))
         # A sequence's first token cannot be drafted from the one before it in its row.
-        own = [[False, *example.loss_mask[1:]] if number else example.loss_mask for number, example in enumerate(row)]
+        own = [
+            [False, *example.loss_mask[1:]] if number else example.loss_mask
+            for number, example in enumerate(row)
+        ]
         masks.append(torch.tensor(list(itertools.chain.from_iterable(own))))
-    kept = slice(1 if rows else 0, None)  # the row of padding is only there to be as long as `least`
+    # the row of padding is only there to be as long as `least`
+    kept = slice(1 if rows else 0, None)
     return Batch(
         pad_sequence(tokens, batch_first=True)[kept],
         pad_sequence(masks, batch_first=True)[kept],
@@ -132,20 +145,27 @@ class Share:
                 problem += f" in forwards of loop.micro_batch {micro_batch}"
             unit = processes * (micro_batch or 1)
             raise ValueError(
-                f"{problem}; choose a multiple of {unit}, such as {max(1, round(batch_size / unit)) * unit}"
+                f"{problem}; choose a multiple of {unit}, such as"
+                f" {max(1, round(batch_size / unit)) * unit}"
             )
         return cls(process, processes, forwards)
 
     @classmethod
     def of_loop(cls, loop: LoopConfig, process: int, processes: int) -> Share:
-        """Divide a step by the options; a step of tokens has as many forwards as keep each at `micro_tokens`."""
+        """Divide a step by the options.
+
+        A step of `batch_tokens` has enough forwards to keep each at about `micro_tokens`.
+        """
         if loop.batch_tokens is None:
             return cls.of(loop.batch_size, loop.micro_batch, process, processes)
         micro_tokens = loop.micro_tokens or loop.batch_tokens
         return cls(process, processes, math.ceil(loop.batch_tokens / processes / micro_tokens))
 
     def of_step(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows of each of this process's forwards; the last step of an epoch may leave some empty."""
+        """Return the rows of each of this process's forwards.
+
+        A short step, such as an epoch's last one, may leave some of them empty.
+        """
         parts = self.processes * self.forwards
         return [rows[i::parts] for i in range(self.process, parts, self.processes)]
 
@@ -154,7 +174,8 @@ class Share:
 class Order:
     """The steps of every epoch, by a seed.
 
-    The conversations are shuffled, sorted by length within windows, divided into steps, and the steps shuffled.
+    The conversations are shuffled, sorted by length within windows, divided into steps, and the
+    steps shuffled.
     """
 
     lengths: list[int]
@@ -174,7 +195,9 @@ class Order:
         self._weights = self.weights or [1.0]
         self._lengths_N = np.asarray(self.lengths, dtype=np.int64)
         sources_N = np.asarray(self.sources or [0] * len(self.lengths))
-        self._of_source = [np.flatnonzero(sources_N == source) for source in range(len(self._weights))]
+        self._of_source = [
+            np.flatnonzero(sources_N == source) for source in range(len(self._weights))
+        ]
         self._counted: dict[int, int] = {}
 
     def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
@@ -194,10 +217,18 @@ class Order:
         return steps + (math.ceil(rest * self.steps_in(int(whole))) if rest else 0)
 
     def steps_in(self, epoch: int) -> int:
-        """Number of steps of an epoch: by arithmetic if steps have a fixed number of rows, else by making them."""
+        """Return the number of steps in an epoch.
+
+        It is computed if steps have a fixed number of rows; otherwise the epoch is built to count
+        them.
+        """
         if self.pack is None and self.batch_tokens is None:
             even = set(self._weights) == {1.0}
-            count = len(self.lengths) if even else sum(last - first for first, last in self._laps(epoch))
+            count = (
+                len(self.lengths)
+                if even
+                else sum(last - first for first, last in self._laps(epoch))
+            )
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
             self.epoch(epoch)
@@ -216,17 +247,32 @@ class Order:
             window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
             window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
             if self.batch_tokens is not None:
-                steps += [[[i] for i in step] for step in budgeted(window, self.lengths, self.batch_tokens)]
+                steps += [
+                    [[i] for i in step]
+                    for step in budgeted(window, self.lengths, self.batch_tokens)
+                ]
             else:
-                rows += [[i] for i in window] if self.pack is None else packed(window, self.lengths, self.pack)
+                rows += (
+                    [[i] for i in window]
+                    if self.pack is None
+                    else packed(window, self.lengths, self.pack)
+                )
         steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         self._counted[number] = len(steps)
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
-        """First and last place in each source, if endless passes over it are divided into epochs of `weight` passes."""
-        passes = [(weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)]
-        return [(round(epoch * weight * size), round((epoch + 1) * weight * size)) for weight, size in passes]
+        """Return the half-open range of positions in each source that an epoch covers.
+
+        Endless passes over a source are divided into epochs of `weight` passes.
+        """
+        passes = [
+            (weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)
+        ]
+        return [
+            (round(epoch * weight * size), round((epoch + 1) * weight * size))
+            for weight, size in passes
+        ]
 
     def _shuffled(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
@@ -237,15 +283,22 @@ class Order:
             own_N = self._of_source[source]
             while first < last:
                 lap, place = divmod(first, len(own_N))
-                shuffled = torch.Generator().manual_seed((self.seed * 1_000_003 + lap) * 1_009 + source)
+                shuffled = torch.Generator().manual_seed(
+                    (self.seed * 1_000_003 + lap) * 1_009 + source
+                )
                 stop = min(len(own_N), place + last - first)
-                chosen += own_N[torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()].tolist()
+                chosen += own_N[
+                    torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()
+                ].tolist()
                 first += stop - place
         return [chosen[i] for i in torch.randperm(len(chosen), generator=generator).tolist()]
 
 
 def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Divide conversations, sorted by length, into batches of at most `budget` padded tokens, or of a single one."""
+    """Split conversations, sorted by length, into batches of at most `budget` padded tokens.
+
+    A conversation that is longer makes a batch alone.
+    """
     batches: list[list[int]] = []
     for i in conversations:
         # The longest of a batch is its first, or the newest.
@@ -257,7 +310,10 @@ def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[
 
 
 def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Row]:
-    """Pack conversations into rows of at most `budget` tokens: longest first, each into the fullest row that fits."""
+    """Pack conversations into rows of at most `budget` tokens by best-fit decreasing.
+
+    Longest first, each goes into the fullest row that has room for it.
+    """
     rows: list[Row] = []
     rooms: list[tuple[int, int]] = []  # tokens left in each row, and its number; sorted
     for i in sorted(conversations, key=lambda i: -lengths[i]):
@@ -288,10 +344,17 @@ class Step:
 
 
 class Steps(Dataset[Step]):
-    """Dataset of steps, by epoch and rows: workers of the loader collate the batches, and `read` adds what it can."""
+    """Dataset of steps, indexed by epoch and rows.
+
+    Workers of the loader collate the batches, and `read` adds what it can.
+    """
 
     def __init__(
-        self, examples: Sequence[Example], share: Share, least: int, read: Callable[[Batch, int], Batch] | None = None
+        self,
+        examples: Sequence[Example],
+        share: Share,
+        least: int,
+        read: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
         self.examples, self.share, self.read = examples, share, read
         self.least = least  # tokens of a row
@@ -300,17 +363,26 @@ class Steps(Dataset[Step]):
     def __getitem__(self, key: tuple[int, list[Row]]) -> Step:
         epoch, rows = key
         parts = self.share.of_step(rows)
-        batches = [collate_rows([[self.examples[i] for i in row] for row in part], self.least) for part in parts]
+        batches = [
+            collate_rows([[self.examples[i] for i in row] for row in part], self.least)
+            for part in parts
+        ]
         if self.read is not None:
             batches = [self.read(batch, epoch) for batch in batches]
         # As in collating, the first tokens of later sequences in a row do not count.
         later = [i for row in rows for i in row[1:]]
-        answers = self._answers_N[list(itertools.chain.from_iterable(rows))].sum() - self._opens_N[later].sum()
+        answers = (
+            self._answers_N[list(itertools.chain.from_iterable(rows))].sum()
+            - self._opens_N[later].sum()
+        )
         return Step(epoch, batches, int(answers))
 
 
 def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> Generator[Step]:
-    """Read every step from number `first` on, in order, without end, by `workers` processes ahead if there are any."""
+    """Yield every step from number `first` on, in order and without end.
+
+    `workers` processes read ahead; with 0 this process reads.
+    """
     options: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": AHEAD}
     loader = DataLoader(
         steps,
@@ -327,15 +399,17 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
         try:
             yield from reading
         finally:
-            # Else they live as long as an error's traceback refers to the iterator, and the process waits for them at
-            # its end, since they ignore SIGTERM.
+            # Else they live as long as an error's traceback refers to the iterator, and the process
+            # waits for them at its end, since they ignore SIGTERM.
             if workers:
                 reading._shutdown_workers()
 
 
 @contextmanager
 def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
-    """Explain the death of a loader's worker, which torch reports wherever the main process is at that moment.
+    """Explain the death of a loader's worker in a RuntimeError with advice.
+
+    Torch reports it wherever the main process is at that moment.
 
     `others` are exceptions besides torch's own that mean a worker's death here.
     """
@@ -346,12 +420,16 @@ def worker_deaths_explained(*others: type[Exception]) -> Iterator[None]:
         if not isinstance(error, others) and not str(error).startswith("DataLoader worker"):
             raise
         raise RuntimeError(
-            f"a process that reads data ahead has died, perhaps for want of (shared) memory: {error}; lower "
-            "data.workers, 0 for none: the same command resumes from the newest checkpoint"
+            "a process that reads data ahead has died, perhaps for want of (shared) memory:"
+            f" {error}; lower data.workers, 0 for none: the same command resumes from the newest"
+            " checkpoint"
         ) from error
 
 
 def _leave_signals(worker: int) -> None:
-    """Ignore signals to the process group: the main process stops at the end of a step, and stops its workers."""
+    """Ignore SIGINT and SIGTERM, which the whole process group gets.
+
+    The main process stops at the end of a step, and stops its workers.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

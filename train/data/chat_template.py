@@ -1,10 +1,11 @@
 """Chat template and loss mask: conversations as token sequences.
 
-A conversation is {"messages": [{"role": ..., "content": ...}, ...]}. The loss mask covers exactly the tokens that the
-assistant generated: from the first one after the generation prompt to the end-of-turn token, both included, in every
-turn. A sequence holds the tokens that the model read and wrote at that turn: the prompt is rendered and tokenized as
-for generation, and the answer follows it. So templates may render the past in another way than the present (drop its
-reasoning, move the system prompt): such a conversation becomes several sequences.
+A conversation is {"messages": [{"role": ..., "content": ...}, ...]}. The loss mask covers exactly
+the tokens that the assistant generated: from the first one after the generation prompt to the
+end-of-turn token, both included, in every turn. A sequence holds the tokens that the model read and
+wrote at that turn: the prompt is rendered and tokenized as for generation, and the answer follows
+it. So templates may render the past in another way than the present (drop its reasoning, move the
+system prompt): such a conversation becomes several sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...inference.text.chat_template import GENERATION_TAG, TEMPLATE_ERRORS, message_forms, reasoning_of, render
+from ...inference.text.chat_template import (
+    GENERATION_TAG,
+    TEMPLATE_ERRORS,
+    message_forms,
+    reasoning_of,
+    render,
+)
 from ...options import template_variables
 
 REASONING_TAGS = (
@@ -63,10 +70,13 @@ def encode(
 ) -> list[Example]:
     """Tokenize a conversation into sequences of at most `max_length` tokens with loss masks.
 
-    The arguments are those of `whole_sequences`. A sequence of which no answer token is left is left out.
+    The arguments are those of `whole_sequences`. A sequence of which no answer token is left is
+    left out.
     """
     whole = whole_sequences(conversation, tokenizer, eos, thinking, template_kwargs)
-    return [each for each in (example.truncated(max_length) for example in whole) if any(each.loss_mask)]
+    return [
+        each for each in (example.truncated(max_length) for example in whole) if any(each.loss_mask)
+    ]
 
 
 def whole_sequences(
@@ -78,17 +88,19 @@ def whole_sequences(
 ) -> list[Example]:
     """Tokenize a conversation into sequences with loss masks.
 
-    One sequence if the chat template renders earlier turns the same once later ones follow. Some templates do not
-    (they drop the reasoning of earlier turns): then an answer has a sequence of its own, with the prompt as it was when
-    the assistant generated it. `"finished": false` in the conversation says that its last answer was truncated, so that
-    the end-of-turn token there is the template's and not the assistant's. An assistant message with `"weight": 0` is
-    read and not trained on. `eos` are the tokens that end a turn.
+    One sequence if the chat template renders earlier turns the same once later ones follow. Some
+    templates do not (they drop the reasoning of earlier turns): then an answer has a sequence of
+    its own, with the prompt as it was when the assistant generated it. `"finished": false` in the
+    conversation says that its last answer was truncated, so that the end-of-turn token there is the
+    template's and not the assistant's. An assistant message with `"weight": 0` is read and not
+    trained on. `eos` are the tokens that end a turn.
 
-    A row of tokens, `input_ids` and `loss_mask`, is one sequence as it is: nothing is rendered. Without a chat
-    template, a `prompt` and its `completion`, both texts, are tokenized as they are.
+    A row of tokens, `input_ids` and `loss_mask`, is one sequence as it is: nothing is rendered.
+    Without a chat template, a `prompt` and its `completion`, both texts, are tokenized as they are.
 
     Raises:
-        ValueError: the template refuses the conversation, or the assistant's tokens cannot be told apart.
+        ValueError: the template refuses the conversation, or the assistant's tokens cannot be told
+            apart.
     """
     if conversation.get("input_ids") is not None:
         return [Example.of_row(conversation)]
@@ -119,7 +131,9 @@ def whole_sequences(
     return [example for example in sequences if any(example.loss_mask)]
 
 
-def _completion(conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase, truncated: bool) -> Example:
+def _completion(
+    conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase, truncated: bool
+) -> Example:
     """A prompt and its completion, texts both, for a tokenizer without a chat template."""
     prompt, completion = conversation.get("prompt"), conversation.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
@@ -127,7 +141,9 @@ def _completion(conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
     prompt_tokens, own_tokens = joined(tokenizer, prompt, completion, add_special_tokens=True)
     if not truncated and tokenizer.eos_token_id is not None:
         own_tokens = [*own_tokens, tokenizer.eos_token_id]
-    return Example(prompt_tokens + own_tokens, [False] * len(prompt_tokens) + [True] * len(own_tokens))
+    return Example(
+        prompt_tokens + own_tokens, [False] * len(prompt_tokens) + [True] * len(own_tokens)
+    )
 
 
 def _prompt_and_answer(
@@ -136,9 +152,10 @@ def _prompt_and_answer(
     variables: dict[str, Any],
     tools: list[Any] | None,
 ) -> tuple[str, str]:
-    """The text that the model read before the last of the messages, and the text that it then wrote.
+    """Return the text that the model read before the last message, and the text it then wrote.
 
-    What it wrote runs to the end of the rendering, so the template's text after the end of the turn comes with it.
+    What it wrote runs to the end of the rendering, so the template's text after the end of the turn
+    comes with it.
     """
     before, message = messages[:-1], messages[-1]
     prompt = render(tokenizer, before, True, tools=tools, template_kwargs=variables)
@@ -155,27 +172,36 @@ def _prompt_and_answer(
     if tags is not None:
         beginning = prompt[: prompt.rindex(tags[0])]
         if full.startswith(beginning):
-            return prompt, _opened(full[len(beginning) :], message, tags, prompt[len(beginning) + len(tags[0]) :])
-    # The past is rendered in another way: the answer follows the end of its prompt, from the last message on.
+            return prompt, _opened(
+                full[len(beginning) :], message, tags, prompt[len(beginning) + len(tags[0]) :]
+            )
+    # The past is rendered in another way: the answer follows the end of its prompt, from the last
+    # message on.
     last = before[-1].get("content") if before else None
     words = last.strip() if isinstance(last, str) else ""
     if words and words in prompt:
         tail = prompt[prompt.rindex(words) :]
         answer = message.get("content")
-        stop = full.rfind(answer.strip()) if isinstance(answer, str) and answer.strip() else len(full)
+        stop = (
+            full.rfind(answer.strip()) if isinstance(answer, str) and answer.strip() else len(full)
+        )
         place = full.rfind(tail, 0, stop if stop >= 0 else len(full))
         if place >= 0:
             return prompt, full[place + len(tail) :]
     raise ValueError(
-        "the chat template does not continue its own generation prompt with the answer, so the assistant's tokens "
-        f"cannot be told apart: {prompt[-60:]!r} is followed by {full[max(0, len(prompt) - 60) :][:60]!r}; give rows "
-        "of tokens (input_ids and loss_mask, as `headstart data` writes them), or a template that marks what the "
-        "assistant writes with {% generation %}"
+        "the chat template does not continue its own generation prompt with the answer, so the"
+        f" assistant's tokens cannot be told apart: {prompt[-60:]!r} is followed by"
+        f" {full[max(0, len(prompt) - 60) :][:60]!r}; give rows of tokens (input_ids and loss_mask,"
+        " as `headstart data` writes them), or a template that marks what the assistant writes"
+        " with {% generation %}"
     )
 
 
 def _added_reasoning(own: str, message: dict[str, Any], opened: tuple[str, str] | None) -> int:
-    """Length of the empty block of reasoning that the template wrote before an answer that holds none."""
+    """Length of the empty reasoning block that the template put before an answer without one.
+
+    In characters; 0 without such a block. A ValueError if the generation prompt opened it.
+    """
     content = message.get("content") or ""
     if reasoning_of(message).strip():
         return 0
@@ -192,7 +218,8 @@ def _added_reasoning(own: str, message: dict[str, Any], opened: tuple[str, str] 
 def _opened(rendered: str, message: dict[str, Any], tags: tuple[str, str], space: str) -> str:
     """The text that the model wrote after a generation prompt that opened the reasoning.
 
-    `rendered` is the template's rendering of the answer, without its reasoning; `space` follows the tag in the prompt.
+    `rendered` is the template's rendering of the answer, without its reasoning; `space` follows the
+    tag in the prompt.
     """
     first, last = tags
     content = message.get("content") or ""
@@ -214,9 +241,10 @@ def _opened(rendered: str, message: dict[str, Any], tags: tuple[str, str], space
 
 def _no_reasoning(tag: str) -> ValueError:
     return ValueError(
-        f"the generation prompt ends in {tag}, and the answer holds no reasoning, so the model did not write it after "
-        "this prompt; give the reasoning as reasoning_content, give rows of tokens (input_ids and loss_mask, as "
-        "`headstart data` writes them), or set data.thinking or data.template_kwargs so that the template opens none"
+        f"the generation prompt ends in {tag}, and the answer holds no reasoning, so the model did"
+        " not write it after this prompt; give the reasoning as reasoning_content, give rows of"
+        " tokens (input_ids and loss_mask, as `headstart data` writes them), or set data.thinking"
+        " or data.template_kwargs so that the template opens none"
     )
 
 
@@ -226,7 +254,10 @@ def _marked(
     variables: dict[str, Any],
     tools: list[Any] | None,
 ) -> tuple[str, int | None]:
-    """The rendering of messages, and where the last stretch begins that the template marks as the assistant's."""
+    """Render messages, and find where the last span that the template marks begins.
+
+    The template marks what the assistant writes. The index counts characters; None without a mark.
+    """
     text = render(tokenizer, messages, tools=tools, template_kwargs=variables)
     template = tokenizer.get_chat_template(None, tools)
     if not GENERATION_TAG.search(template):
@@ -253,8 +284,9 @@ def joined(
 ) -> tuple[list[int], list[int]]:
     """Tokens of a prompt as for generation, and of the answer after them.
 
-    Where one token would span both, the answer is tokenized alone: the model began it after the prompt's last token.
-    `add_special_tokens` adds the tokenizer's own at the beginning of the prompt.
+    Where one token would span both, the answer is tokenized alone: the model began it after the
+    prompt's last token. `add_special_tokens` adds the tokenizer's own at the beginning of the
+    prompt.
     """
     texts = [prompt, prompt + answer]
     try:
@@ -264,23 +296,27 @@ def joined(
     if whole[: len(prompt_tokens)] == prompt_tokens:
         return prompt_tokens, whole[len(prompt_tokens) :]
     expected = _text(tokenizer, whole)
-    for anchor in ("", "\n", tokenizer.eos_token or ""):  # some tokenizers add a space to the beginning of a text
+    # some tokenizers add a space to the beginning of a text
+    for anchor in ("", "\n", tokenizer.eos_token or ""):
         first, both = tokenizer([anchor, anchor + answer], add_special_tokens=False)["input_ids"]
         own = both[len(first) :]
         if both[: len(first)] == first and _text(tokenizer, prompt_tokens + own) == expected:
             return prompt_tokens, own
     raise ValueError(
-        f"the tokenizer joins the end of the prompt, {prompt[-20:]!r}, with the beginning of the answer, "
-        f"{answer[:20]!r}, and cannot tokenize them apart; give rows of tokens (input_ids and loss_mask)"
+        f"the tokenizer joins the end of the prompt, {prompt[-20:]!r}, with the beginning of the"
+        f" answer, {answer[:20]!r}, and cannot tokenize them apart; give rows of tokens (input_ids"
+        " and loss_mask)"
     )
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 NEEDS_NO_TEMPLATE = (
-    "; give rows of tokens (input_ids and loss_mask), or of a prompt and a completion, both texts, which are tokenized "
-    "as they are"
+    "; give rows of tokens (input_ids and loss_mask), or of a prompt and a completion, both texts,"
+    " which are tokenized as they are"
 )
 """What can be trained on without a chat template."""

@@ -1,16 +1,17 @@
 """Sources of conversations and the formats that they come in.
 
-A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set, one that
-`Dataset.save_to_disk` wrote, or one of texts with their states), or a Hub data set
-`NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as possible: a JSONL file is only searched for line
-breaks, the others are mapped into memory by `datasets`. JSON may be compressed (.gz, .zst, .bz2, .xz), and a pattern
-(`data/*.jsonl`) stands for all files that fit it.
+A source is a JSONL file, a file with one JSON array, a Parquet file, a folder (a local data set,
+one that `Dataset.save_to_disk` wrote, or one of texts with their states), or a Hub data set
+`NAME[@REVISION][:[CONFIG:]SPLIT]`. Opening one reads as little as possible: a JSONL file is only
+searched for line breaks, the others are mapped into memory by `datasets`. JSON may be compressed
+(.gz, .zst, .bz2, .xz), and a pattern (`data/*.jsonl`) stands for all files that fit it.
 
 All rows of a source have the same one of the `TEXT_FORMATS`, and become
-{"messages": [{"role": "user", "content": "..."}]}. `content` may be null beside `tool_calls`; parts of type text are
-joined. `tools` is passed to the chat template.
+{"messages": [{"role": "user", "content": "..."}]}. `content` may be null beside `tool_calls`; parts
+of type text are joined. `tools` is passed to the chat template.
 
-In training, a row that has `input_ids` and `loss_mask` is a sequence of tokens already, whatever else it holds.
+In training, a row that has `input_ids` and `loss_mask` is a sequence of tokens already, whatever
+else it holds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from datasets import Dataset, DatasetDict, LargeList, List, load_dataset, load_dataset_builder, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    LargeList,
+    List,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from ...files import text_shards
@@ -47,8 +56,8 @@ from ...inference.text.prompt_files import (
 from ...inference.tuning.machine import cache_folder
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
-"""Columns of the formats that training reads: the token ids of a whole sequence with 1 for each that the model wrote,
-as the package speculators names them, or text."""
+"""Columns of the formats that training reads: the token ids of a whole sequence with 1 for each
+that the model wrote, as the package speculators names them, or text."""
 FILES = (".jsonl", ".json", ".parquet")
 """Ends of the names of files, before that of a compression."""
 SCANNED = 2**26
@@ -76,17 +85,31 @@ class RowReader:
     features: Any
     """Types of the columns."""
 
-    def values(self, batch: dict[str, list[Any]], numbers: Iterable[int]) -> Iterator[tuple[str, Any]]:
-        """Place and value of some rows, numbered in the source; a row that is not JSON comes as its error."""
+    def values(
+        self, batch: dict[str, list[Any]], numbers: Iterable[int]
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield each row's location and value; a row that is not JSON yields its ValueError.
+
+        `numbers` are the rows' numbers in the source.
+        """
         if self.file is not None:
             with self.file.open("rb") as file:
-                for start, stop, line in zip(batch["start"], batch["stop"], batch["line"], strict=True):
+                for start, stop, line in zip(
+                    batch["start"], batch["stop"], batch["line"], strict=True
+                ):
                     file.seek(start)
                     yield parsed_line(self.name, line, file.read(stop - start))
             return
         for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
             where, row = f"{self.name}, row {number}", dict(zip(batch, cells, strict=True))
-            yield where, json.loads(row["json"]) if self.kind == "texts" else without_fill(row, self.features)
+            yield (
+                where,
+                (
+                    json.loads(row["json"])
+                    if self.kind == "texts"
+                    else without_fill(row, self.features)
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -109,24 +132,40 @@ class Source:
     def rows(self) -> Dataset:
         """The rows in the form of `kind`; a JSONL file is searched for its lines."""
         rows = _places(self.file) if self.load is None else self.load()
-        return rows if self.limit is None or self.limit >= len(rows) else rows.select(range(self.limit))
+        return (
+            rows
+            if self.limit is None or self.limit >= len(rows)
+            else rows.select(range(self.limit))
+        )
 
     @property
     def reader(self) -> RowReader:
         """Reads rows of `rows`."""
-        return RowReader(self.name, self.kind, self.file if self.kind == "lines" else None, self.rows.features)
+        return RowReader(
+            self.name, self.kind, self.file if self.kind == "lines" else None, self.rows.features
+        )
 
     @cached_property
     def file(self) -> Path:
-        """The file that the byte ranges of lines lie in: a compressed one is decompressed for as long as it is used."""
-        return Path(self.name) if compression(self.name) is None else Path(self._decompressed.name) / "lines.jsonl"
+        """The file that the byte ranges of lines refer to.
+
+        A compressed file is decompressed for as long as the source is used.
+        """
+        return (
+            Path(self.name)
+            if compression(self.name) is None
+            else Path(self._decompressed.name) / "lines.jsonl"
+        )
 
     @cached_property
     def _decompressed(self) -> tempfile.TemporaryDirectory[str]:
         """A folder that is removed with this object, or at the end of the process."""
         cache_folder().mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="decompressed-", dir=cache_folder())
-        with open_bytes(self.name) as compressed, (Path(folder.name) / "lines.jsonl").open("wb") as file:
+        with (
+            open_bytes(self.name) as compressed,
+            (Path(folder.name) / "lines.jsonl").open("wb") as file,
+        ):
             shutil.copyfileobj(compressed, file, SCANNED)
         return folder
 
@@ -144,7 +183,8 @@ class Source:
     def read_all(self) -> Iterator[tuple[str, Any]]:
         """Place and value of every row, as in `read`; a row that is not JSON comes as its error."""
         if self.kind == "lines":
-            with open_bytes(self.name) as file:  # bytes: only a line feed ends a line, not U+2028 and the like
+            # bytes: only a line feed ends a line, not U+2028 and the like
+            with open_bytes(self.name) as file:
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
                 for number, text in itertools.islice(full, self.limit):
                     yield parsed_line(self.name, number, text)
@@ -157,7 +197,9 @@ class Source:
 def open_source(name: str, limit: int | None = None) -> Source:
     """Open a source, of which at most the first `limit` rows are read."""
     is_file = without_compression(name).endswith(FILES) or Path(name).is_file()
-    source = dataclasses.replace(open_file(name) if is_file else _data_set(name, limit), limit=limit)
+    source = dataclasses.replace(
+        open_file(name) if is_file else _data_set(name, limit), limit=limit
+    )
     if source.kind == "columns" and len(source.rows) > 0:
         check_columns(source.rows.column_names, name, FORMATS)
     return source
@@ -170,7 +212,9 @@ def files_of(name: str) -> list[str]:
         ValueError: a pattern that no file fits.
     """
     # Brackets of a Hub data set's split, train[:100], are no pattern.
-    pattern = any(sign in name for sign in "*?") or ("[" in name and without_compression(name).endswith(FILES))
+    pattern = any(sign in name for sign in "*?") or (
+        "[" in name and without_compression(name).endswith(FILES)
+    )
     if not pattern or Path(name).exists():
         return [name]
     found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
@@ -188,7 +232,9 @@ def open_file(name: str) -> Source:
         try:
             return _of_arrow(name, load_dataset("parquet", data_files=name, split="train"))
         except (DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"{name}: no Parquet file that can be read: {error.__cause__ or error}") from error
+            raise ValueError(
+                f"{name}: no Parquet file that can be read: {error.__cause__ or error}"
+            ) from error
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
     if holds_array(name):
@@ -197,7 +243,7 @@ def open_file(name: str) -> Source:
 
 
 def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
-    """Open all sources, of which at most `limit` rows are read together; refuse those that are empty."""
+    """Open all sources, reading at most `limit` rows in total; a ValueError if one is empty."""
     opened: list[Source] = []
     files = [(entry, name) for entry, pattern in enumerate(names) for name in files_of(pattern)]
     for entry, name in files:
@@ -218,7 +264,10 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
 
 
 def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
-    """Share of a text's n-grams that are distinct; 1 for texts shorter than 8 n-grams, which are too short to judge."""
+    """Return the share of a text's n-grams that are distinct; 1 if there are fewer than 8.
+
+    Such a text is too short to judge.
+    """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
@@ -228,17 +277,22 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     if format_of(row, where, FORMATS) != "tokens":
         return check_conversation(row, where, expected)
     tokens, mask = row["input_ids"], row["loss_mask"]
-    for name, values_T, valid in (("input_ids", tokens, "token ids"), ("loss_mask", mask, "0 and 1")):
+    for name, values_T, valid in (
+        ("input_ids", tokens, "token ids"),
+        ("loss_mask", mask, "0 and 1"),
+    ):
         if not isinstance(values_T, list):
             raise ValueError(f"{where}: {name!r} must be a list of {valid}, not {values_T!r}")
     if len(tokens) != len(mask):
         raise ValueError(
-            f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there must be one 0 or 1 "
-            "for each token"
+            f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there"
+            " must be one 0 or 1 for each token"
         )
     for place, token in enumerate(tokens):
         if type(token) is not int or token < 0:  # a bool is an int to isinstance
-            raise ValueError(f"{where}: 'input_ids' holds {token!r} at {place}, which is not a token id")
+            raise ValueError(
+                f"{where}: 'input_ids' holds {token!r} at {place}, which is not a token id"
+            )
     for place, own in enumerate(mask):
         if not isinstance(own, int) or own not in (0, 1):
             raise ValueError(f"{where}: 'loss_mask' holds {own!r} at {place}; choose from 0 and 1")
@@ -250,7 +304,8 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
 def without_fill(value: Any, feature: Any) -> Any:
     """Drop keys that Arrow fills with null because other rows have them; `content` stays.
 
-    Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys that its row had.
+    Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys
+    that its row had.
     """
     if isinstance(value, dict) and isinstance(feature, dict):
         kept = {name: own for name, own in value.items() if own is not None or name == "content"}
@@ -276,14 +331,20 @@ def _places(path: Path) -> Dataset:
     if path.stat().st_size == 0:
         return Dataset.from_dict({"start": [], "stop": [], "line": []})
     text = np.memmap(path, dtype=np.uint8, mode="r")
-    ends = [np.flatnonzero(text[i : i + SCANNED] == ord("\n")) + i for i in range(0, len(text), SCANNED)]
+    ends = [
+        np.flatnonzero(text[i : i + SCANNED] == ord("\n")) + i for i in range(0, len(text), SCANNED)
+    ]
     stops = np.concatenate([*ends, np.array([len(text)])])
     starts = np.concatenate([np.zeros(1, dtype=np.int64), stops[:-1] + 1])
     kept = stops > starts
-    doubtful = np.flatnonzero(kept)[np.isin(text[starts[kept]], np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8))]
+    doubtful = np.flatnonzero(kept)[
+        np.isin(text[starts[kept]], np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8))
+    ]
     for i in doubtful.tolist():
         kept[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
-    return Dataset.from_dict({"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1})
+    return Dataset.from_dict(
+        {"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1}
+    )
 
 
 def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
@@ -301,7 +362,9 @@ def _data_set(name: str, limit: int | None) -> Source:
         rows = load_from_disk(place)
         if isinstance(rows, DatasetDict):
             if (split or "train") not in rows:
-                raise ValueError(f"{name}: no split {split or 'train'!r}; choose from {', '.join(rows)}")
+                raise ValueError(
+                    f"{name}: no split {split or 'train'!r}; choose from {', '.join(rows)}"
+                )
             rows = rows[split or "train"]
         return _of_arrow(name, rows)
     try:
@@ -309,15 +372,22 @@ def _data_set(name: str, limit: int | None) -> Source:
             rows = load_dataset(place, config, split=split or "train", revision=revision)
             return _of_arrow(name, rows)
         builder = load_dataset_builder(place, config, revision=revision)
-        stream = load_dataset(place, config, split=split or "train", revision=revision, streaming=True)
+        stream = load_dataset(
+            place, config, split=split or "train", revision=revision, streaming=True
+        )
         rows = Dataset.from_list(list(itertools.islice(stream, limit)))
         return _of_arrow(name, rows, str(builder.cache_dir), builder.hash, split, limit)
     except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
-        raise ValueError(f"no conversations at {name!r}: neither a file nor a Hub data set: {error}") from error
+        raise ValueError(
+            f"no conversations at {name!r}: neither a file nor a Hub data set: {error}"
+        ) from error
 
 
 def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
-    """Parse `NAME[@REVISION][:[CONFIG:]SPLIT]` into its parts; the split may be a slice, train[:100]."""
+    """Parse `NAME[@REVISION][:[CONFIG:]SPLIT]` into its parts; None for those left out.
+
+    The split may be a slice, such as train[:100].
+    """
     if Path(name).exists():
         return name, None, None, None
     place, _, rest = name.partition(":")

@@ -1,10 +1,11 @@
-"""Conversations without a data set: the model generates prompts and answers them, or answers given prompts.
+"""Conversations without a data set: the model answers its own prompts, or those of a file.
 
-A prompt is the model's continuation of its own chat template, truncated right behind the user tag (Magpie,
-arXiv:2406.08464).
+A prompt is the model's continuation of its own chat template, truncated right behind the user tag
+(Magpie, arXiv:2406.08464).
 
-Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch has one temperature
-and is written whole or not at all, so a run that is stopped, or killed, resumes and ends with the same file.
+Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch
+has one temperature and is written whole or not at all, so a run that is stopped, or killed, resumes
+and ends with the same file.
 """
 
 from __future__ import annotations
@@ -35,8 +36,24 @@ from ...inference.text.chat_template import load_chat_tokenizer, prompt_ids, ren
 from ...options import check_options
 from ...stopping import StopFlag, Stopped, stop_on_signals
 from ..config import SelfMadeConfig
-from .answer_file import FORMAT, check_fingerprint, check_format, lines_of, state_path, with_defaults
-from .answers import Answer, Conversation, calls_tool, is_usable, read_prompts_to_answer, readable, rejection, text_of
+from .answer_file import (
+    FORMAT,
+    check_fingerprint,
+    check_format,
+    lines_of,
+    state_path,
+    with_defaults,
+)
+from .answers import (
+    Answer,
+    Conversation,
+    calls_tool,
+    is_usable,
+    read_prompts_to_answer,
+    readable,
+    rejection,
+    text_of,
+)
 from .bad_rows import settle_rejected_prompts
 from .conversations import RESUME_ADVICE, distinct_share
 from .token_cache import UnusedRow
@@ -44,11 +61,13 @@ from .token_cache import UnusedRow
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
 WAVES = 8
-"""Conversations that each row of the batch generates, one after the other, between two writes to the file."""
+"""Conversations that each row of the batch generates, one after the other, between two writes to
+the file."""
 EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
-"""Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have none for it."""
+"""Token id of padding, which is masked: any id of the vocabulary will do, and many tokenizers have
+none for it."""
 FREE_TO_CHANGE = ("output", "bad_rows", "bad_rows_limit")
 """Options that may differ when the command resumes."""
 
@@ -79,13 +98,20 @@ class _Output:
         self.tokenizer: str | None = None
         self.config = config
         self.given = prompts is not None
-        self.total = config.conversations if prompts is None else min(config.conversations, len(prompts))
-        # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of all.
-        self.at_once = max(config.batch_size, min(WAVES * config.batch_size, config.conversations // 4))
+        self.total = (
+            config.conversations if prompts is None else min(config.conversations, len(prompts))
+        )
+        # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of
+        # all.
+        self.at_once = max(
+            config.batch_size, min(WAVES * config.batch_size, config.conversations // 4)
+        )
         self.batches = _batches(prompts or [], self.at_once, config.temperature)
         if not self.state_path.exists():
             if self.path.exists():
-                raise ValueError(f"{self.path} exists and was not written by this command; choose another output")
+                raise ValueError(
+                    f"{self.path} exists and was not written by this command; choose another output"
+                )
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.write_state()
             self.path.touch()
@@ -93,7 +119,8 @@ class _Output:
         state = json.loads(self.state_path.read_text(encoding="utf-8"))
         if "progress" not in state:
             raise ValueError(
-                f"{self.path} was begun with answers from elsewhere, not the model's in this process; {RESUME_ADVICE}"
+                f"{self.path} was begun with answers from elsewhere, not the model's in this"
+                f" process; {RESUME_ADVICE}"
             )
         self.progress = FileProgress(**state["progress"])
         self.seen = set(state["seen"])
@@ -103,13 +130,17 @@ class _Output:
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
-            check_options(f"{self.path} was started with", before, now, RESUME_ADVICE, FREE_TO_CHANGE)
+            check_options(
+                f"{self.path} was started with", before, now, RESUME_ADVICE, FREE_TO_CHANGE
+            )
             if not self.state()[1]:
                 check_format(state, self.path)
         if not self.path.exists() and self.progress.size == 0:
             self.path.touch()
         if not self.path.exists() or self.path.stat().st_size < self.progress.size:
-            raise ValueError(f"{self.path} lost what was written to it; remove {self.state_path} to start anew")
+            raise ValueError(
+                f"{self.path} lost what was written to it; remove {self.state_path} to start anew"
+            )
         os.truncate(self.path, self.progress.size)
 
     def claim(self, tokenizer: str) -> None:
@@ -156,7 +187,9 @@ class _Output:
         write_whole(self.state_path, json.dumps(state))
 
 
-def _batches(prompts: list[dict[str, Any]], size: int, temperature: float) -> list[list[dict[str, Any]]]:
+def _batches(
+    prompts: list[dict[str, Any]], size: int, temperature: float
+) -> list[list[dict[str, Any]]]:
     """Prompts in batches of one temperature each, in the order of their first prompts."""
     batches: list[list[dict[str, Any]]] = []
     filling: dict[float, list[dict[str, Any]]] = {}
@@ -201,7 +234,9 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
         if not prompt["turns"]:
             continue
         try:
-            lengths[number] = len(_prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config))
+            lengths[number] = len(
+                _prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config)
+            )
         except ValueError as error:
             prompt["turns"] = []
             rejected.append(rejection(prompt, number, str(config.prompts), error))
@@ -229,8 +264,9 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
             empty = 0 if made else empty + 1
             if empty == EMPTY_BATCHES:
                 raise ValueError(
-                    f"{empty} batches in a row gave no usable text: the model does not end its prompts, or repeats "
-                    "itself; try other temperatures, a larger prompt_tokens, or a smaller min_distinct"
+                    f"{empty} batches in a row gave no usable text: the model does not end its"
+                    " prompts, or repeats itself; try other temperatures, a larger prompt_tokens,"
+                    " or a smaller min_distinct"
                 )
             output.add(made[: config.conversations - progress.conversations])
     written = (
@@ -289,7 +325,10 @@ class _Watch(RoundObserver):
 
 
 def _too_long(
-    prompts: list[tuple[int, dict[str, Any]]], lengths: dict[int, int], config: SelfMadeConfig, positions: int
+    prompts: list[tuple[int, dict[str, Any]]],
+    lengths: dict[int, int],
+    config: SelfMadeConfig,
+    positions: int,
 ) -> list[UnusedRow]:
     """Name the prompts that leave no room for their answers, and take their turns from them."""
     found: list[UnusedRow] = []
@@ -297,16 +336,20 @@ def _too_long(
         if prompt["turns"] and lengths[number] + config.answer_tokens > positions:
             prompt["turns"] = []
             reason = (
-                f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new ones do not fit the "
-                f"model's {positions} positions"
+                f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new"
+                f" ones do not fit the model's {positions} positions"
             )
             found.append(rejection(prompt, number, str(config.prompts), reason))
     return found
 
 
-def _prompt_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, config: SelfMadeConfig) -> list[int]:
+def _prompt_of(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, config: SelfMadeConfig
+) -> list[int]:
     """Token ids after which the next turn of a conversation is answered."""
-    ids_1T = prompt_ids(tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools)
+    ids_1T = prompt_ids(
+        tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools
+    )
     ids: list[int] = ids_1T[0].tolist()
     return ids
 
@@ -316,7 +359,10 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
     marker = "USER-WORDS-BEGIN-HERE"
     text = render(tokenizer, [{"role": "user", "content": marker}])
     if marker not in text:
-        raise ValueError("the chat template changes the user's words, so no prompt can start there; give --prompts")
+        raise ValueError(
+            "the chat template changes the user's words, so no prompt can start there; give"
+            " --prompts"
+        )
     return text[: text.index(marker)]
 
 
@@ -326,7 +372,11 @@ def _make_batch(
     """Generate the usable conversations of the next batch; not all of them if a stop is wanted."""
     config, batch = output.config, output.progress.batches
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
-    prompts = output.batches[batch] if output.given else _generate_prompts(lm, tokenizer, output, generator)
+    prompts = (
+        output.batches[batch]
+        if output.given
+        else _generate_prompts(lm, tokenizer, output, generator)
+    )
     if not prompts:
         return []
     temperature = prompts[0].get("temperature", config.temperature)
@@ -355,7 +405,10 @@ def _answer(
     config: SelfMadeConfig,
     generator: torch.Generator,
 ) -> None:
-    """Answer the next turn of each conversation; end those whose prompt does not fit or whose answer is not usable."""
+    """Answer the next turn of each conversation, or end the conversation.
+
+    It ends if its prompt does not fit or its answer is not usable.
+    """
     asked: list[Conversation] = []
     prompts: list[list[int]] = []
     for conversation in conversations:
@@ -383,12 +436,20 @@ def _answer(
 
 
 def _generate_prompts(
-    lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, generator: torch.Generator
+    lm: SpeculativeLM,
+    tokenizer: PreTrainedTokenizerBase,
+    output: _Output,
+    generator: torch.Generator,
 ) -> list[dict[str, Any]]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
     config, seen = output.config, output.seen
     prefix = tokenizer(user_prefix(tokenizer), add_special_tokens=False)["input_ids"]
-    sampling = {"temperature": config.prompt_temperature, "min_p": config.prompt_min_p, "top_k": 0, "top_p": 1.0}
+    sampling = {
+        "temperature": config.prompt_temperature,
+        "min_p": config.prompt_min_p,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
     generated = _continue(
         lm,
         [list(prefix)] * output.at_once,
@@ -402,7 +463,11 @@ def _generate_prompts(
     for tokens, finished in generated:
         words = [token for token in tokens if token not in lm.target.end_tokens]
         text = str(tokenizer.decode(words, skip_special_tokens=True)).strip()
-        if finished and len(words) >= MIN_PROMPT_TOKENS and distinct_share(words) >= config.min_distinct:
+        if (
+            finished
+            and len(words) >= MIN_PROMPT_TOKENS
+            and distinct_share(words) >= config.min_distinct
+        ):
             normalized = " ".join(text.lower().split())
             if normalized not in seen:
                 prompts.append({"turns": [[{"role": "user", "content": text}]]})
@@ -418,8 +483,12 @@ def _continue(
     generator: torch.Generator,
     **sampling: Any,
 ) -> list[tuple[list[int], bool]]:
-    """Continue each prompt; new tokens with the end token, and whether the model ended by itself."""
-    longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))  # little padding among the first
+    """Continue each prompt; return the new tokens, and whether the model ended by itself.
+
+    The tokens include the end token.
+    """
+    # little padding among the first
+    longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     ids_BT = pad_sequence(
         [torch.tensor(prompts[row]) for row in longest_first],
         batch_first=True,

@@ -22,13 +22,17 @@ from .token_cache import Rendering, TokenCache, TokenizedSequences, first_format
 T = TypeVar("T")
 
 
-def rendering(config: TrainConfig, target: Target | TargetFacts, tokenizer: PreTrainedTokenizerBase) -> Rendering:
+def rendering(
+    config: TrainConfig, target: Target | TargetFacts, tokenizer: PreTrainedTokenizerBase
+) -> Rendering:
     """Return how the config's conversations become tokens for this target, loaded or not."""
     eos = {token for token in (*target.end_tokens, tokenizer.eos_token_id) if token is not None}
     data = config.data
     longest = min(data.max_length, target.max_positions)
     vocab_size = target.vocab_size if isinstance(target, TargetFacts) else target.info.vocab_size
-    return Rendering(tokenizer, frozenset(eos), longest, data.thinking, data.template_kwargs, vocab_size)
+    return Rendering(
+        tokenizer, frozenset(eos), longest, data.thinking, data.template_kwargs, vocab_size
+    )
 
 
 def check_renders(tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], name: str) -> None:
@@ -38,21 +42,30 @@ def check_renders(tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source],
             check_tokenizer(tokenizer, name, NEEDS_NO_TEMPLATE)
 
 
-def split_held_out(examples: Sequence[T], share: float, seed: int, most: int | None = None) -> tuple[list[T], list[T]]:
-    """Shuffle once and split off a held-out share, of at most `most` items; each side gets at least one."""
+def split_held_out(
+    examples: Sequence[T], share: float, seed: int, most: int | None = None
+) -> tuple[list[T], list[T]]:
+    """Shuffle once and split off a held-out share of at most `most` items.
+
+    Each side gets at least one item; fewer than two items raise a ValueError.
+    """
     if len(examples) < 2:
-        raise ValueError(f"{len(examples)} conversations with assistant turns; training needs at least 2")
+        raise ValueError(
+            f"{len(examples)} conversations with assistant turns; training needs at least 2"
+        )
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
     return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
 
 
 def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
-    """Split sequences into those to train on and those that are held out, whole conversations on either side."""
+    """Split a cache into training and held-out sequences, without splitting a conversation."""
     numbers_N = np.arange(len(cache.conversations_N))
     borders = np.flatnonzero(np.diff(cache.conversations_N)) + 1
     groups = np.split(numbers_N, borders) if len(numbers_N) else []
-    parts = split_held_out(groups, config.data.held_out, config.loop.seed, config.data.held_out_limit)
+    parts = split_held_out(
+        groups, config.data.held_out, config.loop.seed, config.data.held_out_limit
+    )
     training, held_out = (TokenizedSequences(cache, np.concatenate(part)) for part in parts)
     return training, held_out[:]
 
@@ -65,8 +78,17 @@ def split_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
-    encoded = [how.encode(row, f"conversation {number}", number) for number, row in enumerate(conversations)]
+    encoded = [
+        how.encode(row, f"conversation {number}", number)
+        for number, row in enumerate(conversations)
+    ]
     rows = itertools.chain.from_iterable(encoded)
-    whole = [list(examples) for _, examples in itertools.groupby(rows, key=attrgetter("conversation"))]
-    training, held_out = split_held_out(whole, config.data.held_out, config.loop.seed, config.data.held_out_limit)
-    return list(itertools.chain.from_iterable(training)), list(itertools.chain.from_iterable(held_out))
+    whole = [
+        list(examples) for _, examples in itertools.groupby(rows, key=attrgetter("conversation"))
+    ]
+    training, held_out = split_held_out(
+        whole, config.data.held_out, config.loop.seed, config.data.held_out_limit
+    )
+    return list(itertools.chain.from_iterable(training)), list(
+        itertools.chain.from_iterable(held_out)
+    )

@@ -1,14 +1,17 @@
-"""Token cache: sequences to train on, tokenized once, in Arrow files that every process maps into memory.
+"""Token cache: training sequences, tokenized once, in Arrow files that every process memory-maps.
 
-A folder of the cache, named by a fingerprint, holds one source under one tokenizer, chat template and options:
+A folder of the cache, named by a fingerprint, holds one source under one tokenizer, chat template
+and options:
 
     sequences*.arrow  tokens and loss mask of each sequence, and statistics, as `datasets` writes it
     counts.npy        how often each token is an answer token
     unused.jsonl      the rows of the source that gave no sequence, and why
-    manifest.json     the fingerprinted values, the files, and a digest of all sequences; written last
+    manifest.json     the fingerprinted values, the files, and a digest of all sequences;
+                      written last
 
-The first process makes the folder under a lock, with `data.num_proc` processes; others wait for the lock and map the
-files. One that was killed leaves no manifest, and the next one continues with the files that are whole.
+The first process makes the folder under a lock, with `data.num_proc` processes; others wait for the
+lock and map the files. One that was killed leaves no manifest, and the next one continues with the
+files that are whole.
 """
 
 from __future__ import annotations
@@ -62,15 +65,19 @@ FEATURES = Features(
         "truncated": Value("bool"),
     }
 )
-"""`row` is the row of the source; `answers` counts answer tokens; `opens` is true if the first token is one;
-`truncated` if the sequence was longer."""
+"""`row` is the row of the source; `answers` counts answer tokens; `opens` is true if the first
+token is one; `truncated` if the sequence was longer."""
 Why = Literal["rejected", "too long", "unanswered"]
-"""Why a row gave no sequence: it cannot be used; its answers begin after the longest sequence; it has none."""
+"""Why a row gave no sequence: it cannot be used; its answers begin after the longest sequence; it
+has none."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """How conversations become sequences: arguments of `chat_template.encode`, and the target's vocabulary."""
+    """How conversations become sequences: the arguments of `chat_template.encode`.
+
+    The target's vocabulary size is added to them.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     eos: frozenset[int]
@@ -83,13 +90,16 @@ class Rendering:
     def whole(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize row `number`, however long it is; errors name its place, `where`.
 
-        A conversation of several rows of tokens (`sequence` 1, 2, ...) has the number of its first row.
+        A conversation of several rows of tokens (`sequence` 1, 2, ...) has the number of its first
+        row.
         """
         try:
             self._check_tokenizer(conversation)
             if conversation.get("input_ids") is not None:
                 number -= _rows_before(conversation, number)
-            examples = whole_sequences(conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs)
+            examples = whole_sequences(
+                conversation, self.tokenizer, self.eos, self.thinking, self.template_kwargs
+            )
             for example in examples:
                 self._check_tokens(example.tokens)
         except ValueError as error:
@@ -99,29 +109,40 @@ class Rendering:
     def _check_tokenizer(self, conversation: dict[str, Any]) -> None:
         """Refuse token ids of another tokenizer, where the row names its fingerprint."""
         named = conversation.get("tokenizer")
-        if conversation.get("input_ids") is None or not isinstance(named, str) or not FINGERPRINT.fullmatch(named):
+        if (
+            conversation.get("input_ids") is None
+            or not isinstance(named, str)
+            or not FINGERPRINT.fullmatch(named)
+        ):
             return
         own = tokenizer_fingerprint(self.tokenizer)
         if named != own:
             raise ValueError(
-                f"its token ids are those of a tokenizer with the fingerprint {named}, and the target's has {own}; "
-                "train a head of the model that wrote them, or make answers of this target (headstart data)"
+                f"its token ids are those of a tokenizer with the fingerprint {named}, and the"
+                f" target's has {own}; train a head of the model that wrote them, or make answers"
+                " of this target (headstart data)"
             )
 
     def _check_tokens(self, tokens: list[int]) -> None:
         if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
             return
         beyond = next(token for token in tokens if token >= self.vocab_size)
-        shown = self.tokenizer.convert_ids_to_tokens(beyond) if beyond < len(self.tokenizer) else None
+        shown = (
+            self.tokenizer.convert_ids_to_tokens(beyond) if beyond < len(self.tokenizer) else None
+        )
         raise ValueError(
-            f"token {beyond}{'' if shown is None else f' ({shown!r})'} is beyond the model's {self.vocab_size} tokens; "
-            "its embedding has no row for it"
+            f"token {beyond}{'' if shown is None else f' ({shown!r})'} is beyond the model's"
+            f" {self.vocab_size} tokens; its embedding has no row for it"
         )
 
     def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize conversation `number` into sequences of at most `max_length` tokens."""
         whole = self.whole(conversation, where, number)
-        return [each for each in (example.truncated(self.max_length) for example in whole) if any(each.loss_mask)]
+        return [
+            each
+            for each in (example.truncated(self.max_length) for example in whole)
+            if any(each.loss_mask)
+        ]
 
     def fingerprint(self) -> str:
         """Hash the content of the tokenizer, its chat template and the options."""
@@ -133,7 +154,14 @@ class Rendering:
             backend = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         variables = template_variables(self.thinking, self.template_kwargs)
-        parts = [backend, special, self.tokenizer.chat_template, sorted(self.eos), self.max_length, variables]
+        parts = [
+            backend,
+            special,
+            self.tokenizer.chat_template,
+            sorted(self.eos),
+            self.max_length,
+            variables,
+        ]
         parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -151,7 +179,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class TokenizedSequences(Sequence[Example]):
-    """Some sequences of a cache, read from its files on access; lengths and conversations are in memory."""
+    """Some sequences of a cache, read from its files on access.
+
+    Their lengths and conversations are in memory.
+    """
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
         self.cache, self.chosen_N = cache, chosen_N
@@ -242,16 +273,26 @@ class TokenCache:
 def lengths_of(examples: Sequence[Example]) -> list[int]:
     """Tokens of each sequence; a cache's sequences are not read."""
     return (
-        examples.lengths if isinstance(examples, TokenizedSequences) else [len(example.tokens) for example in examples]
+        examples.lengths
+        if isinstance(examples, TokenizedSequences)
+        else [len(example.tokens) for example in examples]
     )
 
 
 def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Answer tokens of each sequence, and 1 where its first is one; a cache's sequences are not read."""
+    """Count each sequence's answer tokens; also return 1 where its first token is one.
+
+    A cache's sequences are not read.
+    """
     if isinstance(examples, TokenizedSequences):
-        return examples.cache.answers_N[examples.chosen_N], examples.cache.opens_N[examples.chosen_N]
+        return (
+            examples.cache.answers_N[examples.chosen_N],
+            examples.cache.opens_N[examples.chosen_N],
+        )
     masks = [example.loss_mask for example in examples]
-    return np.array([sum(mask) for mask in masks], np.int64), np.array([mask[0] for mask in masks], np.int64)
+    return np.array([sum(mask) for mask in masks], np.int64), np.array(
+        [mask[0] for mask in masks], np.int64
+    )
 
 
 def tokens_of(examples: Sequence[Example], place: int) -> NDArray[np.int32]:
@@ -280,27 +321,38 @@ def digest_of(examples: Sequence[Example]) -> bytes:
 
 
 def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
-    """Count how often each token is an answer token: counts_V; a cache's counts less those of sequences left out."""
+    """Count how often each token is an answer token: counts_V.
+
+    For most of a cache, these are its counts less those of the sequences left out.
+    """
     if isinstance(examples, TokenizedSequences):
         cache = examples.cache
         left_out = np.setdiff1d(np.arange(len(cache.lengths_N)), examples.chosen_N)
         if len(left_out) <= len(examples):
             counts_V = torch.zeros(max(vocab_size, len(cache.counts_V)), dtype=torch.int64)
             counts_V[: len(cache.counts_V)] = torch.from_numpy(cache.counts_V)
-            return counts_V - count_answer_tokens(iter(TokenizedSequences(cache, left_out)), len(counts_V))
+            return counts_V - count_answer_tokens(
+                iter(TokenizedSequences(cache, left_out)), len(counts_V)
+            )
     tokens = [
-        token for example in examples for token, own in zip(example.tokens, example.loss_mask, strict=True) if own
+        token
+        for example in examples
+        for token, own in zip(example.tokens, example.loss_mask, strict=True)
+        if own
     ]
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
 
 def cached_sequences(
-    sources: list[Source], rendering: Rendering, folder: str | None = None, num_proc: int | None = None
+    sources: list[Source],
+    rendering: Rendering,
+    folder: str | None = None,
+    num_proc: int | None = None,
 ) -> TokenCache:
-    """Map the sequences of these sources into memory; tokenize those that no process has tokenized before.
+    """Map the sequences of these sources into memory, tokenizing those not yet in the cache.
 
-    Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a process tokenizes for
-    every `ROWS_PER_PROCESS` conversations, up to the cores.
+    Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a
+    process tokenizes for every `ROWS_PER_PROCESS` conversations, up to the cores.
     """
     how, root = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
     root.mkdir(parents=True, exist_ok=True)
@@ -309,7 +361,12 @@ def cached_sequences(
     read = truncated = 0
     unused: list[UnusedRow] = []
     for source in sources:
-        made_of = {"recipe": RECIPE, "rendering": how, "source": source.identity, "limit": source.limit}
+        made_of = {
+            "recipe": RECIPE,
+            "rendering": how,
+            "source": source.identity,
+            "limit": source.limit,
+        }
         place = root / key_of(made_of)
         if not (place / "manifest.json").is_file():
             with WeakFileLock(f"{place}.lock"):
@@ -353,13 +410,27 @@ def key_of(made_of: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rendering, num_proc: int | None) -> None:
+def _make(
+    folder: Path,
+    made_of: dict[str, Any],
+    source: Source,
+    rendering: Rendering,
+    num_proc: int | None,
+) -> None:
     """Tokenize a source and write the folder, the manifest last."""
     processes = num_proc or max(1, min(usable_cores(), len(source.rows) // ROWS_PER_PROCESS))
     if len(source.rows) >= ROWS_PER_PROCESS:
-        console.print(f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes} processes")
+        console.print(
+            f"tokenizing {len(source.rows):,} conversations of {source.name} on {processes}"
+            " processes"
+        )
     folder.mkdir(exist_ok=True)
-    given = {"reader": source.reader, "expected": first_format(source), "rendering": rendering, "folder": folder}
+    given = {
+        "reader": source.reader,
+        "expected": first_format(source),
+        "rendering": rendering,
+        "folder": folder,
+    }
     try:
         rows = source.rows.map(
             _encoded_rows,
@@ -379,25 +450,37 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
         if "abruptly died" not in str(error):
             raise
         raise RuntimeError(
-            f"one of the {processes} processes that tokenized {source.name} has died, perhaps for want of memory; "
-            "lower data.num_proc: the same command resumes with the parts that are whole"
+            f"one of the {processes} processes that tokenized {source.name} has died, perhaps for"
+            " want of memory; lower data.num_proc: the same command resumes with the parts that"
+            " are whole"
         ) from error
     files = [Path(file["filename"]).name for file in rows.cache_files]
     for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
         left.unlink()  # from a start with another number of processes
-    # Of a start that was killed there may be some in other batches: the same rows for the same reasons.
-    unused = {row.row: row for path in sorted(folder.glob("unused-*.jsonl")) for row in _unused_rows(path)}
+    # Of a start that was killed there may be some in other batches: the same rows for the same
+    # reasons.
+    unused = {
+        row.row: row for path in sorted(folder.glob("unused-*.jsonl")) for row in _unused_rows(path)
+    }
     lines = [json.dumps(dataclasses.asdict(unused[number])) + "\n" for number in sorted(unused)]
     write_whole(folder / "unused.jsonl", "".join(lines))
     for path in folder.glob("unused-*.jsonl"):
         path.unlink()
     truncated: set[int] = set()
     counts_V = np.zeros(0, dtype=np.int64)
-    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]  # one for each column: batches may end anywhere
-    for batch in itertools.chain.from_iterable(_mapped(folder / file).data.table.to_batches() for file in files):
+    # one for each column: batches may end anywhere
+    digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]
+    for batch in itertools.chain.from_iterable(
+        _mapped(folder / file).data.table.to_batches() for file in files
+    ):
         tokens, mask = batch.column("tokens"), batch.column("loss_mask")
         flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
-        columns = (flat, own, pc.list_value_length(tokens).to_numpy(), batch.column("row").to_numpy())
+        columns = (
+            flat,
+            own,
+            pc.list_value_length(tokens).to_numpy(),
+            batch.column("row").to_numpy(),
+        )
         for digest, column in zip(digests, columns, strict=True):
             digest.update(np.ascontiguousarray(column).data)
         cut = batch.column("truncated").to_numpy(zero_copy_only=False)
@@ -406,7 +489,12 @@ def _make(folder: Path, made_of: dict[str, Any], source: Source, rendering: Rend
         found_V[: len(counts_V)] += counts_V
         counts_V = found_V
     np.save(folder / "counts.npy", counts_V)
-    manifest = {"made_of": made_of, "rows": len(source.rows), "files": files, "truncated": len(truncated)}
+    manifest = {
+        "made_of": made_of,
+        "rows": len(source.rows),
+        "files": files,
+        "truncated": len(truncated),
+    }
     manifest["digest"] = "".join(digest.hexdigest() for digest in digests)
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=1))
 
@@ -448,7 +536,9 @@ def _encoded_rows(
         found += [example.truncated(rendering.max_length) for example in kept]
         cut += [len(example.tokens) > rendering.max_length for example in kept]
         if not whole:
-            unused.append(UnusedRow(number, where, reader.name, "unanswered", "no answer to train on"))
+            unused.append(
+                UnusedRow(number, where, reader.name, "unanswered", "no answer to train on")
+            )
         elif not kept:
             reason = f"its answers begin after {rendering.max_length} tokens"
             unused.append(UnusedRow(number, where, reader.name, "too long", reason))
@@ -456,8 +546,12 @@ def _encoded_rows(
         lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in unused]
         write_whole(folder / f"unused-{numbers[0]:012d}.jsonl", "".join(lines))
     ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
-    tokens = np.fromiter((token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1])
-    masks = np.fromiter((own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1])
+    tokens = np.fromiter(
+        (token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1]
+    )
+    masks = np.fromiter(
+        (own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1]
+    )
     columns = {
         "tokens": pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens)),
         "loss_mask": pa.ListArray.from_arrays(pa.array(ends), pa.array(masks)),
@@ -473,4 +567,6 @@ def _mapped(path: Path) -> Dataset:
     try:
         return Dataset.from_file(str(path))
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew"
+        ) from error

@@ -1,1 +1,1 @@
-"""Features that a head trains on: the target's hidden states, computed online, cached, or from a server."""
+"""Features that a head trains on: the target's hidden states, online, cached or from a server."""

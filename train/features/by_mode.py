@@ -1,4 +1,4 @@
-"""The source of a run's features that `features.mode` names, and what is found out about it before the first step."""
+"""Choice of a run's features by `features.mode`, and the checks before the first step."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ IMPORTED = 16
 
 
 def needs_no_target(config: TrainConfig) -> bool:
-    """Whether a run computes no states, and so loads no more of the target than its outer modules."""
+    """Whether a run computes no states, and so loads only the outer modules of the target."""
     return config.features.mode in ("stored", "served")
 
 
 def check_outside_source(config: TrainConfig, outside: OpenSource | None) -> None:
-    """Refuse a mode that does not go with the source of states that `train` was given, or with none."""
+    """Refuse a `features.mode` that does not fit the source passed to `train`, or its absence."""
     mode = config.features.mode
     if outside is None and mode == "served":
         raise ValueError(
-            "features.mode served takes states from a source that is given, train(config, source=...), and none was"
+            "features.mode served takes states from a source that is given, train(config,"
+            " source=...), and none was"
         )
     if outside is not None and mode not in ("served", "stored", "cached"):
         raise ValueError(
@@ -75,7 +76,9 @@ def open_source(
     options = config.features
     folder = Path(options.folder or Path(config.output) / "features")
     if not (folder / MANIFEST).exists():
-        raise ValueError(f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}")
+        raise ValueError(
+            f"features.mode stored finds no states in {str(folder)!r} (features.folder); {FILL}"
+        )
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     return FolderStates(cache, min(config.data.max_length, target.max_positions))
 
@@ -87,7 +90,7 @@ def check_source(
     training: Sequence[Example],
     held_out: list[Example],
 ) -> None:
-    """Find out before the first step whether a source has all states of a run, and the right ones."""
+    """Check before the first step that a source has all states of a run, and the right ones."""
 
     def check() -> None:
         source.require(accelerator, training, "to train on")
@@ -110,8 +113,8 @@ def feature_source(
 ) -> OnlineFeatures:
     """Build the features that `features.mode` names; `source` is that of a run without the target.
 
-    `cached` copies the states of the source from `outside`, if one is given. `auto` caches states that fit in its limit
-    and on the disk, and are read again or are there already.
+    `cached` copies the states of the source from `outside`, if one is given. `auto` caches states
+    that fit in its limit and on the disk, and are read again or are there already.
     """
     if source is not None:
         assert isinstance(target, OuterTarget)
@@ -120,8 +123,12 @@ def feature_source(
     tokens = sum(lengths_of(examples))
     gib = cache_bytes(head, options.format) * tokens / 2**30
     # The main process's answer: a folder that another job begins now would divide the processes.
-    begun = from_main(accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists())
-    if options.mode == "online" or (options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))):
+    begun = from_main(
+        accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists()
+    )
+    if options.mode == "online" or (
+        options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))
+    ):
         return OnlineFeatures(target, head)
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     if options.mode == "auto":
@@ -129,13 +136,18 @@ def feature_source(
         lacking = sum(lengths[place] for place in lacking_in(accelerator, cache, examples))
         needed = cache_bytes(head, options.format, cache.layers) * lacking
         if from_main(accelerator, needed > free_bytes(cache.folder)):
-            log.info(f"{needed / 2**30:.2f} GiB of states do not fit on the disk of {cache.folder}: none are kept")
+            log.info(
+                f"{needed / 2**30:.2f} GiB of states do not fit on the disk of {cache.folder}: none"
+                " are kept"
+            )
             return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, cache, accelerator)
     gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
     log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
     if outside is not None:
-        import_states(accelerator, cache, outside(target.info, cache.layers), target, head, examples)
+        import_states(
+            accelerator, cache, outside(target.info, cache.layers), target, head, examples
+        )
     if options.mode == "cached":
         cached.write(accelerator, examples)
     return cached
@@ -149,7 +161,9 @@ def import_states(
     head: DraftHead,
     examples: Sequence[Example],
 ) -> int:
-    """Add a source's states of all sequences to the cache, each process its part; return how many were added.
+    """Add a source's states of all sequences to the cache; return how many sequences were added.
+
+    Each process adds its part.
 
     Raises:
         ValueError: sequences without states, or states that are not theirs.
@@ -161,7 +175,10 @@ def import_states(
     source.require(accelerator, [examples[place] for place in lacking], "to train on")
     process, processes = accelerator.process_index, accelerator.num_processes
     step = IMPORTED * processes
-    with stop_on_signals() as stop, ProgressBar("tokens", sum(lengths[place] for place in lacking)) as bar:
+    with (
+        stop_on_signals() as stop,
+        ProgressBar("tokens", sum(lengths[place] for place in lacking)) as bar,
+    ):
         stopping = False
         for begin in range(0, len(lacking), step):
             group = lacking[begin : begin + step]
@@ -181,12 +198,19 @@ def import_states(
 
 
 def _take(
-    cache: FeatureCache, source: StateSource, target: Target, examples: Sequence[Example], places: list[int]
+    cache: FeatureCache,
+    source: StateSource,
+    target: Target,
+    examples: Sequence[Example],
+    places: list[int],
 ) -> None:
     """Add the states of some sequences to a cache."""
     conversations_N = conversations_of(examples)
     tokens = [torch.from_numpy(tokens_of(examples, place).astype(np.int64)) for place in places]
-    sequences = [(tokens_T, int(conversations_N[place])) for tokens_T, place in zip(tokens, places, strict=True)]
+    sequences = [
+        (tokens_T, int(conversations_N[place]))
+        for tokens_T, place in zip(tokens, places, strict=True)
+    ]
     for tokens_T, (states_TLD, _) in zip(tokens, source.many(sequences), strict=True):
         cache.add(key_of(tokens_T), normed(source, target, states_TLD))
 

@@ -1,4 +1,4 @@
-"""Filling a folder with all states of a run, of its evaluations too: the work of `headstart features`."""
+"""Filling a folder with all states of a run and its evaluations, for `headstart features`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def fill_folder(
     probe = probe_text(inputs.target.info.vocab_size, PROBE_TOKENS).tolist()
     texts = [probe]
     if inputs.replay is None:
-        log.info("the target is sharded: evaluations without it will replay the conversations' own answers")
+        log.info(
+            "the target is sharded: evaluations without it will replay the conversations' own"
+            " answers"
+        )
     else:
         prompts = eval_prompts(inputs.target, held_out, config.eval)
         if accelerator.is_main_process:

@@ -1,6 +1,7 @@
 """Sources of features: the frozen target's states, computed in every step or read from a cache.
 
-`OnlineFeatures` is the interface and its plain implementation; `CachedFeatures` overrides all of it.
+`OnlineFeatures` is the interface and its plain implementation; `CachedFeatures` overrides all of
+it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ BATCH_TOKENS = 8192
 def online_features(
     target: Target, head: DraftHead, batch: Batch, dtype: torch.dtype = torch.float32
 ) -> TargetFeatures:
-    """Run the target over a batch of right-padded conversations; `dtype` is that of the head's weights."""
+    """Run the target over a batch of right-padded conversations; return features in `dtype`.
+
+    `dtype` is the one in which the head reads them.
+    """
     features_BTF, last_BTD = target.read(
-        batch.tokens_BT.to(target.device, non_blocking=True), head.feature_layers, batch.positions_BT
+        batch.tokens_BT.to(target.device, non_blocking=True),
+        head.feature_layers,
+        batch.positions_BT,
     )
     return target_features(target, batch, features_BTF.to(dtype), last_BTD.to(dtype))
 
@@ -63,24 +69,37 @@ class OnlineFeatures:
         return online_features(self.target, self.head, batch, dtype)
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """Read the features of a batch that are on disk, in a worker of the loader, before its step."""
+        """Read a batch's features ahead, if they are on disk.
+
+        A worker of the loader does so before the batch's step.
+        """
         return batch
 
     def settle(self, accelerator: Accelerator) -> None:
-        """Write all features computed so far to disk; called on every process before a checkpoint."""
+        """Write all features computed so far to disk.
+
+        Every process calls it before a checkpoint, and at the start of an epoch.
+        """
 
 
 class CachedFeatures(OnlineFeatures):
     """Features from a cache, to which missing states are added as they are computed.
 
-    A batch is computed as a whole. Training reads back the stored states even right after they were computed, so that
-    an interrupted run trains on the same numbers.
+    A batch is computed as a whole. Training reads back the stored states even right after they were
+    computed, so that an interrupted run trains on the same numbers.
     """
 
     def __init__(
-        self, target: Target, head: DraftHead, cache: FeatureCache, accelerator: Accelerator | None = None
+        self,
+        target: Target,
+        head: DraftHead,
+        cache: FeatureCache,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        """Read and fill a cache; `accelerator` joins the processes over which the target may be sharded."""
+        """Read from a cache, and fill it.
+
+        `accelerator` joins the processes over which the target may be sharded.
+        """
         super().__init__(target, head)
         self.cache = cache
         self._together = accelerator if is_sharded(target) else None
@@ -90,13 +109,16 @@ class CachedFeatures(OnlineFeatures):
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
         missing = batch.states_BTLD is None
-        # A sharded target runs on all processes or on none: one that lacks nothing still takes part in the decision.
+        # A sharded target runs on all processes or on none: one that lacks nothing still takes part
+        # in the decision.
         if missing or self._together is not None:
             keys = self.fill(batch)
             batch = self._stored(batch, keys) if missing else batch
         # Decoded on the device, so that fewer bytes are copied.
         target = self.target
-        states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)).to(dtype)
+        states_BTLD = decoded(
+            on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
+        ).to(dtype)
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
@@ -132,7 +154,8 @@ class CachedFeatures(OnlineFeatures):
                     stopping = any_process(accelerator, stop.wanted)
                     if stopping:
                         break
-                    own = group[accelerator.process_index :][:1]  # empty, if the last group has none for this process
+                    # empty, if the last group has none for this process
+                    own = group[accelerator.process_index :][:1]
                     self.fill(collate([examples[i] for batch in own for i in batch]))
                     bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
@@ -145,10 +168,10 @@ class CachedFeatures(OnlineFeatures):
         self.cache.refresh()
 
     def fill(self, batch: Batch) -> list[bytes]:
-        """Compute the states of a batch, unless the cache holds all of them; return the keys of its sequences.
+        """Compute a batch's states unless all are cached; return the keys of its sequences.
 
-        All processes over which a target is sharded call this at the same time, and run the target if any process
-        lacks states.
+        All processes over which a target is sharded call this at the same time, and run the target
+        if any process lacks states.
         """
         keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
         missing = any(key not in self.cache for key in keys)
@@ -163,7 +186,10 @@ class CachedFeatures(OnlineFeatures):
 
 
 def with_states(batch: Batch, states: Sequence[States], layers: int, width: int) -> Batch:
-    """Return a batch with the states [T, L, D] of its sequences, in their order and their own dtype."""
+    """Return a batch with the states [T, L, D] of its sequences, in their own dtype.
+
+    `states` follows the order of the sequences in the batch.
+    """
     shape = (*batch.tokens_BT.shape, layers)
     first = states[0] if states else (torch.zeros(0), None)
     states_BTLD = torch.zeros((*shape, width), dtype=first[0].dtype)
@@ -175,7 +201,9 @@ def with_states(batch: Batch, states: Sequence[States], layers: int, width: int)
     return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
 
-def lacking_in(accelerator: Accelerator, cache: FeatureCache, examples: Sequence[Example]) -> list[int]:
+def lacking_in(
+    accelerator: Accelerator, cache: FeatureCache, examples: Sequence[Example]
+) -> list[int]:
     """Places of the sequences whose states a cache lacks, each text once; processes share the work.
 
     Every process gets the same list, also while another job fills the folder.
@@ -189,25 +217,32 @@ def lacking_in(accelerator: Accelerator, cache: FeatureCache, examples: Sequence
 
 
 def check_room(accelerator: Accelerator, cache: FeatureCache, head: DraftHead, tokens: int) -> None:
-    """Refuse, before anything is written, states of so many tokens that they do not fit on the disk."""
+    """Refuse states of `tokens` tokens that do not fit on the disk, before any are written."""
     needed = cache_bytes(head, cache.format, cache.layers) * tokens
     free = free_bytes(cache.folder)
 
     def check() -> None:
         if needed > free:
             raise ValueError(
-                f"the states of {tokens:,} tokens take {needed / 2**30:.1f} GiB, and the disk of {cache.folder} has "
-                f"{free / 2**30:.1f} GiB left; choose features.format int8, features.folder on another disk, "
-                "features.mode online, or less data"
+                f"the states of {tokens:,} tokens take {needed / 2**30:.1f} GiB, and the disk of"
+                f" {cache.folder} has {free / 2**30:.1f} GiB left; choose features.format int8,"
+                " features.folder on another disk, features.mode online, or less data"
             )
 
     all_agree(accelerator, check)
 
 
 def open_cache(
-    accelerator: Accelerator, head: DraftHead, provenance: dict[str, Any], options: FeaturesConfig, output: Path
+    accelerator: Accelerator,
+    head: DraftHead,
+    provenance: dict[str, Any],
+    options: FeaturesConfig,
+    output: Path,
 ) -> FeatureCache:
-    """Open a run's cache, created by the main process; one of another model or tokenizer raises a ValueError."""
+    """Open a run's cache, which the main process creates.
+
+    A cache of another model or tokenizer raises a ValueError.
+    """
     layers = kept_layers(head.feature_layers)
     manifest = cache_manifest(provenance, layers, head.target.hidden_size, options.format)
     folder = Path(options.folder or output / "features")
@@ -220,15 +255,21 @@ def open_cache(
 
 
 def cache_bytes(head: DraftHead, storage: str, layers: Sequence[int] = ()) -> int:
-    """Bytes that a token's states take on disk in a format; int8 has a float32 scale for each layer.
+    """Return the bytes of a token's states on disk; int8 adds a float32 scale for each layer.
+
+    `storage` names their format.
 
     `layers` are those that a folder has, if not only what the head reads.
     """
-    bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize + (4 if storage == "int8" else 0)
+    bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize + (
+        4 if storage == "int8" else 0
+    )
     return len(layers or kept_layers(head.feature_layers)) * bytes_per_layer
 
 
-def target_features(target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor) -> TargetFeatures:
+def target_features(
+    target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor
+) -> TargetFeatures:
     """Combine a batch with its states, on the target's device."""
     if batch.failure is not None:
         raise ValueError(batch.failure)

@@ -1,8 +1,9 @@
-"""Loading the frozen target: whole on every process, sharded over the processes, or spread over one's devices.
+"""Loading the frozen target: whole on each process, sharded over all, or spread over one's devices.
 
-`shard` shards every decoder block over the processes (torch's fully_shard, whatever engine trains the head): a block is
-gathered while the one before it runs, and freed after it. `spread` places whole blocks on one device after the other.
-Embedding, final norm and LM head stay whole on every process, since heads read their weights.
+`shard` shards every decoder block over the processes (torch's fully_shard, whatever engine trains
+the head): a block is gathered while the one before it runs, and freed after it. `spread` places
+whole blocks on one device after the other. Embedding, final norm and LM head stay whole on every
+process, since heads read their weights.
 """
 
 from __future__ import annotations
@@ -27,41 +28,53 @@ from ..machines import shard_mesh
 
 
 def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = False) -> Target:
-    """Load the config's target, placed by `target_placement`; a ValueError if this launch does not allow it.
+    """Load the config's target, placed by `target_placement`.
+
+    A placement that does not fit this launch raises a ValueError.
 
     With `outer` only its embedding, final norm and LM head are loaded, whole on every process.
     """
     dtype, placement = dtype_named(config.target_dtype), config.target_placement
     options = loading_options(config)
     if outer:
-        return OuterTarget.load(config.target, dtype, accelerator.device, config.target_revision, options)
+        return OuterTarget.load(
+            config.target, dtype, accelerator.device, config.target_revision, options
+        )
     if placement == "whole":
-        return Target.load(config.target, dtype, accelerator.device, config.target_revision, options)
+        return Target.load(
+            config.target, dtype, accelerator.device, config.target_revision, options
+        )
     if (placement == "shard") != (accelerator.num_processes > 1):
         other = "spread" if placement == "shard" else "shard"
         raise ValueError(
-            f"target_placement {placement!r} does not fit a run of {accelerator.num_processes} processes; choose "
-            f"{other!r}, or 'whole' if the target fits on one device"
+            f"target_placement {placement!r} does not fit a run of {accelerator.num_processes}"
+            f" processes; choose {other!r}, or 'whole' if the target fits on one device"
         )
     if config.adapter.rank > 0:
         raise ValueError(
-            f"an adapter needs target_placement 'whole', not {placement!r}: it changes the target's blocks"
+            f"an adapter needs target_placement 'whole', not {placement!r}: it changes the target's"
+            " blocks"
         )
     if placement == "shard" and config.target_quantization:
         raise ValueError(
-            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed weights are not split"
+            "target_quantization needs target_placement 'whole' or 'spread', not 'shard': packed"
+            " weights are not split"
         )
     if placement == "shard" and (packing := packing_of(config)):
         raise ValueError(
-            f"the weights of {config.target!r} are packed ({packing.get('quant_method', 'quantization_config')}), and "
-            "packed weights are not split: choose target_placement 'whole' or 'spread', not 'shard'"
+            f"the weights of {config.target!r} are packed"
+            f" ({packing.get('quant_method', 'quantization_config')}), and packed weights are not"
+            " split: choose target_placement 'whole' or 'spread', not 'shard'"
         )
     return _sharded(config, dtype, accelerator) if placement == "shard" else _spread(config, dtype)
 
 
 def loading_options(config: TrainConfig) -> dict[str, Any]:
-    """Return the config's options for transformers' `from_pretrained`, without those that are null."""
-    given = {"attn_implementation": config.target_attention, "quantization_config": config.target_quantization}
+    """Return the config's options for transformers' `from_pretrained` that are not null."""
+    given = {
+        "attn_implementation": config.target_attention,
+        "quantization_config": config.target_quantization,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -84,7 +97,9 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     weights: dict[str, Any] = {}
     provenance: list[Any] = [None]
     if accelerator.is_main_process:
-        whole = Target.load(config.target, dtype, "cpu", config.target_revision, loading_options(config))
+        whole = Target.load(
+            config.target, dtype, "cpu", config.target_revision, loading_options(config)
+        )
         whole.check_decoding()  # forwards of a sharded target need all processes
         model, weights, provenance = whole.model, whole.model.state_dict(), [whole.provenance]
     else:
@@ -100,20 +115,22 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
     target = ShardedTarget(model.eval().requires_grad_(False), str(config.target))
     target.was_tried()
     target.provenance = broadcast_object_list(provenance)[0]
-    # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a head starts from the
-    # target's weights, must not come first. All processes are here, as a forward of a sharded target needs them.
+    # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a
+    # head starts from the target's weights, must not come first. All processes are here, as a
+    # forward of a sharded target needs them.
     target.read(torch.zeros(1, 1, dtype=torch.int64, device=accelerator.device), ())
     return target
 
 
 def shard_blocks(model: PreTrainedModel, mesh: DeviceMesh | None = None) -> None:
-    """Shard every block over the processes of a mesh, each to be gathered while the block before it runs.
+    """Shard every block over a mesh's processes, to be gathered while the block before it runs.
 
     Without a mesh, these are all processes.
 
-    The model itself is wrapped, too, although none of it is sharded: without a wrapped module around them, blocks would
-    each wait for all work launched before, and gathering would not overlap with computing. Not its decoder:
-    transformers looks up its class to return hidden states.
+    The model itself is wrapped, too, although none of it is sharded: without a wrapped module
+    around them, blocks would each wait for all work launched before, and gathering would not
+    overlap with computing. Not its decoder: transformers looks up its class to return hidden
+    states.
     """
     modules = Target(model).modules
     blocks = cast(list[FSDPModule], list(modules.blocks))
@@ -127,20 +144,35 @@ def shard_blocks(model: PreTrainedModel, mesh: DeviceMesh | None = None) -> None
 
 
 def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
-    """Place whole blocks on one device after the other; those that fit on none stay in the host's memory."""
+    """Place whole blocks on one device after the other.
+
+    Blocks that fit on no device stay in host memory.
+    """
     model = empty_model(config, dtype)
     keep = model._no_split_modules
-    devices = infer_auto_device_map(model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep)
+    devices = infer_auto_device_map(
+        model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep
+    )
     first = next(iter(devices.values()))
     outer = {
-        id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings(), Target(model).modules.norm)
+        id(part)
+        for part in (
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+            Target(model).modules.norm,
+        )
     }
     devices |= {name: first for name, part in model.named_modules() if id(part) in outer}
-    return Target.load(config.target, dtype, devices, config.target_revision, loading_options(config))
+    return Target.load(
+        config.target, dtype, devices, config.target_revision, loading_options(config)
+    )
 
 
 def packing_of(config: TrainConfig) -> dict[str, Any]:
-    """The quantization of the target's weights, by the config or by the checkpoint; empty if they are not packed."""
+    """Return the quantization of the target's weights; empty if they are not packed.
+
+    The config decides it, otherwise the checkpoint.
+    """
     if config.target_quantization:
         return config.target_quantization
     folder, gguf = locate(config.target)
@@ -158,7 +190,11 @@ def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
     loader = model_loader(shape)
     with init_empty_weights(include_buffers=False):
-        given = {} if config.target_attention is None else {"attn_implementation": config.target_attention}
+        given = (
+            {}
+            if config.target_attention is None
+            else {"attn_implementation": config.target_attention}
+        )
         model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **given))
     model.tie_weights()  # shared parameters were made twice
     return model

@@ -1,6 +1,7 @@
-"""Where the states of a head's training come from if no target computes them here: the interface of all sources.
+"""The interface of all sources of states: where they come from if no target computes them here.
 
-A source of another kind is opened by a function that `train` is given, `train(config, source=open)`.
+A source of another kind is opened by a function that `train` is given, `train(config,
+source=open)`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class StateSource(ABC):
     layers: tuple[int, ...]
     """Feature layers of the states, in their order; one of them is -1."""
     before_norm: bool = False
-    """Whether -1 is the stream that leaves the last block, to which the final norm is still to be applied."""
+    """Whether -1 is the stream that leaves the last block, to which the final norm is still to be
+    applied."""
 
     greedy: bool = False
     """Whether it has answers of the target, and not only those of the conversations."""
@@ -51,14 +53,16 @@ class StateSource(ABC):
 
     @abstractmethod
     def states(self, tokens_T: Tensor, conversation: int) -> States:
-        """The states of a sequence; a ValueError if there are none, or not those of these tokens."""
+        """Return a sequence's states; a ValueError if there are none, or not for these tokens."""
 
     def many(self, sequences: Sequence[tuple[Tensor, int]]) -> list[States]:
         """The states of several sequences, each with its conversation."""
         return [self.states(tokens_T, conversation) for tokens_T, conversation in sequences]
 
     def text_of(self, example: Example) -> Tensor | None:
-        """The text [T] with a held-out prompt that an evaluation replays; None if the target is asked for it then.
+        """Return the text [T], a held-out prompt and its answer, that an evaluation replays.
+
+        None if the target is asked for it at the evaluation.
 
         It is the conversation's own first answer, where a source has no answers of the target.
         """
@@ -82,5 +86,8 @@ OpenSource = Callable[[TargetInfo, tuple[int, ...]], StateSource]
 def own_answer(example: Example) -> Tensor:
     """A conversation's tokens up to the end of its first answer."""
     begin = example.loss_mask.index(True)
-    end = next((t for t in range(begin, len(example.tokens)) if not example.loss_mask[t]), len(example.tokens))
+    end = next(
+        (t for t in range(begin, len(example.tokens)) if not example.loss_mask[t]),
+        len(example.tokens),
+    )
     return torch.tensor(example.tokens[:end])

@@ -1,7 +1,7 @@
-"""Training and evaluation without the target's blocks: every state comes from files, or from another source.
+"""Training and evaluation without the target's blocks: all states come from files or a source.
 
-`StoredFeatures` trains on them. `StoredReplay` measures acceptance: it replays texts whose states are known, as
-`ReplayTarget` does, and runs no forward either.
+`StoredFeatures` trains on them. `StoredReplay` measures acceptance: it replays texts whose states
+are known, as `ReplayTarget` does, and runs no forward either.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from .sources import States, StateSource, own_answer
 PROBE_TOKENS = PROBE_ENDS[-1] + 64
 """Tokens of the probe's text whose states are kept; a deeper head has no probe."""
 ANSWERS = "answers"
-"""Folder, in that of the states, of the target's answers to held-out prompts: a file for each, named by its key."""
+"""Folder, in that of the states, of the target's answers to held-out prompts: a file for each,
+named by its key."""
 
 
 class FolderStates(StateSource):
-    """A folder of states that `headstart features` wrote, or of texts that were stored with theirs."""
+    """A folder of states from `headstart features`, or of texts stored with their states."""
 
     def __init__(self, cache: FeatureCache, max_length: int) -> None:
-        """Read a folder for sequences of at most `max_length` tokens, to which stored texts are cut."""
+        """Read a folder for sequences of at most `max_length` tokens; cut stored texts to that."""
         self.cache = cache
         self.layers = cache.layers
         self._whole: dict[bytes, bytes] = {}
@@ -51,13 +52,17 @@ class FolderStates(StateSource):
         for path in text_shards(cache.folder):
             tokens = text_row(path)["input_ids"]
             if len(tokens) > max_length:
-                self._whole[key_of(torch.tensor(tokens[:max_length]))] = key_of(torch.tensor(tokens))
+                self._whole[key_of(torch.tensor(tokens[:max_length]))] = key_of(
+                    torch.tensor(tokens)
+                )
         self.greedy = (cache.folder / ANSWERS).is_dir()
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
         key = self._key_of(tokens_T)
         if key is None:
-            raise ValueError(f"{self.cache.folder} holds no states of conversation {conversation}; {FILL}")
+            raise ValueError(
+                f"{self.cache.folder} holds no states of conversation {conversation}; {FILL}"
+            )
         states_TLD, scales_TL = self.cache.stored(key)
         length = len(tokens_T)
         return states_TLD[:length], None if scales_TL is None else scales_TL[:length]
@@ -79,7 +84,8 @@ class FolderStates(StateSource):
     def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
         if self.greedy:
             return super().answer(example, new_tokens)
-        # Only whole conversations have states; those of the first answer do not depend on what follows.
+        # Only whole conversations have states; those of the first answer do not depend on what
+        # follows.
         text_T = own_answer(example)
         states_TLD, scales_TL = self.states(torch.tensor(example.tokens), example.conversation)
         length = len(text_T)
@@ -95,12 +101,15 @@ class FolderStates(StateSource):
         lacking = [place for place in own if self._key_of(tokens_of(examples, place)) is None]
         if lacking:
             raise ValueError(
-                f"{self.cache.folder} lacks the states of {len(lacking)} of {len(own)} sequences {what}; the first is "
-                f"of conversation {examples[lacking[0]].conversation}; {FILL}"
+                f"{self.cache.folder} lacks the states of {len(lacking)} of {len(own)} sequences"
+                f" {what}; the first is of conversation {examples[lacking[0]].conversation}; {FILL}"
             )
 
 
-FILL = "write them by `headstart features` with the same options (data.max_length and data.held_out, too)"
+FILL = (
+    "write them by `headstart features` with the same options (data.max_length and data.held_out,"
+    " too)"
+)
 
 
 def answer_path(folder: Path, prompt: Sequence[int]) -> Path:
@@ -128,9 +137,13 @@ class StoredFeatures(OnlineFeatures):
         if batch.states_BTLD is None:
             batch = self._filled(batch)
         target = self.target
-        states_BTLD = decoded(on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL))
+        states_BTLD = decoded(
+            on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
+        )
         return target_features(
-            target, batch, *chosen_states(self.source, target, self.head.feature_layers, states_BTLD, dtype)
+            target,
+            batch,
+            *chosen_states(self.source, target, self.head.feature_layers, states_BTLD, dtype),
         )
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
@@ -145,19 +158,30 @@ class StoredFeatures(OnlineFeatures):
             (batch.tokens_BT[row, place], conversation)
             for (row, place), conversation in zip(places, batch.conversations, strict=True)
         ]
-        return with_states(batch, self.source.many(sequences), len(self.source.layers), self.target.info.hidden_size)
+        return with_states(
+            batch,
+            self.source.many(sequences),
+            len(self.source.layers),
+            self.target.info.hidden_size,
+        )
 
 
 def chosen_states(
     source: StateSource, target: Target, layers: tuple[int, ...], states: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The features [..., F] of some layers and the states [..., D] after the final norm, from a source's."""
+    """Select from a source's states the features [..., F] of some layers and the last states.
+
+    The last states [..., D] are those after the final norm.
+    """
     last = states[..., source.layers.index(-1), :]
     if source.before_norm:
         with torch.no_grad():
             last = target.modules.norm(last.to(target.dtype))
     last = last.to(dtype)
-    parts = [last if layer == -1 else states[..., source.layers.index(layer), :].to(dtype) for layer in layers]
+    parts = [
+        last if layer == -1 else states[..., source.layers.index(layer), :].to(dtype)
+        for layer in layers
+    ]
     return (torch.cat(parts, -1) if parts else last[..., :0]), last
 
 
@@ -177,7 +201,8 @@ class StoredReplay(ReplayTarget):
         """Held-out conversations whose prompts can be answered, the first ones.
 
         Raises:
-            ValueError: the source has answers of the target, and lacks some of those that are to be replayed.
+            ValueError: the source has answers of the target, and lacks some of those that are to be
+                replayed.
         """
         found: list[Example] = []
         for example in held_out:
@@ -186,17 +211,21 @@ class StoredReplay(ReplayTarget):
             if not 0 < len(example.prompt) <= self.max_positions - config.new_tokens:
                 continue
             text_T = self.source.text_of(example)
-            if text_T is None or self._reaches(text_T.tolist(), len(example.prompt), config.new_tokens):
+            if text_T is None or self._reaches(
+                text_T.tolist(), len(example.prompt), config.new_tokens
+            ):
                 found.append(example)
             elif self.source.greedy:
                 raise ValueError(
-                    f"no answer of {config.new_tokens} tokens (eval.new_tokens) to the held-out conversation "
-                    f"{example.conversation} is stored; {FILL}, or lower eval.prompts or eval.new_tokens"
+                    f"no answer of {config.new_tokens} tokens (eval.new_tokens) to the held-out"
+                    f" conversation {example.conversation} is stored; {FILL}, or lower eval.prompts"
+                    " or eval.new_tokens"
                 )
         if not found:
             raise ValueError(
-                f"none of the {len(held_out)} held-out conversations has an answer of {config.new_tokens} tokens "
-                "(eval.new_tokens) whose states are stored; lower eval.new_tokens or hold out more"
+                f"none of the {len(held_out)} held-out conversations has an answer of"
+                f" {config.new_tokens} tokens (eval.new_tokens) whose states are stored; lower"
+                " eval.new_tokens or hold out more"
             )
         return found
 
@@ -219,7 +248,9 @@ class StoredReplay(ReplayTarget):
         for prompt_T in self.unknown(prompts, new_tokens):
             prompt = tuple(prompt_T.tolist())
             room = self.max_positions - len(prompt)
-            text_T, (states, scales) = self.source.answer(self._examples[prompt], min(new_tokens + BEYOND, room))
+            text_T, (states, scales) = self.source.answer(
+                self._examples[prompt], min(new_tokens + BEYOND, room)
+            )
             self._states[prompt] = decoded(states, scales)
             self.keep(prompt_T, text_T)
 
@@ -227,7 +258,9 @@ class StoredReplay(ReplayTarget):
         found: list[Tensor] = []
         for prompt in sorted(self.texts, key=len):
             states_TLD = self._states[prompt].to(self.device)
-            features_TF, _ = chosen_states(self.source, self.original, layers, states_TLD, self.dtype)
+            features_TF, _ = chosen_states(
+                self.source, self.original, layers, states_TLD, self.dtype
+            )
             found.append(features_TF)
         return pad_sequence(found, batch_first=True)
 
@@ -246,6 +279,6 @@ class StoredReplay(ReplayTarget):
         return probe_drafts(self, head)
 
     def _reaches(self, text: list[int], prompt: int, new_tokens: int) -> bool:
-        """Whether a text is known as far as an answer goes: to its last token, or to one that ends it."""
+        """Whether a text covers a whole answer: up to its last token, or to an end token."""
         needed = min(prompt + new_tokens, self.max_positions)
         return len(text) >= needed or bool(self.end_tokens.intersection(text[prompt:]))

@@ -1,13 +1,15 @@
-"""vLLM's connector of hidden states, for a vLLM that runs on a CPU; on a GPU vLLM's own does the same.
+r"""A vLLM connector for hidden states on a CPU; on a GPU, vLLM's own connector does the same.
 
-    PYTHONPATH=addons/serve/in_vllm python -m vllm.entrypoints.openai.api_server --model TARGET --speculative-config '{
+    PYTHONPATH=addons/serve/in_vllm python -m vllm.entrypoints.openai.api_server --model TARGET \
+        --speculative-config '{
         "method": "extract_hidden_states", "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27, 30]}}}'
         --kv-transfer-config '{"kv_connector": "CPUHiddenStatesConnector", "kv_role": "kv_producer",
-        "kv_connector_module_path": "vllm_states", "kv_connector_extra_config": {"shared_storage_path": "states"}}'
+        "kv_connector_module_path": "vllm_states",
+        "kv_connector_extra_config": {"shared_storage_path": "states"}}'
 
-It runs in vLLM's environment and imports nothing of headstart. Tried with vLLM 0.32, whose own connector copies states
-by a CUDA stream.
+It runs in vLLM's environment and imports nothing of headstart. Tried with vLLM 0.32, whose own
+connector copies states by a CUDA stream.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):
     """Writes the states of each finished request to a file, at once."""
 
     def _submit_async_write(self, pending: Any) -> None:
-        """Copy a request's states out of the cache, whose blocks are still its own, and write them."""
+        """Copy a request's states from the cache, before its blocks are freed, and write them."""
         offsets = torch.arange(self._block_size)
         slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + offsets).flatten()
         states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))

@@ -1,4 +1,6 @@
-"""Runs of vLLM, in an environment of its own: `python vllm_worker.py REQUEST.json ANSWER.json`; see ../comparison.py.
+"""The vLLM side of ../comparison.py: `python vllm_worker.py REQUEST.json ANSWER.json`.
+
+It runs in an environment that has vLLM.
 
 The request holds `target` (a folder), `max_new_tokens`, `prompts` as token ids, and `runs`: for
 each `head` (a folder, null for none), `method` and `draft_length`. The answer holds vLLM's
@@ -23,7 +25,8 @@ def main() -> None:
     """Generate greedily, in float32, with each head as draft model."""
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, so that several runs import once
+    # one process, so that several runs import once
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -43,7 +46,11 @@ def answer(vllm: Any, request: dict[str, Any], run: dict[str, Any]) -> dict[str,
     """The answer of one run."""
     speculative = None
     if run["head"] is not None:
-        speculative = {"model": run["head"], "num_speculative_tokens": run["draft_length"], "method": run["method"]}
+        speculative = {
+            "model": run["head"],
+            "num_speculative_tokens": run["draft_length"],
+            "method": run["method"],
+        }
     longest = max(map(len, request["prompts"])) + request["max_new_tokens"]
     llm = vllm.LLM(
         request["target"],
@@ -61,7 +68,10 @@ def answer(vllm: Any, request: dict[str, Any], run: dict[str, Any]) -> dict[str,
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "drafts": drafts - before[0],
-        "accepted": [count - old for count, old in zip(accepted, before[1] or [0] * len(accepted), strict=True)],
+        "accepted": [
+            count - old
+            for count, old in zip(accepted, before[1] or [0] * len(accepted), strict=True)
+        ],
     }
 
 

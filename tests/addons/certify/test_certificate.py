@@ -1,4 +1,5 @@
-"""The maths of a certificate: exact engines pass at the stated rate, rounding is told from wrong rules, power holds."""
+"""The maths of a certificate: exact engines pass at the stated rate, rounding is told from wrong
+rules, power holds."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_the_noncentral_tail_is_that_of_sums_of_squared_normals():
     normals[:, 0] += 3.0
     sums = normals.square().sum(-1)
     for statistic in (5.0, 14.0, 30.0):
-        assert chi_square_tail(statistic, 5, 9.0) == pytest.approx(float((sums > statistic).double().mean()), abs=0.005)
+        assert chi_square_tail(statistic, 5, 9.0) == pytest.approx(
+            float((sums > statistic).double().mean()), abs=0.005
+        )
 
 
 def test_holm_rejects_in_steps():
@@ -63,14 +66,24 @@ def random_scores(positions, seed=0):
 def judged(tokens, scores, noise=0.05, seed=1, logits=None, new_tokens=None):
     kept = BestScores.of(rounded(scores, noise, seed))
     return judge_answer(
-        tokens, scores, scores if logits is None else logits, kept, frozenset(), new_tokens or len(tokens)
+        tokens,
+        scores,
+        scores if logits is None else logits,
+        kept,
+        frozenset(),
+        new_tokens or len(tokens),
     )
 
 
 def test_the_best_tokens_are_identical():
     scores = random_scores(50)
     result = judge_greedy([judged(scores.argmax(-1).tolist(), scores)])
-    assert (result.verdict, result.exact_answers, result.divergences, result.reasons) == ("identical", 1, [], [])
+    assert (result.verdict, result.exact_answers, result.divergences, result.reasons) == (
+        "identical",
+        1,
+        [],
+        [],
+    )
 
 
 def test_exact_ties_are_identical_whichever_is_taken():
@@ -100,9 +113,14 @@ def test_one_wrong_token_is_found_whatever_rounds():
 
 
 def test_many_small_margins_are_more_than_rounding():
-    """An engine that takes any token within e of the best one: no margin tells, their number does."""
+    """An engine that takes any token within e of the best one: no margin tells, their number
+    does."""
     scores = random_scores(3000)
-    scores[:, 0] = scores[:, 1:].amax(-1) - 0.01 - 0.1 * torch.rand(3000, generator=torch.Generator().manual_seed(5))
+    scores[:, 0] = (
+        scores[:, 1:].amax(-1)
+        - 0.01
+        - 0.1 * torch.rand(3000, generator=torch.Generator().manual_seed(5))
+    )
     result = judge_greedy([judged([0] * 3000, scores)])
     assert not result.unexplained
     assert result.verdict == "not lossless"
@@ -133,7 +151,9 @@ def test_dropped_processors_are_named():
 def test_answers_must_end_where_they_should(tokens, new_tokens, wrong):
     scores = torch.full((len(tokens), V), -1.0)
     scores[torch.arange(len(tokens)), torch.tensor(tokens)] = 1.0
-    answer = judge_answer(tokens, scores, scores, BestScores.of(scores), frozenset({END}), new_tokens)
+    answer = judge_answer(
+        tokens, scores, scores, BestScores.of(scores), frozenset({END}), new_tokens
+    )
     assert answer.wrong_end == wrong
     result = judge_greedy([answer])
     assert result.verdict == ("not lossless" if wrong else "identical")
@@ -144,8 +164,12 @@ def test_answers_must_end_where_they_should(tokens, new_tokens, wrong):
 
 
 def chain(seed=0, noise=0.0, vocabulary=V, sharpness=1.5):
-    logits = sharpness * torch.randn(vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(seed))
-    logits = logits + noise * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed + 77))
+    logits = sharpness * torch.randn(
+        vocabulary + 1, vocabulary, generator=torch.Generator().manual_seed(seed)
+    )
+    logits = logits + noise * torch.randn(
+        logits.shape, generator=torch.Generator().manual_seed(seed + 77)
+    )
     return logits.double()
 
 
@@ -170,7 +194,9 @@ def drawn(logits, count, positions, seed):
     return list(zip(*columns, strict=True))
 
 
-def certificate(engine, reference, rounded_reference=None, prompts=3, count=150, positions=3, seed=0):
+def certificate(
+    engine, reference, rounded_reference=None, prompts=3, count=150, positions=3, seed=0
+):
     rows, exact, other = [], [], []
     for prompt in range(prompts):
         continuations = drawn(engine, count, positions, 1000 * seed + prompt)
@@ -201,7 +227,8 @@ def _p_value(result, kind):
 def test_p_values_of_an_exact_engine_are_uniform(exact_engines):
     for kind in ("tokens", "surprise"):
         chosen = [
-            [test for test in result.tests if test.kind == kind and test.position == 1] for result in exact_engines
+            [test for test in result.tests if test.kind == kind and test.position == 1]
+            for result in exact_engines
         ]
         values = torch.tensor([tests[0].p_value for tests in chosen])
         for level in (0.1, 0.5, 0.9):
@@ -209,13 +236,23 @@ def test_p_values_of_an_exact_engine_are_uniform(exact_engines):
 
 
 def test_rounding_is_no_difference():
-    """An engine that differs from the reference as much as the measured rounding does, in another way."""
+    """An engine that differs from the reference as much as the measured rounding does, in another
+    way."""
     logits = chain(1)
     alarms = 0
     for seed in range(20):
-        noise = 0.1 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).double()
-        other = 0.1 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed + 500)).double()
-        alarms += not certificate(logits + noise, logits, logits + other, count=600, positions=2, seed=seed).lossless
+        noise = (
+            0.1 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)).double()
+        )
+        other = (
+            0.1
+            * torch.randn(
+                logits.shape, generator=torch.Generator().manual_seed(seed + 500)
+            ).double()
+        )
+        alarms += not certificate(
+            logits + noise, logits, logits + other, count=600, positions=2, seed=seed
+        ).lossless
     assert alarms <= 1, alarms
 
 
@@ -236,7 +273,9 @@ def test_unlikely_tokens_are_found_by_their_surprise_where_no_bin_tells():
     generator = torch.Generator().manual_seed(0)
     drawn_rows = torch.multinomial(q, 120, replacement=True, generator=generator)
     after = NextToken.after_paths(p.log()[None], p.log()[None], [range(500)], keep=30)
-    result = judge_sampling([[(token,) for token in drawn_rows.tolist()]], [{(): after[0]}], [{(): after[0]}], 1)
+    result = judge_sampling(
+        [[(token,) for token in drawn_rows.tolist()]], [{(): after[0]}], [{(): after[0]}], 1
+    )
     (surprise,) = [test for test in result.tests if test.kind == "surprise"]
     assert surprise.rejected and result.surprise[0].mean > 2
     assert not any(test.rejected for test in result.tests if test.kind == "tokens")
@@ -249,7 +288,10 @@ def test_skewed_surprises_give_no_false_alarms():
     generator = torch.Generator().manual_seed(0)
     alarms = 0
     for _ in range(400):
-        rows = [(token,) for token in torch.multinomial(p, 400, replacement=True, generator=generator).tolist()]
+        rows = [
+            (token,)
+            for token in torch.multinomial(p, 400, replacement=True, generator=generator).tolist()
+        ]
         alarms += not judge_sampling([rows], [{(): after[0]}], [{(): after[0]}], 1).lossless
     assert alarms <= 10, alarms
 
@@ -269,7 +311,9 @@ def test_tokens_that_processors_exclude_are_found_but_not_at_the_limit():
 
     def after(token):
         rows = [[(0,)] * 40 + [(1,)] * 15 + [(2,)] * 5 + [(token,)]]
-        exact = [{(): NextToken.after_paths(scores[None], logits[None], [[0, 1, 2, token]], keep=6)[0]}]
+        exact = [
+            {(): NextToken.after_paths(scores[None], logits[None], [[0, 1, 2, token]], keep=6)[0]}
+        ]
         return judge_sampling(rows, exact, exact, 1)
 
     assert not after(3).impossible  # rounding may move the limit by one token
@@ -288,7 +332,8 @@ def test_few_draws_are_said_to_say_nothing():
 def test_bins_hold_the_expected_number_of_draws():
     reference = NextToken([0, 1, 2, 3], [0.5, 0.3, 0.15, 0.05], 1.0, 1.0, 0.0, {})
     test = path_test(Counter({0: 50, 1: 30, 2: 15, 3: 5}), reference, reference)
-    assert test.freedom == 2 and test.statistic == pytest.approx(0.0)  # 0, 1, and 2 with 3: 5 would be too few
+    # 0, 1, and 2 with 3: 5 would be too few
+    assert test.freedom == 2 and test.statistic == pytest.approx(0.0)
     assert path_test(Counter({0: 6, 1: 4}), reference, reference) is None
     certain = NextToken([0], [1.0], 0.0, 0.0, 0.0, {})
     assert path_test(Counter({0: 100}), certain, certain) is None
@@ -301,10 +346,16 @@ def test_the_stated_difference_is_detected_with_the_stated_power():
     generator = torch.Generator().manual_seed(0)
     exact = path_test(Counter(dict.fromkeys(range(4), draws // 4)), reference, reference)
     smallest = exact.detectable(ALPHA)
-    assert smallest == pytest.approx(math.sqrt(detectable_noncentrality(3, 0.0, ALPHA) / (4 * draws)))
-    probs = torch.tensor([0.25 + smallest / 2, 0.25 + smallest / 2, 0.25 - smallest / 2, 0.25 - smallest / 2])
+    assert smallest == pytest.approx(
+        math.sqrt(detectable_noncentrality(3, 0.0, ALPHA) / (4 * draws))
+    )
+    probs = torch.tensor(
+        [0.25 + smallest / 2, 0.25 + smallest / 2, 0.25 - smallest / 2, 0.25 - smallest / 2]
+    )
     found = 0
     for _ in range(400):
-        counts = Counter(torch.multinomial(probs, draws, replacement=True, generator=generator).tolist())
+        counts = Counter(
+            torch.multinomial(probs, draws, replacement=True, generator=generator).tolist()
+        )
         found += path_test(counts, reference, reference).p_value <= ALPHA
     assert found / 400 == pytest.approx(POWER, abs=0.05)

@@ -97,13 +97,17 @@ def test_plain_generate_and_its_assisted_decoding(config, folders):
     report = certify(sampled(plain))
     assert report["verdict"] == "identical" and report["engine"]["kind"] == "transformers"
     report = certify(sampled(plain, assistant=str(folders / "draft"), samples=30, sample_prompts=1))
-    assert report["verdict"] == "identical" and report["engine"]["assistant"] == str(folders / "draft")
+    assert report["verdict"] == "identical" and report["engine"]["assistant"] == str(
+        folders / "draft"
+    )
 
 
 def test_a_residual_that_is_not_taken_is_found(config, monkeypatch):
     """After a rejection the token is drawn from the unchanged distribution."""
     monkeypatch.setattr(
-        verify, "_normalized", lambda values, otherwise=None: values if otherwise is None else otherwise
+        verify,
+        "_normalized",
+        lambda values, otherwise=None: values if otherwise is None else otherwise,
     )
     report = certify(sampled(config, acceptance="token"))
     assert report["greedy"]["verdict"] == "identical"  # greedy decoding has another rule
@@ -116,7 +120,9 @@ def test_a_residual_that_is_not_taken_is_found(config, monkeypatch):
 def test_a_stale_cache_entry_is_found(config, dtype, monkeypatch):
     """The entries of a path are not moved to their places."""
     accept = TreeCache.accept
-    monkeypatch.setattr(TreeCache, "accept", lambda self, path, lengths, in_order: accept(self, path, lengths, True))
+    monkeypatch.setattr(
+        TreeCache, "accept", lambda self, path, lengths, in_order: accept(self, path, lengths, True)
+    )
     report = certify(tree_of(replace(config, dtype=dtype, max_new_tokens=32)))
     assert report["verdict"] == "not lossless"
     assert "lie further below the best one than rounding explains" in report["reasons"][0]
@@ -153,7 +159,9 @@ def test_a_dropped_logits_processor_is_found_and_named(config, dtype, monkeypatc
     monkeypatch.setattr(TreeLogitsProcessor, "__call__", dropping)
     report = certify(penalized)
     assert report["verdict"] == "not lossless"
-    assert "each of these tokens is the best one without the logits processors" in report["reasons"][1]
+    assert (
+        "each of these tokens is the best one without the logits processors" in report["reasons"][1]
+    )
 
 
 def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
@@ -174,7 +182,9 @@ def test_dropped_warpers_of_draws_are_found(config, monkeypatch):
 def test_typical_acceptance_is_told_that_it_is_lossy(config):
     report = certify(sampled(config, acceptance="typical", lossy=True, tree="chain:3"))
     assert report["verdict"] == "not lossless"
-    assert report["reasons"][0].startswith("the engine calls itself lossy: the acceptance rule 'typical'")
+    assert report["reasons"][0].startswith(
+        "the engine calls itself lossy: the acceptance rule 'typical'"
+    )
     assert "reject the target's distribution" in report["reasons"][1]
     assert "the rule draws nothing" in report["reasons"][2]
     assert report["greedy"]["verdict"] == "identical"
@@ -201,17 +211,30 @@ def test_the_page_and_the_file_say_the_same(config, tmp_path, capsys):
     assert json.loads((tmp_path / "new" / "c.json").read_text()) == report
     page = (tmp_path / "new" / "c.md").read_text()
     assert page.startswith("# Certificate: identical\n")
-    for part in (report["target"]["weights"], report["hardware"], report["versions"]["torch"], "## Sampling"):
+    for part in (
+        report["target"]["weights"],
+        report["hardware"],
+        report["versions"]["torch"],
+        "## Sampling",
+    ):
         assert part in page
     assert "verdict: identical" in capsys.readouterr().out
-    assert len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 2 |", "| 3 |"))]) == 3
+    assert (
+        len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 2 |", "| 3 |"))])
+        == 3
+    )
 
 
 WRONG = {
     "an option 'prompts'": {"prompts": []},
     "server needs both": {"engine": "server", "drafter": None},
     "server must be a URL": {"server": "localhost:8000", "model": "m", "drafter": None},
-    "say in which one it computes": {"server": "http://h/v1", "model": "m", "drafter": None, "dtype": "auto"},
+    "say in which one it computes": {
+        "server": "http://h/v1",
+        "model": "m",
+        "drafter": None,
+        "dtype": "auto",
+    },
     "leave them out": {"model": "m"},
     "only headstart takes one": {"engine": "transformers"},
     "only transformers takes one": {"assistant": "a"},

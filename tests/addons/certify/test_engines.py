@@ -1,4 +1,5 @@
-"""Servers as engines: what is read from their answers, and what is said of those that are malformed."""
+"""Servers as engines: what is read from their answers, and what is said of those that are
+malformed."""
 
 from __future__ import annotations
 
@@ -40,14 +41,18 @@ class Server(ThreadingHTTPServer):
         if path.startswith("/v1/models"):
             return {"data": [{"id": "served"}]}
         if "messages" in body:
-            text = self.tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, tokenize=False
+            )
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = body["prompt"]
         temperature = body["temperature"]
         ids_BT = torch.tensor([ids] * body.get("n", 1))
         settings = (
-            {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, "top_k": 0}
+            {"do_sample": False}
+            if temperature == 0
+            else {"do_sample": True, "temperature": temperature, "top_k": 0}
         )
         with self.lock:
             output = self.target.model.generate(
@@ -60,8 +65,13 @@ class Server(ThreadingHTTPServer):
             )
         rows = output.sequences[:, len(ids) :].tolist()
         log_p_BTV = torch.stack(output.logits, dim=1).log_softmax(-1)
-        choices = [self.choice(index, row, log_p_BTV[index], "messages" in body) for index, row in enumerate(rows)]
-        return self.changed({"choices": choices, "system_fingerprint": "fake-1", "prompt_token_ids": ids})
+        choices = [
+            self.choice(index, row, log_p_BTV[index], "messages" in body)
+            for index, row in enumerate(rows)
+        ]
+        return self.changed(
+            {"choices": choices, "system_fingerprint": "fake-1", "prompt_token_ids": ids}
+        )
 
     def choice(self, index, row, log_p_TV, chat):
         found = {"index": index, "finish_reason": "length"}
@@ -79,7 +89,9 @@ class Server(ThreadingHTTPServer):
             found["tokens"] = row
         elif self.shown == "ids in logprobs":
             rows = zip(row, texts, values, strict=True)
-            found["logprobs"] = {"content": [{"id": one, "token": text, "logprob": p} for one, text, p in rows]}
+            found["logprobs"] = {
+                "content": [{"id": one, "token": text, "logprob": p} for one, text, p in rows]
+            }
         elif self.shown == "token_id:":
             names = [f"token_id:{token}" for token in row]
             found["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": None}
@@ -101,7 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         status, reply = reply if isinstance(reply, tuple) else (200, reply)
         data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(reply, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/plain" if isinstance(reply, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -118,7 +132,9 @@ def speaking(talking):
 
 @pytest.fixture(scope="module")
 def parts(speaking):
-    return Target.from_pretrained(str(speaking), torch.float32, "cpu"), load_tokenizer(str(speaking))
+    return Target.from_pretrained(str(speaking), torch.float32, "cpu"), load_tokenizer(
+        str(speaking)
+    )
 
 
 @pytest.fixture
@@ -167,7 +183,11 @@ def test_every_form_of_an_answer_is_read(config, server, shown, endpoint):
     told = report["greedy"]["engine_tells"]
     if shown == "token_ids":
         assert told["log_prob_difference"]["largest"] < 1e-3
-        assert told["tokens_that_it_calls_best"] == told["tokens_with_a_best_one"] == report["greedy"]["tokens"]
+        assert (
+            told["tokens_that_it_calls_best"]
+            == told["tokens_with_a_best_one"]
+            == report["greedy"]["tokens"]
+        )
     asked = server.asked[1]
     assert ("messages" in asked) == (endpoint == "chat") and asked["temperature"] == 0
     assert "seed" not in asked
@@ -185,14 +205,23 @@ def test_draws_are_tested_and_those_of_another_temperature_found(config, server)
 
     server.reply = warmer.__get__(server)
     report = certify(replace(config, samples=150, sample_tokens=2, temperature=1.5))
-    assert report["verdict"] == "not lossless" and "reject the target's distribution" in report["reasons"][0]
+    assert (
+        report["verdict"] == "not lossless"
+        and "reject the target's distribution" in report["reasons"][0]
+    )
 
 
 def test_a_server_that_gives_one_draw_at_a_time_is_asked_again(config, server):
     honest = Server.reply
-    server.reply = (lambda self, path, body: honest(self, path, {**body, "n": 1} if body else body)).__get__(server)
+    server.reply = (
+        lambda self, path, body: honest(self, path, {**body, "n": 1} if body else body)
+    ).__get__(server)
     certify(replace(config, samples=3, sample_prompts=1, seed=7))
-    assert [(body["n"], body["seed"]) for body in server.asked if body.get("temperature")] == [(3, 7), (2, 8), (1, 9)]
+    assert [(body["n"], body["seed"]) for body in server.asked if body.get("temperature")] == [
+        (3, 7),
+        (2, 8),
+        (1, 9),
+    ]
 
 
 def test_draws_that_are_text_alone_are_not_tested(config, server):
@@ -213,7 +242,9 @@ def test_a_server_of_another_model_is_not_lossless(config, server):
         weight_VD.data[[a, b]] = weight_VD.data[[b, a]].clone()
     assert report["verdict"] == "not lossless"
     assert report["greedy"]["engine_tells"]["log_prob_difference"]["largest"] > 0.1
-    assert report["greedy"]["engine_tells"]["tokens_that_it_calls_best"] == report["greedy"]["tokens"]
+    assert (
+        report["greedy"]["engine_tells"]["tokens_that_it_calls_best"] == report["greedy"]["tokens"]
+    )
 
 
 def test_another_split_of_the_same_text_is_no_divergence():

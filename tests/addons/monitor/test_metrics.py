@@ -1,4 +1,5 @@
-"""What Prometheus scrapes: the values of `Stats`, over HTTP, from several threads and several processes."""
+"""What Prometheus scrapes: the values of `Stats`, over HTTP, from several threads and several
+processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ LABELS = {"model": "tiny", "head": "", "drafter": "prompt-lookup"}
 def samples(text):
     """Values by name and labels, without those that say which decoder it was."""
     return {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name not in LABELS)): sample.value
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name not in LABELS),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -41,13 +45,20 @@ def scraped(port):
 
 
 def answered(lm, start, new_tokens=30):
-    lm.generate(torch.tensor([[start, 1, 2, start], [2, 1, 2, 1]]), max_new_tokens=new_tokens, do_sample=False)
+    lm.generate(
+        torch.tensor([[start, 1, 2, start], [2, 1, 2, 1]]),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
 
 
 @pytest.fixture
 def generated(tiny_target):
-    """A monitor, after generations in several threads that were scraped meanwhile, and what they returned."""
-    lm = SpeculativeLM.from_pretrained(tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False)
+    """A monitor, after generations in several threads that were scraped meanwhile, and what they
+    returned."""
+    lm = SpeculativeLM.from_pretrained(
+        tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False
+    )
     monitor, heard = Monitor(**LABELS), Ended()
     lm.observers += [monitor, heard]
     port = monitor.serve(0)
@@ -80,25 +91,47 @@ def test_what_is_scraped_is_what_threads_generated(generated):
     for kind in ("drafted", "accepted"):
         name = f"headstart_{'draft' if kind == 'drafted' else kind}_tokens_per_position_total"
         for depth in range(whole.max_depth):
-            assert found[name, str(depth)] == sum(getattr(record, kind) > depth for record in records)
-    assert found["headstart_acceptance_length",] == pytest.approx(sum(r.returned for r in drafts) / len(drafts))
+            assert found[name, str(depth)] == sum(
+                getattr(record, kind) > depth for record in records
+            )
+    assert found["headstart_acceptance_length",] == pytest.approx(
+        sum(r.returned for r in drafts) / len(drafts)
+    )
     rate = expected["accepted_tokens"] / expected["draft_tokens"]
     assert found["headstart_acceptance_rate",] == pytest.approx(rate)
     assert found["headstart_time_per_output_token_seconds_count",] == whole.tokens
-    assert found["headstart_time_per_output_token_seconds_sum",] == pytest.approx(sum(whole.round_seconds) * 2, rel=0.5)
+    assert found["headstart_time_per_output_token_seconds_sum",] == pytest.approx(
+        sum(whole.round_seconds) * 2, rel=0.5
+    )
     assert found["headstart_time_to_first_token_seconds_count",] == 6
     assert found["headstart_part_seconds_total", "target"] == pytest.approx(whole.seconds["target"])
     assert found["headstart_kv_cache_bytes",] == whole.cache_bytes > 0
-    assert all(each.get(("headstart_tokens_total",), 0) in range(0, whole.tokens + 1, 2 * 29) for each in between)
+    assert all(
+        each.get(("headstart_tokens_total",), 0) in range(0, whole.tokens + 1, 2 * 29)
+        for each in between
+    )
 
 
 def test_a_fallback_is_counted_with_its_reason(tiny_target):
     monitor = Monitor()
-    rows = [[RoundRecord(2, 3, 2, 0), RoundRecord(0, 1, 0, 1, "slower"), RoundRecord(0, 1, 0, 2, "slower")]]
-    monitor.add(Stats([*rows, [RoundRecord(0, 1, 0, 0, "out_of_memory"), RoundRecord(0, 1)]], 2, {}, [0.1] * 3))
+    rows = [
+        [
+            RoundRecord(2, 3, 2, 0),
+            RoundRecord(0, 1, 0, 1, "slower"),
+            RoundRecord(0, 1, 0, 2, "slower"),
+        ]
+    ]
+    monitor.add(
+        Stats(
+            [*rows, [RoundRecord(0, 1, 0, 0, "out_of_memory"), RoundRecord(0, 1)]], 2, {}, [0.1] * 3
+        )
+    )
     found = samples(generate_latest(monitor.registry).decode())
-    counts = {key[1]: value for key, value in found.items() if key[0] == "headstart_fallback_rounds_total"}
-    absent = {"drafter_failed": 0, "large_batch": 0, "not_finite": 0, "segment_border": 0}  # shown from the start
+    counts = {
+        key[1]: value for key, value in found.items() if key[0] == "headstart_fallback_rounds_total"
+    }
+    # shown from the start
+    absent = {"drafter_failed": 0, "large_batch": 0, "not_finite": 0, "segment_border": 0}
     assert counts == {"slower": 2, "out_of_memory": 1} | absent
     assert found["headstart_plain_rounds_total",] == 4
 
@@ -115,7 +148,9 @@ def test_decoders_share_metrics_by_their_labels():
     first.labelled(model="b").add(Stats([[RoundRecord(0, 1)] * 3], 0, {}, [0.1]))
     first.add(Stats([[RoundRecord(0, 1)] * 2], 0, {}, [0.1]))
     rounds = [
-        first.registry.get_sample_value("headstart_rounds_total", {"model": each, "head": "", "drafter": ""})
+        first.registry.get_sample_value(
+            "headstart_rounds_total", {"model": each, "head": "", "drafter": ""}
+        )
         for each in "ab"
     ]
     assert rounds == [2, 3]
@@ -144,7 +179,9 @@ def test_processes_are_served_together(tmp_path, monkeypatch):
         """
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     for rounds in ("5", "2"):
-        ran = subprocess.run([sys.executable, "-c", program, rounds], capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", program, rounds], capture_output=True, text=True, check=True
+        )
     found = samples(ran.stdout)
     assert found["headstart_rounds_total",] == 7
     assert found["headstart_accepted_tokens_per_position_total", "0"] == 7
@@ -163,7 +200,9 @@ def expressions():
 def test_dashboard_and_alerts_name_metrics_that_exist(generated):
     port, _, _ = generated
     known = {key[0] for key in scraped(port)}
-    used = {name for expression in expressions() for name in re.findall(r"headstart_\w+", expression)}
+    used = {
+        name for expression in expressions() for name in re.findall(r"headstart_\w+", expression)
+    }
     assert len(used) >= 8
     assert used <= known
 

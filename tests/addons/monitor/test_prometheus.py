@@ -1,4 +1,5 @@
-"""The alert rules and the dashboard's queries in a real Prometheus, which scrapes monitors with planted trouble."""
+"""The alert rules and the dashboard's queries in a real Prometheus, which scrapes monitors with
+planted trouble."""
 
 from __future__ import annotations
 
@@ -42,11 +43,18 @@ EXPECTED = {
     ("HeadstartNoTokens", "idle"),
 }
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed"
+)
 
 
 def generation(records):
-    rows = [[RoundRecord(each.accepted, each.returned, each.drafted, 0, each.fallback) for each in records]]
+    rows = [
+        [
+            RoundRecord(each.accepted, each.returned, each.drafted, 0, each.fallback)
+            for each in records
+        ]
+    ]
     return Stats(rows, 4, {"prefill": 0.01, "target": 0.02}, [0.01], [0.01], 1000)
 
 
@@ -72,7 +80,11 @@ class Prometheus:
 
     def alerts(self, state):
         found = self.get("/api/v1/alerts")["alerts"]
-        return {(each["labels"]["alertname"], each["labels"]["model"]) for each in found if each["state"] == state}
+        return {
+            (each["labels"]["alertname"], each["labels"]["model"])
+            for each in found
+            if each["state"] == state
+        }
 
 
 def wait_for(condition, what, seconds=60.0):
@@ -85,15 +97,25 @@ def wait_for(condition, what, seconds=60.0):
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prometheus")
-    rules = re.sub(r"\b(5|10|15)m\b", lambda found: SHORT[found[0]], (FILES / "alerts.yml").read_text("utf-8"))
+    rules = re.sub(
+        r"\b(5|10|15)m\b", lambda found: SHORT[found[0]], (FILES / "alerts.yml").read_text("utf-8")
+    )
     (folder / "alerts.yml").write_text(rules, "utf-8")
     first = Monitor(model="good", head="h", drafter="d")
-    monitors = {name: first.labelled(model=name, head="h", drafter="d") for name in (*TROUBLE, "idle")}
+    monitors = {
+        name: first.labelled(model=name, head="h", drafter="d") for name in (*TROUBLE, "idle")
+    }
     scraped, port = first.serve(0), free_port()
     config = {
-        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+        "global": {
+            "scrape_interval": "500ms",
+            "scrape_timeout": "500ms",
+            "evaluation_interval": "500ms",
+        },
         "rule_files": ["alerts.yml"],
-        "scrape_configs": [{"job_name": "headstart", "static_configs": [{"targets": [f"127.0.0.1:{scraped}"]}]}],
+        "scrape_configs": [
+            {"job_name": "headstart", "static_configs": [{"targets": [f"127.0.0.1:{scraped}"]}]}
+        ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), "utf-8")
     over = threading.Event()
@@ -142,20 +164,30 @@ def test_alerts_fire_for_planted_trouble_and_for_nothing_else(prometheus):
 
     wait_for(seen, lambda: f"missing: {EXPECTED - fired}")
     assert fired == EXPECTED
-    assert {name for name, _ in waited} >= {"HeadstartLowAcceptance", "HeadstartSlowerThanPlain"}  # not at once
+    # not at once
+    assert {name for name, _ in waited} >= {"HeadstartLowAcceptance", "HeadstartSlowerThanPlain"}
 
 
 def test_queries_of_the_dashboard_and_of_the_docs_have_results(prometheus):
     dashboard = json.loads((FILES / "dashboard.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    (block,) = re.findall(r"```promql\n(.*?)```", (ROOT / "docs" / "production.md").read_text("utf-8"), re.DOTALL)
+    (block,) = re.findall(
+        r"```promql\n(.*?)```", (ROOT / "docs" / "production.md").read_text("utf-8"), re.DOTALL
+    )
     queries += [text for text in re.split(r"^#.*\n", block, flags=re.MULTILINE) if text.strip()]
     assert len(queries) == 14
     for query in queries:
         query = query.replace("$__rate_interval", "4s").replace("$model", "low")
-        wait_for(lambda query=query: prometheus.query(query), lambda query=query: f"no result: {query}", 20.0)
+        wait_for(
+            lambda query=query: prometheus.query(query),
+            lambda query=query: f"no result: {query}",
+            20.0,
+        )
         values = {result["value"][1] for result in prometheus.query(query)}
         assert values != {"NaN"}, query
     (variable,) = (each for each in dashboard["templating"]["list"] if each["name"] == "model")
     metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]).groups()
-    assert set(prometheus.get(f"/api/v1/label/{label}/values", **{"match[]": metric})) == {*TROUBLE, "idle"}
+    assert set(prometheus.get(f"/api/v1/label/{label}/values", **{"match[]": metric})) == {
+        *TROUBLE,
+        "idle",
+    }

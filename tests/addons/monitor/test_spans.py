@@ -19,10 +19,14 @@ def test_each_generation_is_a_span_below_the_callers(tiny_target):
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    lm = SpeculativeLM.from_pretrained(tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False
+    )
     lm.observers.append(Spans(model="tiny", drafter="prompt-lookup", provider=provider))
     with provider.get_tracer("test").start_as_current_span("request"):
-        stats = lm.generate(torch.tensor([[1, 2, 1], [3, 2, 3]]), max_new_tokens=10, do_sample=False).stats
+        stats = lm.generate(
+            torch.tensor([[1, 2, 1], [3, 2, 3]]), max_new_tokens=10, do_sample=False
+        ).stats
     span, request = exporter.get_finished_spans()
     assert span.name == "headstart.generate"
     assert span.parent is not None and span.parent.span_id == request.context.span_id

@@ -1,11 +1,13 @@
-"""Adaptations of a head that are killed at a change of a file, one after the other, each in a process of its own.
+"""Adaptations of a head that are killed at a change of a file, one after the other, each in a
+process of its own.
 
     python tests/addons/record/killed.py JOB.json
 
-The job holds `config`, the options of `headstart adapt`, and `every`. A change of a file or folder below its output,
-such as a rename, is one of some hundred points at which SIGKILL can come; every so many-th is tried, and the last but
-one. After each the same command runs again, to its end. `report` is the file for what was found: of a run that nobody
-killed, and of each that was, `files`, the digests of its results by name, and `point`, what was about to be changed.
+The job holds `config`, the options of `headstart adapt`, and `every`. A change of a file or folder
+below its output, such as a rename, is one of some hundred points at which SIGKILL can come; every
+so many-th is tried, and the last but one. After each the same command runs again, to its end.
+`report` is the file for what was found: of a run that nobody killed, and of each that was, `files`,
+the digests of its results by name, and `point`, what was about to be changed.
 """
 
 from __future__ import annotations
@@ -25,16 +27,24 @@ from headstart.console import show_on_console
 
 CHANGES = ("os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "open")
 """Audit events of changes; `open` only where it is for writing."""
-RESULTS = ("report.md", "best/model.safetensors", "recorded/training.jsonl", "recorded/judged.jsonl")
+RESULTS = (
+    "report.md",
+    "best/model.safetensors",
+    "recorded/training.jsonl",
+    "recorded/judged.jsonl",
+)
 
 
 def count_changes(output: Path, kill_at: int, log: Path) -> None:
-    """Write each change below the output folder to a log, and kill this process before one of them."""
+    """Write each change below the output folder to a log, and kill this process before one of
+    them."""
     made = [0]
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or not any(str(path).startswith(str(output)) for path in arguments[:2]):
+        if event not in CHANGES or not any(
+            str(path).startswith(str(output)) for path in arguments[:2]
+        ):
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
@@ -83,7 +93,12 @@ def main() -> None:
         assert os.waitstatus_to_exitcode(run(config, point, log)) == -signal.SIGKILL
         changed = log.read_text().splitlines()[-1]
         ended = os.waitstatus_to_exitcode(run(config, -1, log))
-        found.append({"point": f"{point} of {changes}: {changed}", "files": results(output) if ended == 0 else {}})
+        found.append(
+            {
+                "point": f"{point} of {changes}: {changed}",
+                "files": results(output) if ended == 0 else {},
+            }
+        )
         Path(job["report"]).write_text(json.dumps(found, indent=1))
 
 

@@ -17,7 +17,8 @@ SETTINGS = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_
 
 
 def record_answers(taught: Path, folder: Path) -> Path:
-    """Write an untrained head, and recorded answers of two kinds and of an older one; the newest are to other prompts.
+    """Write an untrained head, and recorded answers of two kinds and of an older one; the newest
+    are to other prompts.
 
     They are in `head`, `recorded` and `older` of the folder, which is returned.
     """
@@ -31,7 +32,9 @@ def record_answers(taught: Path, folder: Path) -> Path:
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         for first, kind in enumerate(words):
             numbers = range(first, ANSWERS, len(words))
-            with record(lm, folder / name, kind=kind, format="float32", tokenizer=tokenizer) as running:
+            with record(
+                lm, folder / name, kind=kind, format="float32", tokenizer=tokenizer
+            ) as running:
                 for number in numbers:
                     text = f"{kind} {number % 7 + 3} {'please' * (number // 7)}"
                     lm.generate(tokenizer(text, return_tensors="pt").input_ids, **SETTINGS)

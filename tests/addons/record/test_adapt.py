@@ -57,7 +57,9 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
     assert f"Taken: {folder}" in report
     rows = [line.split(" | ") for line in report.splitlines() if line.startswith("| ")][1:]
     assert [row[0] for row in rows] == ["| all", "| count to", "| say", "| (replayed)"]
-    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1]), "all recorded answers, without those that are replayed"
+    assert int(rows[0][1]) == int(rows[1][1]) + int(rows[2][1]), (
+        "all recorded answers, without those that are replayed"
+    )
     assert float(rows[0][3]) > float(rows[0][2])
     metadata = load_head(folder)[1]
     assert metadata.training["config"]["init_from"] == config.head
@@ -67,15 +69,23 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
         names[name] = [json.loads(line) for line in lines]
     new = [row for row in names["judged"] if "replayed" not in row]
     older = [row for row in names["judged"] if "replayed" in row]
-    for judged, learned, folder in ((new, names["training"], "recorded"), (older, names["replay"], "older")):
+    for judged, learned, folder in (
+        (new, names["training"], "recorded"),
+        (older, names["replay"], "older"),
+    ):
         assert len(judged) == 8, "0.35 of them"
         assert judged[-1]["input_ids"] == text_row(text_shards(begun / folder)[-1])["input_ids"]
-        assert not {str(row["input_ids"]) for row in judged} & {str(row["input_ids"]) for row in learned}
+        assert not {str(row["input_ids"]) for row in judged} & {
+            str(row["input_ids"]) for row in learned
+        }
     assert len(names["replay"]) == ANSWERS - 8
     folder = tmp_path / "new" / "best"
     again = adapt(config)
     assert again == folder, "what is finished is found"
-    with pytest.raises(ValueError, match=r"new was begun with recorded = '.*recorded', not '.*older'; continue with"):
+    with pytest.raises(
+        ValueError,
+        match=r"new was begun with recorded = '.*recorded', not '.*older'; continue with",
+    ):
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
 
 
@@ -85,7 +95,9 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
     shutil.copytree(begun / "head", first)
     once = dataclasses.replace(config, head=str(first), steps=2)
     adapt(once)
-    again = dataclasses.replace(once, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again"))
+    again = dataclasses.replace(
+        once, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
+    )
     adapt(again)
     trained, _ = load_head(tmp_path / "again" / "training" / "best")
     new, metadata = load_head(tmp_path / "again" / "new")
@@ -98,20 +110,31 @@ def test_a_series_of_adaptations_stays_near_the_first_head(config, begun, tmp_pa
     shutil.rmtree(first)
     adapt(dataclasses.replace(again, output=str(tmp_path / "lost")))
     told = " ".join(capsys.readouterr().out.split())
-    assert "first head', which cannot be read (no head at" in told and "name the first one (first)" in told
+    assert (
+        "first head', which cannot be read (no head at" in told
+        and "name the first one (first)" in told
+    )
     with pytest.raises(ValueError, match=r"no head at .*first head"):
         adapt(dataclasses.replace(again, first=str(first), output=str(tmp_path / "named")))
 
 
-def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(config, begun, taught, tmp_path, capsys):
+def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(
+    config, begun, taught, tmp_path, capsys
+):
     target = Target.from_pretrained(str(taught), torch.float32)
     other = build_head("medusa", {"num_heads": 3}, target.info)
     save_head(other, tmp_path / "other", CheckpointMetadata())
-    with pytest.raises(ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"):
+    with pytest.raises(
+        ValueError, match=r"other' is no earlier or later .*head': kind, target or options differ"
+    ):
         adapt(dataclasses.replace(config, first=str(tmp_path / "other")))
     assert not (tmp_path / "new" / "recorded" / "training.jsonl").exists(), "before any work"
     head, _ = load_head(begun / "head")
-    save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": str(tmp_path / "other")}))
+    save_head(
+        head,
+        tmp_path / "told",
+        CheckpointMetadata(training={"first_head": str(tmp_path / "other")}),
+    )
     adapt(dataclasses.replace(config, head=str(tmp_path / "told"), steps=2))
     told = " ".join(capsys.readouterr().out.split())
     assert "other', which cannot be read" in told, "the checkpoint may be a stranger's"
@@ -124,8 +147,14 @@ def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path, ca
     renamed = dataclasses.replace(config, target=str(saved), steps=2)
     adapt(renamed)
     assert (tmp_path / "new" / "report.md").exists()
-    adapt(dataclasses.replace(renamed, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")))
-    assert "cannot be read" not in capsys.readouterr().out, "the first head is that of the other name"
+    adapt(
+        dataclasses.replace(
+            renamed, head=str(tmp_path / "new" / "new"), output=str(tmp_path / "again")
+        )
+    )
+    assert "cannot be read" not in capsys.readouterr().out, (
+        "the first head is that of the other name"
+    )
     assert load_head(tmp_path / "again" / "new")[1].training["first_head"] == config.head
 
 
@@ -133,40 +162,56 @@ def test_a_head_that_is_not_better_is_not_taken_and_says_so(config, tmp_path, mo
     same = dataclasses.replace(config, steps=1, lr=1e-12)
     assert adapt(same) is None
     report = (tmp_path / "new" / "report.md").read_text()
-    assert "Not taken: the difference, +0.00 to +0.00, does not exclude that nothing is gained" in report
+    assert (
+        "Not taken: the difference, +0.00 to +0.00, does not exclude that nothing is gained"
+        in report
+    )
     assert not (tmp_path / "new" / "best").exists()
 
 
 def test_a_head_that_accepts_less_is_not_taken(config, begun, taught, tmp_path, monkeypatch):
     """The trained head is made worse before it is judged."""
     good = tmp_path / "good"
-    assert adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=150, output=str(good))) is not None
+    assert (
+        adapt(dataclasses.replace(config, replay=str(begun / "older"), steps=150, output=str(good)))
+        is not None
+    )
     given = dataclasses.replace(config, head=str(good / "best"))
     spoiled = begun / "head"
-    monkeypatch.setattr(adapting, "train", lambda run: shutil.copytree(spoiled, tmp_path / "run" / "best").parent)
+    monkeypatch.setattr(
+        adapting, "train", lambda run: shutil.copytree(spoiled, tmp_path / "run" / "best").parent
+    )
     assert adapt(given) is None
     assert "Not taken: the new head accepts less" in (tmp_path / "new" / "report.md").read_text()
 
 
 def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
-    with pytest.raises(ValueError, match=r"no recorded answers in '.*nothing'; `headstart chat --record FOLDER`"):
+    with pytest.raises(
+        ValueError, match=r"no recorded answers in '.*nothing'; `headstart chat --record FOLDER`"
+    ):
         adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
     few = tmp_path / "few"
     shutil.copytree(begun / "recorded", few)
     for path in text_shards(few)[:-5]:
         path.unlink()
-    with pytest.raises(ValueError, match="holds 5 different answers; a head is adapted from 8 or more"):
+    with pytest.raises(
+        ValueError, match="holds 5 different answers; a head is adapted from 8 or more"
+    ):
         adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
     manifest = json.loads((few / "manifest.json").read_text())
     (few / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
-    with pytest.raises(ValueError, match=r"holds states with tokenizer = 'another', and .* replay what is of the"):
+    with pytest.raises(
+        ValueError, match=r"holds states with tokenizer = 'another', and .* replay what is of the"
+    ):
         adapt(dataclasses.replace(config, replay=str(few), output=str(tmp_path / "3")))
     with pytest.raises(ValueError, match=r"held_out is a share between 0 and 1, not 1\.5"):
         dataclasses.replace(config, held_out=1.5)
     assert "adapt" in COMMANDS
 
 
-def test_a_stopped_run_resumes_although_its_answers_have_given_way(config, begun, tmp_path, monkeypatch, stop_after):
+def test_a_stopped_run_resumes_although_its_answers_have_given_way(
+    config, begun, tmp_path, monkeypatch, stop_after
+):
     copied = tmp_path / "copied"
     shutil.copytree(begun / "recorded", copied)
     config = dataclasses.replace(config, recorded=str(copied), steps=12)
@@ -185,7 +230,9 @@ def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught
     paths = text_shards(begun / "recorded")
     used = set()
     for row in map(text_row, paths):
-        used |= {token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own}
+        used |= {
+            token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own
+        }
     target = Target.from_pretrained(str(taught), torch.float32)
     counts_V = torch.arange(target.info.vocab_size, 0, -1)
     counts_V[list(used)] = 0
@@ -198,14 +245,19 @@ def test_the_draft_vocabulary_follows_the_recorded_answers(config, begun, taught
     lines = (tmp_path / "new" / "recorded" / "training.jsonl").read_text().splitlines()
     learned = set()
     for row in map(json.loads, lines):
-        learned |= {token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own}
+        learned |= {
+            token for token, own in zip(row["input_ids"], row["loss_mask"], strict=True) if own
+        }
     vocabulary = set(new.vocabulary().tolist())
     assert set(head.vocabulary().tolist()) <= vocabulary, "no token gives way"
     assert new.draft_vocab_size == len(learned | set(head.vocabulary().tolist()))
     assert len(learned & vocabulary) >= 0.9 * len(learned), "a tenth of the answers evaluates"
     exchanged = len(vocabulary - set(head.vocabulary().tolist()))
     report = (tmp_path / "new" / "report.md").read_text()
-    assert f"- The draft vocabulary has {exchanged} tokens that the old head could not draft." in report
+    assert (
+        f"- The draft vocabulary has {exchanged} tokens that the old head could not draft."
+        in report
+    )
 
 
 def test_conversations_of_a_file_are_replayed_with_states_that_the_target_computes(
@@ -213,40 +265,59 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
 ):
     rows = conversations_file.read_text().splitlines()
     given = tmp_path / "first.jsonl"
-    given.write_text("\n".join([*rows[:9], json.dumps({"messages": [{"role": "nobody", "content": ""}]})]))
+    given.write_text(
+        "\n".join([*rows[:9], json.dumps({"messages": [{"role": "nobody", "content": ""}]})])
+    )
     config = dataclasses.replace(config, replay=str(given), replay_share=0.4, steps=6)
     adapt(config)
     folder = tmp_path / "new" / "recorded"
-    replayed = [json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()]
+    replayed = [
+        json.loads(line) for line in (folder / "conversations.jsonl").read_text().splitlines()
+    ]
     judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
     older = [row for row in judged if "replayed" in row]
-    assert (len(replayed), len(older)) == (5, 3), "0.35 of 9 are judged on, one more has the prompt of one of them"
-    assert not {str(row["input_ids"]) for row in replayed} & {str(row["input_ids"]) for row in older}
+    assert (len(replayed), len(older)) == (
+        5,
+        3,
+    ), "0.35 of 9 are judged on, one more has the prompt of one of them"
+    assert not {str(row["input_ids"]) for row in replayed} & {
+        str(row["input_ids"]) for row in older
+    }
     assert not (folder / "replay.jsonl").exists()
     assert "| (replayed) | " in (tmp_path / "new" / "report.md").read_text()
     shards = set((folder / "states").glob("*.safetensors")) - set(text_shards(folder / "states"))
     assert shards, "their states are in the folder"
     run = load_head(tmp_path / "new" / "training" / "last")[1].training["config"]
-    assert run["features"]["mode"] == "stored", "the target's blocks are loaded for their states alone"
+    assert run["features"]["mode"] == "stored", (
+        "the target's blocks are loaded for their states alone"
+    )
     assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 5)
     given.unlink()
     adapt(config)  # what was taken is kept
 
 
 def test_of_a_file_of_conversations_any_are_judged_on(config, tmp_path, monkeypatch):
-    """Files may have one source after another: if the last ones were kept from training, their source would be."""
+    """Files may have one source after another: if the last ones were kept from training, their
+    source would be."""
     given = tmp_path / "first.jsonl"
     lines = []
     for number in range(20):
-        messages = [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": f"number {number}."}]
+        messages = [
+            {"role": "user", "content": f"say {number}"},
+            {"role": "assistant", "content": f"number {number}."},
+        ]
         lines.append(json.dumps({"messages": messages}))
     given.write_text("\n".join(lines))
-    monkeypatch.setattr(adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training")))
+    monkeypatch.setattr(
+        adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
+    )
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, replay=str(given), steps=20))
     tokenizer = load_tokenizer(config.target)
     rows = (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
-    texts = [tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row]
+    texts = [
+        tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row
+    ]
     numbers = [int(re.search(r"number (\d+)", text)[1]) for text in texts]
     assert len(numbers) == 7 and min(numbers) < 10
 
@@ -265,7 +336,10 @@ def test_what_cannot_be_replayed_is_refused_by_name(config, begun, tmp_path):
     states = tmp_path / "states"
     states.mkdir()
     shutil.copy(begun / "recorded" / "manifest.json", states)
-    assert "holds states and no recorded answers; to replay what `headstart features` read, name its" in refused(states)
+    assert (
+        "holds states and no recorded answers; to replay what `headstart features` read, name its"
+        in refused(states)
+    )
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
     assert "holds no conversation that can be replayed" in refused(wrong)
@@ -275,10 +349,15 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
     """A kind that has come last is learned, too, and rare ones together count as one kind."""
 
     def answers(kind, count):
-        return [{"kind": kind, "input_ids": [ord(kind), number], "loss_mask": [0, 1]} for number in range(count)]
+        return [
+            {"kind": kind, "input_ids": [ord(kind), number], "loss_mask": [0, 1]}
+            for number in range(count)
+        ]
 
     def prompts_differ(rows):
-        return [{**row, "input_ids": [*row["input_ids"], 7], "loss_mask": [0, 0, 1]} for row in rows]
+        return [
+            {**row, "input_ids": [*row["input_ids"], 7], "loss_mask": [0, 0, 1]} for row in rows
+        ]
 
     rows = prompts_differ(answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4))
     training, judged = divided(rows, 0.2)
@@ -292,26 +371,38 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
     assert len(divided(many, 0.2)[1]) == MOST_JUDGED
 
 
-def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(config, begun, tmp_path, monkeypatch):
+def test_no_prompt_is_both_learned_and_judged_whatever_is_replayed(
+    config, begun, tmp_path, monkeypatch
+):
     """An older recording may hold the same prompts as the newer one, learned there or judged."""
     older = tmp_path / "older"
     shutil.copytree(begun / "older", older)
     for path in text_shards(begun / "recorded"):
         shutil.copy(path, older / path.name.replace("recorded-0", "recorded-9"))  # as the newest
-    monkeypatch.setattr(adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training")))
+    monkeypatch.setattr(
+        adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
+    )
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, replay=str(older)))
     learned, replayed, judged = (
-        [json.loads(line) for line in (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / "new" / "recorded" / f"{name}.jsonl").read_text().splitlines()
+        ]
         for name in ("training", "replay", "judged")
     )
-    prompts = [{tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows} for rows in (learned, replayed)]
+    prompts = [
+        {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
+        for rows in (learned, replayed)
+    ]
     for row in judged:
         prompt = tuple(row["input_ids"][: row["loss_mask"].index(1)])
         assert prompt not in prompts[0] and prompt not in prompts[1]
 
 
-def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp_path, monkeypatch, capsys):
+def test_recordings_of_one_kind_are_warned_of_before_training(
+    config, begun, tmp_path, monkeypatch, capsys
+):
     def stop(run):
         raise Stopped("before training")
 
@@ -319,7 +410,10 @@ def test_recordings_of_one_kind_are_warned_of_before_training(config, begun, tmp
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
     told = " ".join(capsys.readouterr().out.split())
-    assert "warning: all 24 answers in" in told and "are of one kind, 'tell': what the new head does to others" in told
+    assert (
+        "warning: all 24 answers in" in told
+        and "are of one kind, 'tell': what the new head does to others" in told
+    )
     with pytest.raises(Stopped):
         adapt(dataclasses.replace(config, output=str(tmp_path / "several")))
     assert "of one kind" not in capsys.readouterr().out
@@ -329,8 +423,15 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     recorded = tmp_path / "copied"
     shutil.copytree(begun / "recorded", recorded)
     head, _ = load_head(begun / "head")
-    keep_costs(recorded, head_shape(head), RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01), "a machine")
-    folder = adapt(dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), steps=150))
+    keep_costs(
+        recorded,
+        head_shape(head),
+        RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01),
+        "a machine",
+    )
+    folder = adapt(
+        dataclasses.replace(config, recorded=str(recorded), replay=str(begun / "older"), steps=150)
+    )
     report = (tmp_path / "new" / "report.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
     assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 32: before"
@@ -340,8 +441,12 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     assert folder is not None and f"Taken: {folder}" in report
 
 
-@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 2}), ("eagle3", {"feature_layers": [0]})])
-def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(tiny_target, kind, options):
+@pytest.mark.parametrize(
+    ("kind", "options"), [("medusa", {"num_heads": 2}), ("eagle3", {"feature_layers": [0]})]
+)
+def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(
+    tiny_target, kind, options
+):
     target = tiny_target(layers=2, dtype=torch.float32)
     heads = []
     for seed, tokens in enumerate((range(2, 8), range(12))):

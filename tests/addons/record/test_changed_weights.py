@@ -26,7 +26,9 @@ def recorded_texts(folder, target):
         tokens = text_row(path)["input_ids"]
         states_TLD = decoded(*cache.stored(key_of(torch.tensor(tokens))))
         expected_1TF, _ = target.read(torch.tensor([tokens]), cache.layers)
-        torch.testing.assert_close(states_TLD.flatten(1)[:-1], expected_1TF[0, :-1], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            states_TLD.flatten(1)[:-1], expected_1TF[0, :-1], atol=2e-4, rtol=1e-4
+        )
         texts.append(tokens)
     return texts
 
@@ -44,13 +46,18 @@ def test_a_recording_takes_no_answers_of_other_weights(write, compile, tokenizer
         torch.manual_seed(2)
         with torch.no_grad():
             WRITES[write](model, model_of(seed=7))
-        with pytest.warns(UserWarning, match="not those with which the recording began: answers are not recorded in"):
+        with pytest.warns(
+            UserWarning,
+            match="not those with which the recording began: answers are not recorded in",
+        ):
             after = lm.generate(ROW, **PLAIN).sequences
         with warnings.catch_warnings(action="error"):  # it was said once
             lm.generate(torch.cat([ROW, ROW]), **PLAIN)
     assert not torch.equal(after, before) and torch.equal(after, stock(model))
     assert (old.written, dict(old.skipped)) == (1, {OTHER_WEIGHTS: 3})
-    with pytest.raises(ValueError, match=r"holds states with weights = '\w+', not '\w+'; choose another folder"):
+    with pytest.raises(
+        ValueError, match=r"holds states with weights = '\w+', not '\w+'; choose another folder"
+    ):
         record(lm, tmp_path / "old", format="float32", tokenizer=tokenizer)
     with record(lm, tmp_path / "new", format="float32", tokenizer=tokenizer) as new:
         lm.generate(ROW, **PLAIN)
@@ -136,12 +143,15 @@ def test_a_change_that_no_sample_showed_is_told_when_the_recording_stops(tokeniz
             break
         model.lm_head.weight.data[0, column] = weight
     with pytest.warns(
-        UserWarning, match=r"by writes that are not noticed on this device \(through \.data\): it may hold"
+        UserWarning,
+        match=r"by writes that are not noticed on this device \(through \.data\): it may hold",
     ):
         running.stop()
 
 
-def test_weights_may_change_between_a_recordings_last_answer_and_its_end(tokenizer, tmp_path, recwarn):
+def test_weights_may_change_between_a_recordings_last_answer_and_its_end(
+    tokenizer, tmp_path, recwarn
+):
     model = model_of()
     lm = drafting(model, compile=False)
     with record(lm, tmp_path, tokenizer=tokenizer) as running:

@@ -1,4 +1,5 @@
-"""A new head against the one before: the same drafts as in decoding, speed by measured costs, and who is taken."""
+"""A new head against the one before: the same drafts as in decoding, speed by measured costs, and
+who is taken."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def stats_of(lengths):
 
 
 def comparison(kind, old, new, tree=None):
-    """A comparison in the chain; in the tree the heads are alike, unless `tree` gives the lengths of the new one."""
+    """A comparison in the chain; in the tree the heads are alike, unless `tree` gives the lengths
+    of the new one."""
     before = {CHAIN: stats_of(old), TREE: stats_of(old)}
     return Comparison(kind, before, {CHAIN: stats_of(new), TREE: stats_of(tree or old)})
 
@@ -102,9 +104,10 @@ def test_a_kind_that_got_worse_beyond_chance_is_a_reason_not_to_take_it():
         assert found.longer and found.faster and [each.kind for each in found.worse] == ["b"]
         verdict, page = told(found)
         assert not found.taken
-        assert verdict == (
-            "Not taken: it is worse beyond chance on b. Stay with old, record more of what got worse, or name older "
-            "data (replay)."
+        assert (
+            verdict
+            == "Not taken: it is worse beyond chance on b. Stay with old, record more of what got"
+            " worse, or name older data (replay)."
         )
         assert "- Worse beyond chance: b." in page
 
@@ -133,13 +136,18 @@ def test_a_head_that_is_not_faster_is_not_taken():
     """Its chain is better, and the tree that is fastest is no better."""
     cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, draft=0.1)
     before = {CHAIN: stats_of(BASE), TREE: stats_of(MUCH_MORE)}
-    found = judgement(Comparison("a", before, {CHAIN: stats_of(MORE), TREE: stats_of(MUCH_MORE)}), costs=cheap)
+    found = judgement(
+        Comparison("a", before, {CHAIN: stats_of(MORE), TREE: stats_of(MUCH_MORE)}), costs=cheap
+    )
     assert found.longer and not found.worse and not found.faster
     verdict, page = told(found)
     assert verdict.startswith("Not taken: its predicted speed is not higher. Stay with old")
     assert "by costs of rounds measured by a test" in page
     assert dataclasses.replace(found, costs=None).taken
-    assert "Judged by acceptance alone: no costs of rounds are known" in told(dataclasses.replace(found, costs=None))[1]
+    assert (
+        "Judged by acceptance alone: no costs of rounds are known"
+        in told(dataclasses.replace(found, costs=None))[1]
+    )
 
 
 def test_a_head_that_accepts_less_in_trees_is_not_taken():
@@ -149,7 +157,9 @@ def test_a_head_that_accepts_less_in_trees_is_not_taken():
     assert found.longer and not found.taken
     assert told(found)[0].startswith("Not taken: it is worse beyond chance on a, b.")
     halves = [comparison(kind, BASE[:5], MORE[:5], LESS[:5]) for kind in "ab"]
-    assert told(judgement(*halves))[0].startswith("Not taken: it accepts less in trees. Stay with old, record more")
+    assert told(judgement(*halves))[0].startswith(
+        "Not taken: it accepts less in trees. Stay with old, record more"
+    )
 
 
 def test_speed_is_that_of_the_fastest_tree_over_plain_steps():
@@ -157,7 +167,9 @@ def test_speed_is_that_of_the_fastest_tree_over_plain_steps():
     assert predicted_speed(lengths, DEAR) == pytest.approx(2.5 / (1.0 + 0.3))
     cheap = dataclasses.replace(DEAR, forward={**DEAR.forward, 8: 1.0})
     assert predicted_speed(lengths, cheap) == pytest.approx(3.5 / (1.0 + 0.3))
-    assert predicted_speed({CHAIN: Stats(rows=[[]], max_depth=3)}, DEAR) != predicted_speed(lengths, DEAR)
+    assert predicted_speed({CHAIN: Stats(rows=[[]], max_depth=3)}, DEAR) != predicted_speed(
+        lengths, DEAR
+    )
 
 
 @pytest.fixture(scope="module")
@@ -188,18 +200,31 @@ def a_head(target, kind, folder=None, **options):
 
 @pytest.fixture
 def recorded(spoken, endless, tmp_path):
-    """Builds a folder of recorded answers, with a head that is saved, and the config of adapting it."""
+    """Builds a folder of recorded answers, with a head that is saved, and the config of adapting
+    it."""
     target, tokenizer = spoken
 
     def build(kind, tree="chain:1", **options):
         head = a_head(target, kind, tmp_path / "old")
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False, **options})
-        settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+        lm = SpeculativeLM.from_pretrained(
+            target, head, tree=tree, **{"fallback": False, **options}
+        )
+        settings = {
+            "do_sample": False,
+            "eos_token_id": [],
+            "pad_token_id": 0,
+            "max_new_tokens": NEW_TOKENS,
+        }
         for first, words in enumerate(("count to", "say")):
             kind = words.split()[0]
-            with record(lm, tmp_path / "recorded", kind=kind, format="float32", tokenizer=tokenizer):
+            with record(
+                lm, tmp_path / "recorded", kind=kind, format="float32", tokenizer=tokenizer
+            ):
                 for number in range(first, 12, 2):
-                    lm.generate(tokenizer(f"{words} {number + 3}", return_tensors="pt").input_ids, **settings)
+                    lm.generate(
+                        tokenizer(f"{words} {number + 3}", return_tensors="pt").input_ids,
+                        **settings,
+                    )
         return AdaptConfig(
             target=str(endless),
             head=str(tmp_path / "old"),
@@ -214,7 +239,10 @@ def recorded(spoken, endless, tmp_path):
 
 def judged(config, tmp_path, new):
     snapshot(config, tmp_path / "new" / "recorded")
-    rows = [json.loads(line) for line in (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
+    ]
     manifest = json.loads((tmp_path / "recorded" / "manifest.json").read_text())
     return rows, judge(config, manifest, rows, new)
 
@@ -224,27 +252,39 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
     """Every kind of head, in the chain and in each tree that decoding would choose from."""
     target, _ = spoken
     config = recorded(kind)
-    target.compile(False)  # in its kernels heads draft with weights of 8 bits; `judge` takes the head's own
+    # in its kernels heads draft with weights of 8 bits; `judge` takes the head's own
+    target.compile(False)
     old = a_head(target, kind)
-    keep_costs(tmp_path / "recorded", head_shape(old), RoundCosts(dict.fromkeys(SIZES, 1.0), 0.01), "here")
+    keep_costs(
+        tmp_path / "recorded", head_shape(old), RoundCosts(dict.fromkeys(SIZES, 1.0), 0.01), "here"
+    )
     torch.manual_seed(1)
     new = a_head(target, kind)
     for weight in new.parameters():
         weight.data += 0.02 * torch.randn_like(weight)
     save_head(new, tmp_path / "changed", CheckpointMetadata())
     rows, found = judged(config, tmp_path, tmp_path / "changed")
-    assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(rows) == 7
+    assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(
+        rows
+    ) == 7
     assert len(found.whole.old) > 4 and found.chain.depth == old.max_depth
-    assert found.tree.size == 60 and found.costs.origin == "measured where the answers were recorded: here"
+    assert (
+        found.tree.size == 60
+        and found.costs.origin == "measured where the answers were recorded: here"
+    )
     prompts = [torch.tensor(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows]
     for tree in (found.chain, found.tree):
         for head, side in ((old, found.whole.old), (new, found.whole.new)):
-            decoded = greedy_answers(target, head, tree, prompts, NEW_TOKENS).stats.tokens_and_rounds
+            decoded = greedy_answers(
+                target, head, tree, prompts, NEW_TOKENS
+            ).stats.tokens_and_rounds
             assert sum(tokens for tokens, _ in decoded) == len(rows) * (NEW_TOKENS - 1)
             assert sorted(side[tree].tokens_and_rounds) == sorted(decoded)
     assert judged_trees(target, old, None)[1:] == [DynamicShape(16, old.max_depth, 5)]
     dear = RoundCosts({size: float(size) for size in SIZES}, draft=10.0)
-    assert judged_trees(target, old, dear)[-1] == DynamicShape(16, old.max_depth, 5), "where no tree pays, too"
+    assert judged_trees(target, old, dear)[-1] == DynamicShape(16, old.max_depth, 5), (
+        "where no tree pays, too"
+    )
 
 
 def test_targets_that_check_chains_alone_are_judged_in_chains():
@@ -252,12 +292,16 @@ def test_targets_that_check_chains_alone_are_judged_in_chains():
     head = SimpleNamespace(max_depth=3)
     cheap = RoundCosts(dict.fromkeys(SIZES, 1.0) | {32: 1.5}, 0.01)
     assert judged_trees(chains, head, None) == [CHAIN]
-    assert set(judged_trees(chains, head, cheap)) == {TreeShape.chain(length) for length in (1, 2, 3)}
+    assert set(judged_trees(chains, head, cheap)) == {
+        TreeShape.chain(length) for length in (1, 2, 3)
+    }
     page = told(dataclasses.replace(judgement(comparison("a", BASE, MORE)), tree=None))[1]
     assert "| kind | answers | chain of 3: before | after | difference, 95 % |" in page
 
 
-def test_a_recording_keeps_what_rounds_cost_where_it_was_made(spoken, recorded, tmp_path, nothing_measured):
+def test_a_recording_keeps_what_rounds_cost_where_it_was_made(
+    spoken, recorded, tmp_path, nothing_measured
+):
     target, tokenizer = spoken
     recorded("medusa")
     assert not (tmp_path / "recorded" / COSTS).exists(), "nobody measured them"
@@ -270,16 +314,22 @@ def test_a_recording_keeps_what_rounds_cost_where_it_was_made(spoken, recorded, 
         assert "threads" in machine
     wider = SpeculativeLM.from_pretrained(target, a_head(target, "medusa", num_heads=2))
     record(wider, tmp_path / "recorded", format="float32", tokenizer=tokenizer).stop()
-    assert len(json.loads((tmp_path / "recorded" / COSTS).read_text())) == 2, "those of another head are kept"
+    assert len(json.loads((tmp_path / "recorded" / COSTS).read_text())) == 2, (
+        "those of another head are kept"
+    )
     assert recorded_costs(tmp_path / "recorded", head_shape(a_head(target, "hydra"))) is None
-    (tmp_path / "recorded" / COSTS).write_text(json.dumps({head_shape(head): {"forward": {"1": -2}}}))
+    (tmp_path / "recorded" / COSTS).write_text(
+        json.dumps({head_shape(head): {"forward": {"1": -2}}})
+    )
     with pytest.raises(ValueError, match=r"costs\.json cannot be read .*; remove it"):
         recorded_costs(tmp_path / "recorded", head_shape(head))
     (tmp_path / "recorded" / COSTS).write_text("{")
     with pytest.raises(ValueError, match=r"costs\.json cannot be read .*; remove it"):
         recorded_costs(tmp_path / "recorded", head_shape(head))
     record(wider, tmp_path / "recorded", format="float32", tokenizer=tokenizer).stop()
-    assert len(json.loads((tmp_path / "recorded" / COSTS).read_text())) == 1, "a broken file is replaced"
+    assert len(json.loads((tmp_path / "recorded" / COSTS).read_text())) == 1, (
+        "a broken file is replaced"
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -297,13 +347,17 @@ def test_costs_that_this_machine_kept_serve_a_target_without_blocks(
     assert found.origin.startswith("kept from earlier on this machine: ")
     assert kept_costs(outer, a_head(outer, "medusa", num_heads=2)) is None
     assert kept_costs(outer, a_head(outer, "hydra")) is None
-    assert kept_costs(tiny_target(layers=5, dtype=torch.float32), head) is None, "a deeper target costs more"
+    assert kept_costs(tiny_target(layers=5, dtype=torch.float32), head) is None, (
+        "a deeper target costs more"
+    )
 
 
 def test_a_target_with_its_blocks_is_measured_and_another_shape_by_its_weights(
     taught, tmp_path, nothing_measured, monkeypatch
 ):
-    monkeypatch.setattr(costs_module, "_measured", lambda target, head: RoundCosts(dict.fromkeys(SIZES, 1.0), 0.5))
+    monkeypatch.setattr(
+        costs_module, "_measured", lambda target, head: RoundCosts(dict.fromkeys(SIZES, 1.0), 0.5)
+    )
     target = Target.from_pretrained(str(taught), torch.float32)
     old = a_head(target, "medusa")
     new = a_head(target, "medusa", draft_vocab_size=None)
@@ -312,4 +366,6 @@ def test_a_target_with_its_blocks_is_measured_and_another_shape_by_its_weights(
     sizes = [sum(weight.numel() for weight in head.parameters()) for head in (old, new)]
     assert sizes[1] > sizes[0] and found.new.draft == pytest.approx(0.5 * sizes[1] / sizes[0])
     assert found.new.forward == found.old.forward
-    assert found.origin.endswith(f"drafts of the new head by its {sizes[1] / sizes[0]:.2f} times as many weights")
+    assert found.origin.endswith(
+        f"drafts of the new head by its {sizes[1] / sizes[0]:.2f} times as many weights"
+    )

@@ -49,14 +49,22 @@ def killed(job, tmp_path):
     """What the processes of a job ended with."""
     path = tmp_path / "job.json"
     path.write_text(json.dumps({**job, "report": str(tmp_path / "found.json")}))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     command = [sys.executable, str(Path(__file__).with_name("killed.py")), str(path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, done.stdout[-5000:]
     return json.loads((tmp_path / "found.json").read_text())
 
 
-@pytest.mark.parametrize("every", [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "every", [pytest.param(31, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_killed_at_any_change_ends_as_one_that_is_not(taught, begun, tmp_path, every):
     job = {"config": options(taught, begun, tmp_path / "new"), "every": every}
     whole, *others = killed(job, tmp_path)
@@ -65,12 +73,17 @@ def test_a_run_that_is_killed_at_any_change_ends_as_one_that_is_not(taught, begu
         assert other["files"] == whole["files"], other["point"]
 
 
-def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(taught, begun, tmp_path, monkeypatch):
+def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(
+    taught, begun, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "new"
     config = AdaptConfig(**options(taught, begun, output))
     monkeypatch.setenv("HEADSTART_NO_RECORD", "1")
-    with pytest.raises(ValueError, match=r"HEADSTART_NO_RECORD is set, and adapting a head to '.*recorded' would keep"):
+    with pytest.raises(
+        ValueError,
+        match=r"HEADSTART_NO_RECORD is set, and adapting a head to '.*recorded' would keep",
+    ):
         adapt(config)
     assert not output.exists()
     monkeypatch.setenv("HEADSTART_NO_RECORD", "0")
@@ -81,7 +94,9 @@ def test_recorded_texts_stay_in_a_folder_that_nobody_else_can_read(taught, begun
         os.umask(umask)
     assert output.stat().st_mode & 0o077 == 0
     assert [(output / name).stat().st_mode & 0o077 for name in ("recorded", "training")] == [0, 0]
-    assert not (tmp_path / "cache" / "data").exists(), "tokenized texts are not left in the cache of all runs"
+    assert not (tmp_path / "cache" / "data").exists(), (
+        "tokenized texts are not left in the cache of all runs"
+    )
 
 
 def test_two_processes_do_not_adapt_in_one_folder(taught, begun, tmp_path):
@@ -89,13 +104,18 @@ def test_two_processes_do_not_adapt_in_one_folder(taught, begun, tmp_path):
     output.mkdir()
     with (
         alone_in(output),
-        pytest.raises(ValueError, match=r"another process adapts a head in '.*new'; wait for its end, or choose"),
+        pytest.raises(
+            ValueError,
+            match=r"another process adapts a head in '.*new'; wait for its end, or choose",
+        ),
     ):
         adapt(AdaptConfig(**options(taught, begun, output)))
     assert sorted(path.name for path in output.iterdir()) in ([], ["adapt.lock"])
 
 
-def test_a_recording_of_another_target_tokenizer_or_layers_is_refused(taught, target_folder, begun, tmp_path):
+def test_a_recording_of_another_target_tokenizer_or_layers_is_refused(
+    taught, target_folder, begun, tmp_path
+):
     given = options(taught, begun, tmp_path / "1") | {"replay": None}
     with pytest.raises(ValueError, match=r"holds states with (target|weights) = "):
         adapt(AdaptConfig(**given | {"target": str(target_folder)}))
@@ -110,13 +130,16 @@ def test_a_recording_of_another_target_tokenizer_or_layers_is_refused(taught, ta
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     save_head(head, tmp_path / "eagle3", CheckpointMetadata())
     with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
-        adapt(AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")}))
+        adapt(
+            AdaptConfig(**given | {"head": str(tmp_path / "eagle3"), "output": str(tmp_path / "3")})
+        )
     for number in "123":
         assert not (tmp_path / number / "best").exists()
 
 
 def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path, monkeypatch):
-    """The recording lies on another disk, so that files cannot be linked; the disk is full in the third one."""
+    """The recording lies on another disk, so that files cannot be linked; the disk is full in the
+    third one."""
     given = options(taught, begun, tmp_path / "new")
     made = []
 
@@ -140,7 +163,11 @@ def test_a_disk_that_is_full_leaves_nothing_half_copied(taught, begun, tmp_path,
 
 
 def test_answers_of_one_kind_say_nothing_of_others(taught, begun, tmp_path):
-    given = options(taught, begun, tmp_path / "new") | {"recorded": str(begun / "older"), "replay": None, "steps": 1}
+    given = options(taught, begun, tmp_path / "new") | {
+        "recorded": str(begun / "older"),
+        "replay": None,
+        "steps": 1,
+    }
     adapt(AdaptConfig(**given))
     page = (tmp_path / "new" / "report.md").read_text()
     assert "All answers are of one kind: what the new head does to others was not measured." in page

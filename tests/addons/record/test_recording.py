@@ -1,4 +1,5 @@
-"""Recordings: what is written is what the target read, decoding notices nothing, and folders survive everything."""
+"""Recordings: what is written is what the target read, decoding notices nothing, and folders
+survive everything."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def model_with(target, drafter, tree="chain:3", **options):
     if drafter in ("prompt-lookup", "plain"):
         options["tree"] = "auto"
     if drafter not in HEADS:
-        return SpeculativeLM.from_pretrained(target, drafter=None if drafter == "plain" else drafter, **options)
+        return SpeculativeLM.from_pretrained(
+            target, drafter=None if drafter == "plain" else drafter, **options
+        )
     torch.manual_seed(0)
     head = build_head(drafter, HEADS[drafter], target.info).to(target.dtype)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
@@ -53,7 +56,8 @@ def model_with(target, drafter, tree="chain:3", **options):
 
 
 def prompts(rows, longest=9, seed=0):
-    """Prompts of different lengths, padded on the left, with their mask; two of three begin alike."""
+    """Prompts of different lengths, padded on the left, with their mask; two of three begin
+    alike."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 250, (rows, longest), generator=random)
     mask = torch.ones_like(ids)
@@ -72,7 +76,8 @@ def sampling(new_tokens=8, temperature=0.8):
 
 
 def check_states(target, folder, atol=1e-5):
-    """Every recorded state is the target's own; the last of a text may be missing. Returns the rows."""
+    """Every recorded state is the target's own; the last of a text may be missing. Returns the
+    rows."""
     manifest = json.loads((folder / "manifest.json").read_text())
     cache = FeatureCache(folder, manifest)
     rows = [text_row(path) for path in text_shards(folder)]
@@ -121,7 +126,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("drafter", "rule", "batch"), PAIRS)
-def test_recording_changes_no_token_and_keeps_the_targets_states(target, tokenizer, tmp_path, drafter, rule, batch):
+def test_recording_changes_no_token_and_keeps_the_targets_states(
+    target, tokenizer, tmp_path, drafter, rule, batch
+):
     settings, options = RULES[rule]
     rows, slots = BATCHES[batch]
     lm = model_with(target, drafter, **options)
@@ -149,7 +156,11 @@ def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, 
     texts = []
     for decoder in (again, lm):
         past, text_1T, found = Conversation(), prompts(1)["inputs"], []
-        running = record(decoder, tmp_path, tokenizer=tokenizer, format="float32") if decoder is lm else None
+        running = (
+            record(decoder, tmp_path, tokenizer=tokenizer, format="float32")
+            if decoder is lm
+            else None
+        )
         for turn, question_1T in enumerate(more):
             text_1T = decoder.generate(text_1T, past_key_values=past, **greedy(7)).sequences
             found.append(text_1T[0].tolist())
@@ -162,7 +173,11 @@ def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, 
     assert texts[0] == texts[1]
     rows = check_states(target, tmp_path)
     assert [row["input_ids"] for row in rows] == texts[0]
-    assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7], "earlier answers have a row of their own"
+    assert [len(answer) for answer in answers_of(rows)] == [
+        7,
+        7,
+        7,
+    ], "earlier answers have a row of their own"
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "plain"])
@@ -196,7 +211,11 @@ def test_an_end_token_is_recorded_and_so_is_what_a_criterion_ends(target, tokeni
     given = {**greedy(20), "eos_token_id": [end]}
     with record(lm, tmp_path, tokenizer=tokenizer, format="float32"):
         lm.generate(**prompts(1), **given)
-        lm.generate(**prompts(1), **greedy(20), stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9 + 4])
+        lm.generate(
+            **prompts(1),
+            **greedy(20),
+            stopping_criteria=[lambda ids, scores: ids.shape[1] >= 9 + 4],
+        )
         lm.generate(**prompts(1), **greedy(1))
     assert answers_of(check_states(target, tmp_path)) == [whole[: place + 1], whole[:4], whole[:1]]
 
@@ -307,7 +326,9 @@ def test_old_answers_give_way_by_kind(target, tokenizer, tmp_path):
     most = 6 * size + recording_slack()
     written = 0
     for kind, seeds in (("rare", range(2)), ("often", range(2, 11))):
-        with record(lm, tmp_path / "many", kind=kind, tokenizer=tokenizer, max_bytes=most) as running:
+        with record(
+            lm, tmp_path / "many", kind=kind, tokenizer=tokenizer, max_bytes=most
+        ) as running:
             for seed in seeds:
                 lm.generate(prompts(1, seed=seed)["inputs"], **greedy())
                 sizes.append(0)
@@ -334,7 +355,9 @@ def recording_slack():
     return HEADER_BYTES
 
 
-def test_a_slow_disk_drops_answers_and_a_full_one_ends_the_recording(target, tokenizer, tmp_path, monkeypatch):
+def test_a_slow_disk_drops_answers_and_a_full_one_ends_the_recording(
+    target, tokenizer, tmp_path, monkeypatch
+):
     lm = model_with(target, "medusa")
     expected = lm.generate(**prompts(1), **greedy()).sequences
     original, may_write = feature_cache.save_file, threading.Event()
@@ -386,10 +409,13 @@ def test_a_folder_of_something_else_is_refused(target, tokenizer, tools, tmp_pat
     with pytest.raises(ValueError, match="holds states with tokenizer = "):
         record(lm, tmp_path, tokenizer=another)
     with pytest.raises(
-        ValueError, match="unknown format 'int4' of recorded states; choose from bfloat16, float32, int8"
+        ValueError,
+        match="unknown format 'int4' of recorded states; choose from bfloat16, float32, int8",
     ):
         record(lm, tmp_path, tokenizer=tokenizer, format="int4")
-    with pytest.raises(ValueError, match="max_length of at least 2 tokens and max_bytes of at least 1, not 1 and 5"):
+    with pytest.raises(
+        ValueError, match="max_length of at least 2 tokens and max_bytes of at least 1, not 1 and 5"
+    ):
         record(lm, tmp_path, tokenizer=tokenizer, max_length=1, max_bytes=5)
     running = record(lm, tmp_path, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"are recorded in .* already; stop that recording first"):
@@ -419,7 +445,9 @@ def test_the_environment_switches_recording_off(target, tokenizer, tmp_path, mon
     assert (tmp_path / "folder").stat().st_mode & 0o077 == 0, "others may not read it"
 
 
-def test_a_later_recording_begins_without_trying_the_target_again(target, tokenizer, tmp_path, monkeypatch):
+def test_a_later_recording_begins_without_trying_the_target_again(
+    target, tokenizer, tmp_path, monkeypatch
+):
     """As for the rollouts of each step of a policy in training."""
     lm = model_with(target, "medusa")
     record(lm, tmp_path / "first", tokenizer=tokenizer).stop()
@@ -466,7 +494,9 @@ for step in range(int(sys.argv[2])):
 def writers(tmp_path, limit, counts):
     code = WRITER.format(folder=str(tmp_path), limit=limit)
     return [
-        subprocess.Popen([sys.executable, "-c", code, str(number), str(count)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(number), str(count)], stdout=subprocess.PIPE, text=True
+        )
         for number, count in enumerate(counts)
     ]
 

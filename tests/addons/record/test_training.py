@@ -21,7 +21,8 @@ HEAD = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 
 
 @pytest.fixture(scope="module")
 def recorded(taught, conversations_file, tmp_path_factory):
-    """A folder with the answers to all prompts, the second of them twice, in two turns of a conversation."""
+    """A folder with the answers to all prompts, the second of them twice, in two turns of a
+    conversation."""
     tokenizer = load_tokenizer(taught)
     target = Target.from_pretrained(str(taught), torch.float32)
     options = {name: value for name, value in HEAD.items() if name != "type"}
@@ -49,10 +50,14 @@ def losses(folder):
 
 def test_a_recording_is_data_and_states_in_one(recorded, short, monkeypatch, changed):
     features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
-    short = changed(short, features=features, head=HEAD, loop={"max_steps": 4}, eval={"new_tokens": 4})
+    short = changed(
+        short, features=features, head=HEAD, loop={"max_steps": 4}, eval={"new_tokens": 4}
+    )
     config = changed(short, data={"sources": [], "held_out": 0.3})
     assert config.data.sources == [str(recorded)]
-    online = dataclasses.replace(config, output=config.output + "-online", features=FeaturesConfig())
+    online = dataclasses.replace(
+        config, output=config.output + "-online", features=FeaturesConfig()
+    )
     expected, (judged,) = losses(train(online))
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
@@ -64,9 +69,13 @@ def test_a_recording_is_data_and_states_in_one(recorded, short, monkeypatch, cha
 
 def test_longer_texts_are_cut_with_their_states(recorded, short, changed):
     features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
-    short = changed(short, features=features, head=HEAD, loop={"max_steps": 3}, eval={"new_tokens": 2})
+    short = changed(
+        short, features=features, head=HEAD, loop={"max_steps": 3}, eval={"new_tokens": 2}
+    )
     config = changed(short, data={"sources": [], "held_out": 0.3, "max_length": 40})
-    online = dataclasses.replace(config, output=config.output + "-online", features=FeaturesConfig())
+    online = dataclasses.replace(
+        config, output=config.output + "-online", features=FeaturesConfig()
+    )
     expected, _ = losses(train(online))
     found, _ = losses(train(config))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
@@ -79,7 +88,9 @@ def test_equal_texts_are_one_row_and_what_is_no_recording_is_no_source(recorded,
     assert {row["kind"] for row in rows} == {"counting"}
     assert [sum(row["loss_mask"]) > 0 for row in rows] == [True] * len(rows)
     (tmp_path / "recorded-1-2-3.safetensors").write_bytes(b"cut")
-    with pytest.raises(ValueError, match=r"recorded-1-2-3.safetensors cannot be read .*; remove it"):
+    with pytest.raises(
+        ValueError, match=r"recorded-1-2-3.safetensors cannot be read .*; remove it"
+    ):
         next(open_sources([str(tmp_path)])[0].read_all())
     given = {"target": str(taught), "output": str(tmp_path / "run")}
     empty = FeaturesConfig(mode="stored", folder=str(tmp_path / "empty"))

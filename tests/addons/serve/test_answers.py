@@ -1,4 +1,5 @@
-"""`headstart data --server`, against a small server on loopback that can be slow, overloaded, or out of its mind."""
+"""`headstart data --server`, against a small server on loopback that can be slow, overloaded, or
+out of its mind."""
 
 from __future__ import annotations
 
@@ -32,8 +33,19 @@ from headstart.train.data.conversations import check_row, open_source, read_conv
 def completion(text, reason="stop"):
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": reason, "message": message}
-    usage = {"completion_tokens": len(text.split()), "prompt_tokens": 3, "total_tokens": 3 + len(text.split())}
-    row = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+    usage = {
+        "completion_tokens": len(text.split()),
+        "prompt_tokens": 3,
+        "total_tokens": 3 + len(text.split()),
+    }
+    row = {
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    }
     return 200, row
 
 
@@ -73,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.now -= 1
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(row, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/plain" if isinstance(row, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -93,7 +107,9 @@ def server():
 @pytest.fixture
 def config(server, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(20)), encoding="utf-8")
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(20)), encoding="utf-8"
+    )
     return AnswersConfig(
         target="served-model",
         output=str(tmp_path / "out" / "made.jsonl"),
@@ -107,7 +123,9 @@ def config(server, tmp_path):
 
 
 def rows_of(config):
-    return [json.loads(line) for line in Path(config.output).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in Path(config.output).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def changed(config, **changes):
@@ -134,20 +152,32 @@ def test_every_prompt_is_asked_once_with_the_settings(config, server, tokenizer)
             "max_tokens": 7,
             "seed": 100 + number,
         }
-    assert encode(read_conversations(str(path))[0], tokenizer, frozenset({tokenizer.eos_token_id}), 100)
+    assert encode(
+        read_conversations(str(path))[0], tokenizer, frozenset({tokenizer.eos_token_id}), 100
+    )
     asked = len(server.asked)
     ask_servers(config)  # finished: nothing is asked again
     assert len(server.asked) == asked
 
 
 def test_a_prompt_has_its_temperature_and_its_second_turn(config, server):
-    rows = [{"prompt": "one", "temperature": 0.0, "kind": "short"}, {"prompt": "two", "follow_up": "and then?"}]
-    Path(config.prompts).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"prompt": "one", "temperature": 0.0, "kind": "short"},
+        {"prompt": "two", "follow_up": "and then?"},
+    ]
+    Path(config.prompts).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     ask_servers(config)
     one, two = sorted(rows_of(config), key=lambda row: row["number"])
     assert (one["kind"], one["temperature"], len(one["messages"])) == ("short", 0.0, 2)
     assert (two["temperature"], two["tokens"]) == (0.5, 5)  # "echo two" and "echo and then?"
-    assert [message["content"] for message in two["messages"]] == ["two", "echo two", "and then?", "echo and then?"]
+    assert [message["content"] for message in two["messages"]] == [
+        "two",
+        "echo two",
+        "and then?",
+        "echo and then?",
+    ]
     assert sorted(body["temperature"] for body in server.asked) == [0.0, 0.5, 0.5]
 
 
@@ -201,10 +231,16 @@ def test_a_prompt_that_the_server_refuses_is_left_out_and_named(config, server, 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((500, {"error": {"message": "broken"}}), r"failed at prompt \d+, after 1 more tries.*broken"),
+        (
+            (500, {"error": {"message": "broken"}}),
+            r"failed at prompt \d+, after 1 more tries.*broken",
+        ),
         ((200, "hello?"), r"answered prompt \d+ with 'hello\?', which is no chat completion"),
         ((200, {"choices": []}), r"answered prompt \d+ with .*which is no chat completion"),
-        ((404, {"error": {"message": "no model served-model"}}), r"failed at prompt \d+.*no model served-model"),
+        (
+            (404, {"error": {"message": "no model served-model"}}),
+            r"failed at prompt \d+.*no model served-model",
+        ),
     ],
 )
 def test_a_server_that_fails_or_talks_nonsense_is_named_and_what_it_answered_stays(
@@ -241,13 +277,22 @@ def test_a_server_that_fails_or_talks_nonsense_is_named_and_what_it_answered_sta
         ({"choices": [{"message": "hello"}]}, "its message must be an object, not 'hello'"),
         ({"choices": [{"message": {"content": 5}}]}, "its content must be a text, not '5'"),
         ({"choices": [{"message": {"content": ["a"]}}]}, "its content must be a text"),
-        ({"choices": [{"message": {"content": "a", "reasoning": {}}}]}, "its reasoning must be a text"),
-        ({"choices": [{"message": {"content": "a", "tool_calls": "f"}}]}, "its tool_calls must be a list, not 'f'"),
+        (
+            {"choices": [{"message": {"content": "a", "reasoning": {}}}]},
+            "its reasoning must be a text",
+        ),
+        (
+            {"choices": [{"message": {"content": "a", "tool_calls": "f"}}]},
+            "its tool_calls must be a list, not 'f'",
+        ),
         (
             {"choices": [{"message": {"content": "a"}, "token_ids": [1, "2"]}]},
             "its token_ids must be a list of token ids",
         ),
-        ({"choices": [{"message": {"content": "a"}, "token_ids": [-1]}]}, "its token_ids must be a list of token ids"),
+        (
+            {"choices": [{"message": {"content": "a"}, "token_ids": [-1]}]},
+            "its token_ids must be a list of token ids",
+        ),
         ({"prompt_token_ids": "no"}, "its prompt_token_ids must be a list of token ids, not 'no'"),
         ([1, 2], "it is not a JSON object"),
         (7, "it is not a JSON object"),
@@ -255,15 +300,25 @@ def test_a_server_that_fails_or_talks_nonsense_is_named_and_what_it_answered_sta
 )
 def test_a_malformed_answer_is_one_line_that_says_what_is_wrong(config, server, change, words):
     _, row = completion("fine")
-    server.reply = lambda server, body: (200, {**row, **change} if isinstance(change, dict) else change)
-    with pytest.raises(ValueError, match=r"answered prompt \d+ with .*, which is no chat completion: ") as error:
+    server.reply = lambda server, body: (
+        200,
+        {**row, **change} if isinstance(change, dict) else change,
+    )
+    with pytest.raises(
+        ValueError, match=r"answered prompt \d+ with .*, which is no chat completion: "
+    ) as error:
         ask_servers(config)
     assert re.search(words, str(error.value)) and "\n" not in str(error.value)
 
 
-def test_what_a_server_sends_is_shown_without_control_characters_and_key(config, server, monkeypatch):
+def test_what_a_server_sends_is_shown_without_control_characters_and_key(
+    config, server, monkeypatch
+):
     monkeypatch.setenv(openai_server.KEY, "sk-secret")
-    server.reply = lambda server, body: (401, {"error": {"message": "\x1b]0;owned\x07 bad key sk-secret\n"}})
+    server.reply = lambda server, body: (
+        401,
+        {"error": {"message": "\x1b]0;owned\x07 bad key sk-secret\n"}},
+    )
     address = server.url.replace("http://", "http://user:password@")
     with pytest.raises(ValueError, match="failed at prompt") as error:
         ask_servers(changed(config, server=address))
@@ -285,7 +340,9 @@ def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, c
     if status == 400:  # each prompt is refused
         ask_servers(config)
     else:
-        with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:\d+/v1 (failed at|answered) prompt") as caught:
+        with pytest.raises(
+            ValueError, match=r"http://127\.0\.0\.1:\d+/v1 (failed at|answered) prompt"
+        ) as caught:
             ask_servers(config)
         told = str(caught.value)
         assert caught.value.__cause__ is None
@@ -298,7 +355,9 @@ def test_no_key_of_the_server_is_shown_or_written(config, server, monkeypatch, c
 
 def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
     monkeypatch.setattr(served, "RETRIES", 0)
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 failed at prompt \d.*cannot be reached"):
+    with pytest.raises(
+        ValueError, match=r"http://127\.0\.0\.1:9/v1 failed at prompt \d.*cannot be reached"
+    ):
         ask_servers(changed(config, server="http://127.0.0.1:9/v1"))
 
 
@@ -336,10 +395,13 @@ def test_answers_that_say_nothing_are_dropped(config, server):
     server.reply = empty
     ask_servers(config)
     assert {row["number"] for row in rows_of(config)} == set(range(20)) - {1, 2, 3}
-    assert not any(row["finished"] for row in rows_of(config))  # cut off: the end token is the template's
+    # cut off: the end token is the template's
+    assert not any(row["finished"] for row in rows_of(config))
 
 
-@pytest.mark.parametrize(("change", "words"), [({"temperature": 0.6}, "temperature = 0.5, not 0.6")])
+@pytest.mark.parametrize(
+    ("change", "words"), [({"temperature": 0.6}, "temperature = 0.5, not 0.6")]
+)
 def test_a_file_of_other_options_is_refused(config, change, words):
     ask_servers(config)
     with pytest.raises(ValueError, match=words):
@@ -390,7 +452,9 @@ def test_token_ids_of_a_server_are_what_is_trained_on(with_tokenizer, server, se
         wrote[content] = with_ids(served_tokenizer, row, body, written, by)
         if content == "question 5":  # the end token is told apart
             row["choices"][0]["token_ids"] = wrote[content][1][:-1]
-            row["choices"][0]["stop_reason" if by == "vllm" else "matched_stop"] = served_tokenizer.eos_token_id
+            row["choices"][0]["stop_reason" if by == "vllm" else "matched_stop"] = (
+                served_tokenizer.eos_token_id
+            )
         return status, row
 
     server.reply = reply
@@ -410,7 +474,9 @@ def test_token_ids_of_a_server_are_what_is_trained_on(with_tokenizer, server, se
 def test_a_server_that_refuses_to_return_token_ids_is_asked_without(with_tokenizer, server):
     def strict(server, body):
         if "return_token_ids" in body:
-            return 400, {"error": {"message": "Unrecognized request argument supplied: return_token_ids"}}
+            return 400, {
+                "error": {"message": "Unrecognized request argument supplied: return_token_ids"}
+            }
         return completion("fine, then")
 
     server.reply = strict
@@ -427,12 +493,15 @@ def test_token_ids_of_another_tokenizer_are_refused(with_tokenizer, server, serv
 
     server.reply = reply
     with pytest.raises(
-        ValueError, match=r"are those of another tokenizer than .*answered 'one two', and they decode to"
+        ValueError,
+        match=r"are those of another tokenizer than .*answered 'one two', and they decode to",
     ):
         ask_servers(with_tokenizer)
 
 
-def test_a_server_that_renders_prompts_otherwise_is_told_once(with_tokenizer, server, served_tokenizer, capsys):
+def test_a_server_that_renders_prompts_otherwise_is_told_once(
+    with_tokenizer, server, served_tokenizer, capsys
+):
     def reply(server, body):
         status, row = completion("fine")
         with_ids(served_tokenizer, row, body, "fine<|im_end|>")
@@ -445,7 +514,9 @@ def test_a_server_that_renders_prompts_otherwise_is_told_once(with_tokenizer, se
     assert len(rows_of(with_tokenizer)) == 20
 
 
-def test_resumed_rows_keep_to_their_kind_and_their_tokenizer(with_tokenizer, server, served_tokenizer, tmp_path):
+def test_resumed_rows_keep_to_their_kind_and_their_tokenizer(
+    with_tokenizer, server, served_tokenizer, tmp_path
+):
     def reply(server, body):
         status, row = completion("fine")
         if gives:
@@ -462,7 +533,9 @@ def test_resumed_rows_keep_to_their_kind_and_their_tokenizer(with_tokenizer, ser
     with pytest.raises(ValueError, match="holds token ids of a tokenizer with the fingerprint"):
         ask_servers(changed(with_tokenizer, tokenizer=str(tmp_path / "other")))
     gives = False
-    with pytest.raises(ValueError, match=r"answered prompt \d+ without token ids, which the other rows"):
+    with pytest.raises(
+        ValueError, match=r"answered prompt \d+ without token ids, which the other rows"
+    ):
         ask_servers(with_tokenizer)
     gives = True
     ask_servers(with_tokenizer)
@@ -485,10 +558,22 @@ def test_a_conversation_of_several_sequences_cut_in_between_is_answered_again(co
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_every_turn_is_answered_anew_on_the_new_history(with_tokenizer, server, served_tokenizer, tokens):
+def test_every_turn_is_answered_anew_on_the_new_history(
+    with_tokenizer, server, served_tokenizer, tokens
+):
     foreign = {"role": "assistant", "content": "foreign"}
     turns = [{"role": "user", "content": text} for text in ("one", "two", "three")]
-    row = {"messages": [turns[0], foreign, turns[1], foreign, {"role": "tool", "content": "r"}, foreign, turns[2]]}
+    row = {
+        "messages": [
+            turns[0],
+            foreign,
+            turns[1],
+            foreign,
+            {"role": "tool", "content": "r"},
+            foreign,
+            turns[2],
+        ]
+    }
     Path(with_tokenizer.prompts).write_text(json.dumps(row) + "\n", encoding="utf-8")
 
     def reply(server, body):
@@ -501,18 +586,31 @@ def test_every_turn_is_answered_anew_on_the_new_history(with_tokenizer, server, 
     server.reply = reply
     ask_servers(with_tokenizer)
     answers = [{"role": "assistant", "content": f"echo {text}"} for text in ("one", "two")]
-    assert [body["messages"] for body in server.asked] == [turns[:1], [turns[0], answers[0], turns[1]]]
+    assert [body["messages"] for body in server.asked] == [
+        turns[:1],
+        [turns[0], answers[0], turns[1]],
+    ]
     (row,) = rows_of(with_tokenizer)
     assert row["messages"] == [turns[0], answers[0], turns[1], answers[1]]
     assert ("input_ids" in row) is tokens
-    (example,) = encode(check_row(row, ""), served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000)
+    (example,) = encode(
+        check_row(row, ""), served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000
+    )
     own = [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
     assert served_tokenizer.decode(own) == "echo one<|im_end|>echo two<|im_end|>"
 
 
 def test_tools_are_sent_and_a_call_ends_the_conversation(config, server):
-    rows = [{"prompt": "one", "follow_up": "more", "tools": [{"type": "function", "function": {"name": "f"}}]}]
-    Path(config.prompts).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {
+            "prompt": "one",
+            "follow_up": "more",
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        }
+    ]
+    Path(config.prompts).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
 
     def reply(server, body):
@@ -532,11 +630,13 @@ def test_tools_are_sent_and_a_call_ends_the_conversation(config, server):
 
 
 THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant'"
+    " %}<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n{% endif %}{{ m['content']"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LOSES_REASONING = THINKING.replace("<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n", "")
+LOSES_REASONING = THINKING.replace(
+    "<think>\n{{ m.get('reasoning_content', '') }}\n</think>\n\n", ""
+)
 
 
 def reasoned(content, reasoning, reason="stop", name="reasoning_content"):
@@ -546,7 +646,9 @@ def reasoned(content, reasoning, reason="stop", name="reasoning_content"):
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_reasoning_that_a_server_tells_apart_is_trained_on(with_tokenizer, server, served_tokenizer, name):
+def test_reasoning_that_a_server_tells_apart_is_trained_on(
+    with_tokenizer, server, served_tokenizer, name
+):
     served_tokenizer.chat_template = THINKING
     served_tokenizer.save_pretrained(with_tokenizer.tokenizer)
     replies = {
@@ -558,16 +660,23 @@ def test_reasoning_that_a_server_tells_apart_is_trained_on(with_tokenizer, serve
     )
     ask_servers(changed(with_tokenizer, thinking=True, batch_size=1))
     rows = rows_of(with_tokenizer)
-    assert {row["number"] for row in rows} == set(range(20)) - {1, 2}  # what was written there is not known
+    # what was written there is not known
+    assert {row["number"] for row in rows} == set(range(20)) - {1, 2}
     for row in rows:
-        (example,) = encode(row, served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000, True)
-        own = [token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own]
+        (example,) = encode(
+            row, served_tokenizer, frozenset({served_tokenizer.eos_token_id}), 1000, True
+        )
+        own = [
+            token for token, is_own in zip(example.tokens, example.loss_mask, strict=True) if is_own
+        ]
         assert served_tokenizer.decode(own) == "<think>\nhm, so\n</think>\n\nyes<|im_end|>"
 
 
 @pytest.mark.parametrize("options", [{"thinking": True}, {"template_kwargs": {"thinking": True}}])
 def test_thinking_without_reasoning_is_refused_at_the_first_answer(with_tokenizer, server, options):
-    with pytest.raises(ValueError, match=r"answered prompt \d without the reasoning that was asked for"):
+    with pytest.raises(
+        ValueError, match=r"answered prompt \d without the reasoning that was asked for"
+    ):
         ask_servers(changed(with_tokenizer, **options))
     assert rows_of(with_tokenizer) == []
 
@@ -576,7 +685,9 @@ def test_reasoning_that_the_template_loses_is_refused(with_tokenizer, server, se
     served_tokenizer.chat_template = LOSES_REASONING
     served_tokenizer.save_pretrained(with_tokenizer.tokenizer)
     server.reply = lambda server, body: reasoned("yes", "hm, so")
-    with pytest.raises(ValueError, match="leaves out their reasoning_content, such as 'hm, so'; take a server that"):
+    with pytest.raises(
+        ValueError, match="leaves out their reasoning_content, such as 'hm, so'; take a server that"
+    ):
         ask_servers(with_tokenizer)
 
 
@@ -621,7 +732,9 @@ def test_each_server_answers_a_batch_at_once(config, server):
         other.shutdown()
 
 
-def test_all_servers_dead_the_last_one_is_named_and_what_was_answered_stays(config, server, monkeypatch):
+def test_all_servers_dead_the_last_one_is_named_and_what_was_answered_stays(
+    config, server, monkeypatch
+):
     monkeypatch.setattr(served, "RETRIES", 0)
 
     def dies(server, body):
@@ -654,7 +767,9 @@ def test_an_answer_that_takes_too_long_is_given_up(config, server, monkeypatch):
 def test_a_file_of_the_model_in_this_process_is_not_continued_by_servers(config):
     ask_servers(changed(config, conversations=2))
     state = Path(config.output + ".state.json")
-    state.write_text(json.dumps({**json.loads(state.read_text()), "progress": {}}), encoding="utf-8")
+    state.write_text(
+        json.dumps({**json.loads(state.read_text()), "progress": {}}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="begun with the model in this process"):
         ask_servers(config)
 
@@ -662,7 +777,9 @@ def test_a_file_of_the_model_in_this_process_is_not_continued_by_servers(config)
 def test_a_file_of_text_by_an_earlier_version_is_refused_unless_it_is_finished(config):
     ask_servers(changed(config, conversations=5))
     state = Path(config.output + ".state.json")
-    state.write_text(json.dumps({"options": json.loads(state.read_text())["options"]}), encoding="utf-8")
+    state.write_text(
+        json.dumps({"options": json.loads(state.read_text())["options"]}), encoding="utf-8"
+    )
     ask_servers(changed(config, conversations=5))
     with pytest.raises(ValueError, match="begun by an earlier version of headstart"):
         ask_servers(config)
@@ -678,7 +795,9 @@ def test_servers_are_named_by_a_text_or_a_list_each_once(config, server, tmp_pat
     given = ["--target", "t", "--output", "o", "--prompts", "p"]
     listed = options(AnswersConfig, "data", None, [*given, "--config", str(file)])
     assert names_of(listed) == ["http://a/v1", "http://b/v1"]
-    written = options(AnswersConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"])
+    written = options(
+        AnswersConfig, "data", None, [*given, "--server", "http://a/v1, http://b/v1,http://a/v1,"]
+    )
     assert names_of(written) == ["http://a/v1", "http://b/v1"]
     for nothing in (" ,", []):
         with pytest.raises(ValueError, match="server must name at least one URL, not"):

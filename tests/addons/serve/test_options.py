@@ -16,7 +16,16 @@ from headstart.addons.serve.state_server import StateServer
 from headstart.scripts import data, features, train
 from headstart.train import loop
 
-RUN = ["--target", "t", "--output", "o", "--data.sources", "[d.jsonl]", "--features.server_layers", "[1, 12]"]
+RUN = [
+    "--target",
+    "t",
+    "--output",
+    "o",
+    "--data.sources",
+    "[d.jsonl]",
+    "--features.server_layers",
+    "[1, 12]",
+]
 SERVER = ["--features.server", "http://user:secret@host:8000/v1", "--features.server_seconds", "7"]
 
 
@@ -24,8 +33,12 @@ SERVER = ["--features.server", "http://user:secret@host:8000/v1", "--features.se
 def called(monkeypatch):
     """Arguments of the core's functions, by the command."""
     calls = {}
-    monkeypatch.setattr(loop, "train", lambda config, source=None: calls.update(train=(config, source)))
-    monkeypatch.setattr(features, "precompute", lambda config, source=None: calls.update(features=(config, source)))
+    monkeypatch.setattr(
+        loop, "train", lambda config, source=None: calls.update(train=(config, source))
+    )
+    monkeypatch.setattr(
+        features, "precompute", lambda config, source=None: calls.update(features=(config, source))
+    )
     monkeypatch.setattr(answers, "ask_servers", lambda config: calls.update(data=config))
     return calls
 
@@ -64,5 +77,16 @@ def test_a_run_without_a_server_has_the_options_of_the_core_alone(called):
 
 
 def test_answers_are_asked_of_servers_where_some_are_named(called):
-    data.main(["--target", "t", "--output", "o", "--prompts", "p.jsonl", "--server", "http://a/v1,http://b/v1"])
+    data.main(
+        [
+            "--target",
+            "t",
+            "--output",
+            "o",
+            "--prompts",
+            "p.jsonl",
+            "--server",
+            "http://a/v1,http://b/v1",
+        ]
+    )
     assert called["data"].server == "http://a/v1,http://b/v1"

@@ -1,4 +1,5 @@
-"""`headstart serve-check`, with a vLLM of a few lines: what it is given, and what is said of its answers."""
+"""`headstart serve-check`, with a vLLM of a few lines: what it is given, and what is said of its
+answers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class LLM:
         self.asked = 1
         assert sampling.given["temperature"] == 0
         answers = [script["tokens"][str(prompt["prompt_token_ids"])] for prompt in prompts]
-        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=answer)]) for answer in answers]
+        completions = [types.SimpleNamespace(token_ids=answer) for answer in answers]
+        return [types.SimpleNamespace(outputs=[completion]) for completion in completions]
     def get_metrics(self):
         name, counts = "vllm:spec_decode_num_", [self.asked * count for count in script["accepted"]]
         return [types.SimpleNamespace(name=name + "drafts", value=self.asked * script["drafts"]),
@@ -49,11 +51,13 @@ NEW_TOKENS = 9
 
 @pytest.fixture
 def served(target_folder, tmp_path, monkeypatch):
-    """A head, its options for the command, and the script that the fake vLLM plays: what headstart itself does."""
+    """A head, its options for the command, and the script that the fake vLLM plays: what headstart
+    itself does."""
     target = Target.from_pretrained(str(target_folder), torch.float32, "cpu")
     torch.manual_seed(0)
     head = build_head("medusa", {"num_heads": 2, "lm_head": "shared"}, target.info)
-    save_head(copy.deepcopy(head).bfloat16(), tmp_path / "head", CheckpointMetadata())  # as most heads are published
+    # as most heads are published
+    save_head(copy.deepcopy(head).bfloat16(), tmp_path / "head", CheckpointMetadata())
     head = head.bfloat16().float()
     tokenizer = load_tokenizer(str(target_folder))
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
@@ -69,7 +73,10 @@ def served(target_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     monkeypatch.setenv("FAKE_VLLM", str(tmp_path / "script.json"))
     config = ServeCheckConfig(
-        head=str(tmp_path / "head"), target=str(target_folder), draft_length=2, max_new_tokens=NEW_TOKENS
+        head=str(tmp_path / "head"),
+        target=str(target_folder),
+        draft_length=2,
+        max_new_tokens=NEW_TOKENS,
     )
 
     def check(**changed):
@@ -84,19 +91,25 @@ def test_equal_tokens_in_as_many_rounds_are_said_to_be_so(served, capsys):
     script, check = served
     seen = check()
     assert (
-        seen["speculative_config"]["method"] == "medusa" and seen["speculative_config"]["num_speculative_tokens"] == 2
+        seen["speculative_config"]["method"] == "medusa"
+        and seen["speculative_config"]["num_speculative_tokens"] == 2
     )
     assert seen["dtype"] == "float32" and seen["enforce_eager"]
     assert all({"config.json", "model.safetensors"} <= set(files) for files in seen["files"])
     assert "tokenizer_config.json" in seen["files"][0] and "README.md" in seen["files"][1]
     said = capsys.readouterr().out
-    assert f"the same tokens: {len(ASKED)} of {len(ASKED)} answers" in said and str(script["drafts"]) in said
+    assert (
+        f"the same tokens: {len(ASKED)} of {len(ASKED)} answers" in said
+        and str(script["drafts"]) in said
+    )
 
 
 def test_more_rounds_are_a_head_that_was_read_otherwise(served):
     script, check = served
     check(drafts=int(1.01 * script["drafts"]))
-    with pytest.raises(ValueError, match=rf"vLLM needs {2 * script['drafts']} rounds where headstart needs"):
+    with pytest.raises(
+        ValueError, match=rf"vLLM needs {2 * script['drafts']} rounds where headstart needs"
+    ):
         check(drafts=2 * script["drafts"])
 
 
@@ -105,12 +118,17 @@ def test_other_tokens_in_as_many_rounds_are_ties(served, capsys):
     first = next(iter(script["tokens"]))
     check(tokens={**script["tokens"], first: [0]})
     said = capsys.readouterr().out
-    assert f"the same tokens: {len(ASKED) - 1} of {len(ASKED)}" in said and "two tokens are as likely" in said
+    assert (
+        f"the same tokens: {len(ASKED) - 1} of {len(ASKED)}" in said
+        and "two tokens are as likely" in said
+    )
 
 
 def test_what_vllm_refuses_is_told_in_its_words(served):
     _, check = served
-    with pytest.raises(ValueError, match="vLLM refused the model, without any head: RuntimeError: no such model"):
+    with pytest.raises(
+        ValueError, match="vLLM refused the model, without any head: RuntimeError: no such model"
+    ):
         check(error="no such model")
     with pytest.raises(ValueError, match="vLLM refused the head: ValueError: no such architecture"):
         check(refused="no such architecture")
@@ -119,15 +137,37 @@ def test_what_vllm_refuses_is_told_in_its_words(served):
 @pytest.mark.parametrize(
     ("kind", "options", "changed", "message"),
     [
-        ("hydra", {"num_heads": 2}, {}, "vLLM has no method for a head of type hydra; it has eagle3, eagle, medusa"),
-        ("medusa", {"num_heads": 2}, {"draft_length": 3}, "draft_length is 3, and .* drafts at most 2"),
-        ("medusa", {"num_heads": 2}, {"python": "no/such/python"}, "python 'no/such/python' cannot be run"),
+        (
+            "hydra",
+            {"num_heads": 2},
+            {},
+            "vLLM has no method for a head of type hydra; it has eagle3, eagle, medusa",
+        ),
+        (
+            "medusa",
+            {"num_heads": 2},
+            {"draft_length": 3},
+            "draft_length is 3, and .* drafts at most 2",
+        ),
+        (
+            "medusa",
+            {"num_heads": 2},
+            {"python": "no/such/python"},
+            "python 'no/such/python' cannot be run",
+        ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(target_folder, tmp_path, kind, options, changed, message):
+def test_what_cannot_be_compared_is_refused(
+    target_folder, tmp_path, kind, options, changed, message
+):
     target = Target.from_pretrained(str(target_folder), torch.float32, "cpu")
     save_head(build_head(kind, options, target.info), tmp_path / "head", CheckpointMetadata())
-    given = {"head": str(tmp_path / "head"), "target": str(target_folder), "draft_length": 2, "python": sys.executable}
+    given = {
+        "head": str(tmp_path / "head"),
+        "target": str(target_folder),
+        "draft_length": 2,
+        "python": sys.executable,
+    }
     with pytest.raises(ValueError, match=message):
         serve_check.serve_check(ServeCheckConfig(**given | changed))
 
@@ -151,5 +191,7 @@ def test_an_answer_that_is_none_is_one_line(answer, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncp {tmp_path / "answer"} "$3"\n')
     python.chmod(0o700)
-    with pytest.raises(ValueError, match=r"the answer of vLLM's process (cannot be read|is not whole)"):
+    with pytest.raises(
+        ValueError, match=r"the answer of vLLM's process (cannot be read|is not whole)"
+    ):
         in_vllm(python, tmp_path, {"runs": [{}], "prompts": [[1]]})

@@ -1,4 +1,5 @@
-"""States that a server made, in speculators' files, are those that the target would have computed."""
+"""States that a server made, in speculators' files, are those that the target would have
+computed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from headstart.train.features.by_mode import import_states
 from headstart.train.features.online import CachedFeatures, online_features
 
 LAYERS = [3, 1, 2]
-"""What the files hold: what leaves the last of three blocks, and the inputs of blocks 1 and 2, our 0 and 1."""
+"""What the files hold: what leaves the last of three blocks, and the inputs of blocks 1 and 2, our
+0 and 1."""
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def head(target):
 def examples():
     random = torch.Generator().manual_seed(2)
     tokens = [torch.randint(24, (8 + 3 * i,), generator=random).tolist() for i in range(3)]
-    return [Example(row, [i > 2 for i in range(len(row))], number) for number, row in enumerate(tokens)]
+    return [
+        Example(row, [i > 2 for i in range(len(row))], number) for number, row in enumerate(tokens)
+    ]
 
 
 @pytest.fixture
@@ -46,16 +50,23 @@ def served(target, examples, tmp_path):
     folder.mkdir()
     seen = []
     assert target.first_block_index == 1  # found by forwards of its own, once
-    hooks = [target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))]
+    hooks = [
+        target.modules.norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    ]
     hooks += [
-        block.register_forward_pre_hook(lambda module, given, **_: seen.append(given[0]), with_kwargs=False)
+        block.register_forward_pre_hook(
+            lambda module, given, **_: seen.append(given[0]), with_kwargs=False
+        )
         for block in target.modules.blocks[1:]
     ]
     for number, example in enumerate(examples):
         seen.clear()
         target.read(torch.tensor([example.tokens]), (0, 1))
         first, second, last = (states[0] for states in seen)
-        states = {"token_ids": torch.tensor(example.tokens), "hidden_states": torch.stack([last, first, second], 1)}
+        states = {
+            "token_ids": torch.tensor(example.tokens),
+            "hidden_states": torch.stack([last, first, second], 1),
+        }
         save_file(states, folder / f"hs_{number}.safetensors")
     for hook in hooks:
         hook.remove()
@@ -64,7 +75,9 @@ def served(target, examples, tmp_path):
 
 @pytest.fixture
 def source(target, head, tmp_path):
-    cache = FeatureCache(tmp_path / "cache", {"target": "tiny", "layers": [0, 1, -1], "format": "float32"})
+    cache = FeatureCache(
+        tmp_path / "cache", {"target": "tiny", "layers": [0, 1, -1], "format": "float32"}
+    )
     return CachedFeatures(target, head, cache)
 
 
@@ -81,7 +94,9 @@ def test_they_are_the_targets_own(target, head, source, examples, served, monkey
     found = source(batch)
     for row, place in batch.places():
         for name in ("features_BTF", "last_BTD"):
-            torch.testing.assert_close(getattr(found, name)[row, place], getattr(wanted, name)[row, place])
+            torch.testing.assert_close(
+                getattr(found, name)[row, place], getattr(wanted, name)[row, place]
+            )
     assert take(source, target, examples, served) == 0, "what is there is not taken again"
 
 
@@ -94,15 +109,26 @@ def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty' holds no file named hs_NUMBER.safetensors"):
         take(source, target, examples, tmp_path / "empty")
-    with pytest.raises(ValueError, match=r"server_layers \[2, 3\] lack \[1\]: the head reads \[1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"server_layers \[2, 3\] lack \[1\]: the head reads \[1, 2, 3\]"
+    ):
         take(source, target, examples, served, [2, 3])
     states = load_file(served / "hs_1.safetensors")["hidden_states"]
     length = len(states)
     cases = [
-        ({"hidden_states": states[:, :2].clone()}, rf"hidden_states of \[{length}, 2, 32\], not \[{length}, 3, 32\]"),
+        (
+            {"hidden_states": states[:, :2].clone()},
+            rf"hidden_states of \[{length}, 2, 32\], not \[{length}, 3, 32\]",
+        ),
         ({"hidden_states": states[:-1].clone()}, rf"hidden_states of \[{length - 1}, 3, 32\]"),
-        ({"hidden_states": states * float("nan")}, "hs_1.safetensors has hidden_states that contain NaN"),
-        ({"hidden_states": states, "token_ids": torch.full((length,), 24)}, "outside the vocabulary of 24"),
+        (
+            {"hidden_states": states * float("nan")},
+            "hs_1.safetensors has hidden_states that contain NaN",
+        ),
+        (
+            {"hidden_states": states, "token_ids": torch.full((length,), 24)},
+            "outside the vocabulary of 24",
+        ),
         (
             {"token_ids": torch.tensor([9, *examples[1].tokens[1:]]) % 24},
             "hs_1.* differs from conversation 1: token 0",
@@ -113,18 +139,26 @@ def test_what_is_wrong_is_named(target, source, examples, served, tmp_path):
         with pytest.raises(ValueError, match=message):
             take(source, target, examples, served)
     save_file({"token_ids": torch.tensor(examples[1].tokens)}, served / "hs_1.safetensors")
-    with pytest.raises(ValueError, match=r"hs_1.safetensors lacks hidden_states; it holds token_ids"):
+    with pytest.raises(
+        ValueError, match=r"hs_1.safetensors lacks hidden_states; it holds token_ids"
+    ):
         take(source, target, examples, served)
     (served / "hs_1.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match=r"hs_1.safetensors cannot be read"):
         take(source, target, examples, served)
     (served / "hs_1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"of 3 sequences to train on have no states .* there is no hs_1.safetensors"):
+    with pytest.raises(
+        ValueError,
+        match=r"of 3 sequences to train on have no states .* there is no hs_1.safetensors",
+    ):
         take(source, target, examples, served)
 
 
 def test_a_cut_sequence_is_told_by_its_length(target, source, examples, served):
-    longer = [dataclasses.replace(examples[0], tokens=[*examples[0].tokens, 5], loss_mask=[True] * 9), *examples[1:]]
+    longer = [
+        dataclasses.replace(examples[0], tokens=[*examples[0].tokens, 5], loss_mask=[True] * 9),
+        *examples[1:],
+    ]
     with pytest.raises(ValueError, match=r"9 tokens here and 8 there \(data.max_length\?\)"):
         take(source, target, longer, served)
 
@@ -144,11 +178,23 @@ def test_a_longer_file_serves_a_sequence_that_is_cut_here(target, head, source, 
         ({"from_server": "f", "mode": "cached"}, "features.server_layers, belong together"),
         ({"server_layers": [1], "mode": "cached"}, "features.server_layers, belong together"),
         ({"server": "http://h/v1", "mode": "served"}, "features.server_layers, belong together"),
-        ({"from_server": "f", "server_layers": [1]}, "from_server needs features.mode stored or cached, not online"),
-        ({"server": "http://h/v1", "server_layers": [1]}, "features.server needs features.mode served or stored"),
+        (
+            {"from_server": "f", "server_layers": [1]},
+            "from_server needs features.mode stored or cached, not online",
+        ),
+        (
+            {"server": "http://h/v1", "server_layers": [1]},
+            "features.server needs features.mode served or stored",
+        ),
         ({"mode": "served"}, "features.mode served needs features.server"),
-        ({"server": "host:8000", "server_layers": [1], "mode": "served"}, "is a URL such as http://HOST:8000/v1"),
-        ({"server": "http://h/v1", "from_server": "f", "mode": "stored"}, "are two sources of the same states"),
+        (
+            {"server": "host:8000", "server_layers": [1], "mode": "served"},
+            "is a URL such as http://HOST:8000/v1",
+        ),
+        (
+            {"server": "http://h/v1", "from_server": "f", "mode": "stored"},
+            "are two sources of the same states",
+        ),
         ({"server_seconds": 0}, "server_seconds must be above 0, not 0"),
     ],
 )

@@ -1,4 +1,5 @@
-"""States from a running server: a stand-in that answers as vLLM does, and everything that can be wrong with one."""
+"""States from a running server: a stand-in that answers as vLLM does, and everything that can be
+wrong with one."""
 
 from __future__ import annotations
 
@@ -82,7 +83,11 @@ class Served:
                 logits_V = self.target.model(torch.tensor([tokens])).logits[0, -1].float()
                 tokens.append(int(logits_V.argmax()))
                 logprobs.append(float(logits_V.log_softmax(-1).max()))
-            read = tokens[:-1] if body["kv_transfer_params"]["include_output_tokens"] else body["prompt"]
+            read = (
+                tokens[:-1]
+                if body["kv_transfer_params"]["include_output_tokens"]
+                else body["prompt"]
+            )
             streams = {}
             hooks = [
                 block.register_forward_hook(
@@ -125,7 +130,9 @@ def outer(taught):
 def examples():
     random = torch.Generator().manual_seed(2)
     rows = [torch.randint(258, (8 + 3 * i,), generator=random).tolist() for i in range(4)]
-    return [Example(row, [t > 2 for t in range(len(row))], number) for number, row in enumerate(rows)]
+    return [
+        Example(row, [t > 2 for t in range(len(row))], number) for number, row in enumerate(rows)
+    ]
 
 
 def source_of(served, outer, layers=(0, -1), given=GIVEN, **options):
@@ -146,7 +153,9 @@ def test_its_states_are_the_targets_own_and_its_files_are_removed(served, outer,
         wanted = online_features(served.target, head, batch)
         for row, place in batch.places():
             for name in ("features_BTF", "last_BTD"):
-                torch.testing.assert_close(getattr(found, name)[row, place], getattr(wanted, name)[row, place])
+                torch.testing.assert_close(
+                    getattr(found, name)[row, place], getattr(wanted, name)[row, place]
+                )
     assert served.requests == 1 + 2 * len(examples)
     assert list(served.folder.iterdir()) == []
 
@@ -156,29 +165,49 @@ def test_an_answer_and_its_states_are_those_of_greedy_decoding(served, outer, ex
     source.model = outer.name
     text_T, (states_TLD, _) = source.answer(examples[1], 5)
     prompt_T = torch.tensor([examples[1].prompt])
-    wanted = served.target.model.generate(prompt_T, max_new_tokens=5, do_sample=False, eos_token_id=[], pad_token_id=0)
+    wanted = served.target.model.generate(
+        prompt_T, max_new_tokens=5, do_sample=False, eos_token_id=[], pad_token_id=0
+    )
     assert text_T.tolist() == wanted[0].tolist()
     assert states_TLD.shape == (len(text_T), 2, 32)
 
 
 def spoilt(**changes):
-    return lambda tensors: {**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}
+    return lambda tensors: {
+        **tensors,
+        **{name: change(tensors[name]) for name, change in changes.items()},
+    }
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"names": ["other/model"]}, r"serves 'other/model', and the target is .*; start it with this target, or name"),
+        (
+            {"names": ["other/model"]},
+            r"serves 'other/model', and the target is .*; start it with this target, or name",
+        ),
         ({"states": False}, "answers without states: start it with --speculative-config"),
-        ({"change": spoilt(hidden_states=lambda states: states[:, :1].clone())}, r"hidden_states of \[8, 1, 32\], not"),
-        ({"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())}, "log-probability|nats a token"),
-        ({"change": spoilt(hidden_states=lambda states: states * float("nan"))}, "that contain NaN"),
+        (
+            {"change": spoilt(hidden_states=lambda states: states[:, :1].clone())},
+            r"hidden_states of \[8, 1, 32\], not",
+        ),
+        (
+            {"change": spoilt(hidden_states=lambda states: states.flip(1).contiguous())},
+            "log-probability|nats a token",
+        ),
+        (
+            {"change": spoilt(hidden_states=lambda states: states * float("nan"))},
+            "that contain NaN",
+        ),
         (
             {"change": spoilt(token_ids=lambda tokens: (tokens + 1) % 258)},
             "the states of other tokens than it was asked",
         ),
         ({"change": spoilt(token_ids=lambda tokens: tokens + 300)}, "made with another tokenizer"),
-        ({"change": spoilt(hidden_states=lambda states: states[:-1].clone())}, r"hidden_states of \[7, 2, 32\]"),
+        (
+            {"change": spoilt(hidden_states=lambda states: states[:-1].clone())},
+            r"hidden_states of \[7, 2, 32\]",
+        ),
     ],
 )
 def test_a_server_of_something_else_is_refused_by_name(served, outer, examples, fault, message):
@@ -203,7 +232,9 @@ def test_a_name_that_the_user_gives_is_looked_up(served, outer, examples):
 
 def test_the_folder_may_have_another_path_here(served, outer, examples, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(ValueError, match=r"which this machine does not see at .*elsewhere.*features.server_folder"):
+    with pytest.raises(
+        ValueError, match=r"which this machine does not see at .*elsewhere.*features.server_folder"
+    ):
         connect(served, outer, examples, folder=tmp_path / "elsewhere")
     connect(served, outer, examples, folder=served.folder)
 
@@ -216,16 +247,22 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, exam
     states_TLD, _ = source.states(torch.tensor(examples[0].tokens), 0)
     assert len(states_TLD) == len(examples[0].tokens) and served.requests == 4
     with pytest.raises(
-        ValueError, match=r"conversation 7: features.server http://127.* refuses a request \(400\): .*long"
+        ValueError,
+        match=r"conversation 7: features.server http://127.* refuses a request \(400\): .*long",
     ):
         source.states(torch.zeros(600, dtype=torch.int64), 7)
     assert served.requests == 5, "a refusal is final"
     served.fail = 10**6
     source = dataclasses.replace(source, seconds=0.3)
-    with pytest.raises(ValueError, match=r"gave nothing for 0.3 s \(features.server_seconds\): 503.*resumes"):
+    with pytest.raises(
+        ValueError, match=r"gave nothing for 0.3 s \(features.server_seconds\): 503.*resumes"
+    ):
         source.states(torch.tensor(examples[0].tokens), 0)
     served.fail, served.seconds = 0, 2.0
-    with pytest.raises(ValueError, match=r"gave nothing for 0.3 s .*timed out.*Start it again, or give it more time"):
+    with pytest.raises(
+        ValueError,
+        match=r"gave nothing for 0.3 s .*timed out.*Start it again, or give it more time",
+    ):
         source.states(torch.tensor(examples[0].tokens), 0)
     dead = dataclasses.replace(source, url="http://127.0.0.1:9/v1")
     with pytest.raises(ValueError, match=r"gave nothing for 0.3 s .*[Rr]efused"):
@@ -244,9 +281,13 @@ def train_served(config):
     return train(run_config, source=source)
 
 
-def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(short, served, changed, monkeypatch):
+def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(
+    short, served, changed, monkeypatch
+):
     config = run_on(short, served)
-    online = dataclasses.replace(config, output=short.output + "-online", features=ServedFeaturesConfig())
+    online = dataclasses.replace(
+        config, output=short.output + "-online", features=ServedFeaturesConfig()
+    )
     wanted = load_file(train(online) / "last" / "model.safetensors")
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
@@ -256,12 +297,19 @@ def test_workers_fetch_states_while_steps_run_and_the_head_is_the_same(short, se
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0, msg=name)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    others = [json.loads(line) for line in (folder.parent / "run-online" / "log.jsonl").read_text().splitlines()]
-    assert [row["eval"] for row in rows if "eval" in row] == [row["eval"] for row in others if "eval" in row]
+    others = [
+        json.loads(line)
+        for line in (folder.parent / "run-online" / "log.jsonl").read_text().splitlines()
+    ]
+    assert [row["eval"] for row in rows if "eval" in row] == [
+        row["eval"] for row in others if "eval" in row
+    ]
     assert all(row["step_seconds"]["data"] > 0 for row in rows if "loss" in row)
 
 
-def test_a_server_that_dies_is_told_in_the_process_of_the_user(short, served, changed, monkeypatch, caplog):
+def test_a_server_that_dies_is_told_in_the_process_of_the_user(
+    short, served, changed, monkeypatch, caplog
+):
     monkeypatch.setattr(state_server, "PAUSE", 0.01)
     config = changed(run_on(short, served, server_seconds=0.5), loop={"max_steps": 40})
     answer = served.answer
@@ -272,5 +320,7 @@ def test_a_server_that_dies_is_told_in_the_process_of_the_user(short, served, ch
         return answer(body, number)
 
     monkeypatch.setattr(served, "answer", dies)
-    with pytest.raises(ValueError, match=r"^conversation \d+: features.server .* gave nothing for 0.5 s .* resumes"):
+    with pytest.raises(
+        ValueError, match=r"^conversation \d+: features.server .* gave nothing for 0.5 s .* resumes"
+    ):
         train_served(config)

@@ -17,7 +17,12 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve import state_files
-from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, open_server, training_source
+from headstart.addons.serve.options import (
+    ServedFeaturesConfig,
+    ServedTrainConfig,
+    open_server,
+    training_source,
+)
 from headstart.addons.serve.state_files import ServerLayers
 from headstart.heads.checkpoints.files import json_ready
 from headstart.inference import Target
@@ -43,12 +48,16 @@ def files(short, taught, tmp_path):
     options = {
         **vars(short),
         "head": {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2},
-        "features": ServedFeaturesConfig(mode="stored", from_server=str(tmp_path / "files"), server_layers=[2, 1]),
+        "features": ServedFeaturesConfig(
+            mode="stored", from_server=str(tmp_path / "files"), server_layers=[2, 1]
+        ),
     }
     config = ServedTrainConfig(**options)
     folder = tmp_path / "files"
     folder.mkdir()
-    inputs = load_inputs(dataclasses.replace(config, features=ServedFeaturesConfig()), Accelerator())
+    inputs = load_inputs(
+        dataclasses.replace(config, features=ServedFeaturesConfig()), Accelerator()
+    )
     streams = []
     for block in inputs.target.modules.blocks:
         block.register_forward_hook(lambda module, given, output: streams.append(output))
@@ -58,18 +67,23 @@ def files(short, taught, tmp_path):
         inputs.target.model(tokens_1T)
         states = torch.stack([streams[1][0], streams[0][0]], 1)
         save_file(
-            {"token_ids": tokens_1T[0], "hidden_states": states}, folder / f"hs_{example.conversation}.safetensors"
+            {"token_ids": tokens_1T[0], "hidden_states": states},
+            folder / f"hs_{example.conversation}.safetensors",
         )
     return config
 
 
 def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeypatch, tmp_path):
-    with_target = dataclasses.replace(files, output=files.output + "-online", features=ServedFeaturesConfig())
+    with_target = dataclasses.replace(
+        files, output=files.output + "-online", features=ServedFeaturesConfig()
+    )
     expected, (judged,) = losses(train_served(with_target))
     monkeypatch.setattr(Target, "load", None)
     read = []
     original = ServerLayers.read
-    monkeypatch.setattr(ServerLayers, "read", lambda *given: read.append(given[1].name) or original(*given))
+    monkeypatch.setattr(
+        ServerLayers, "read", lambda *given: read.append(given[1].name) or original(*given)
+    )
     found, (row,) = losses(train_served(files))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
     torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
@@ -91,10 +105,22 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.unlink(), r"1 of 5 sequences that are held out have no states .* there is no hs_"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-3]), r"hs_\d+.safetensors cannot be read"),
-        (lambda path: rewrite(path, hidden_states=lambda s: s[:, :1].clone()), r"hidden_states of \[\d+, 1, 32\], not"),
-        (lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()), "nats a token, and that of 1 at"),
+        (
+            lambda path: path.unlink(),
+            r"1 of 5 sequences that are held out have no states .* there is no hs_",
+        ),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-3]),
+            r"hs_\d+.safetensors cannot be read",
+        ),
+        (
+            lambda path: rewrite(path, hidden_states=lambda s: s[:, :1].clone()),
+            r"hidden_states of \[\d+, 1, 32\], not",
+        ),
+        (
+            lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()),
+            "nats a token, and that of 1 at",
+        ),
         (
             lambda path: rewrite(path, token_ids=lambda t: t.flip(0).contiguous()),
             r"differs from .*: token 0 is \d+ here",
@@ -103,7 +129,9 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
     ],
 )
 def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, message, monkeypatch):
-    first = load_inputs(dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator()).held_out[0]
+    first = load_inputs(
+        dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator()
+    ).held_out[0]
     spoil(tmp_path / "files" / f"hs_{first.conversation}.safetensors")
     monkeypatch.setattr(state_files, "WORSE", 0.2)  # the blocks of a tiny target do little
     monkeypatch.setattr(Target, "load", None)
@@ -113,10 +141,14 @@ def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, mes
 
 def rewrite(path, **changes):
     tensors = load_file(path)
-    save_file({**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}, path)
+    save_file(
+        {**tensors, **{name: change(tensors[name]) for name, change in changes.items()}}, path
+    )
 
 
-def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker(files, changed, tmp_path):
+def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker(
+    files, changed, tmp_path
+):
     inputs = load_inputs(dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator())
     path = tmp_path / "files" / f"hs_{inputs.training[3].conversation}.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
@@ -127,7 +159,10 @@ def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker
 def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, tmp_path):
     monkeypatch.setattr(Target, "load", None)
     config = dataclasses.replace(
-        files, features=dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
+        files,
+        features=dataclasses.replace(
+            files.features, folder=str(tmp_path / "copied"), format="float32"
+        ),
     )
     precompute(config, partial(open_server, config.features))
     alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
@@ -141,15 +176,33 @@ def launched(script, config, folder):
     path = folder / f"{script}.yaml"
     path.write_text(yaml.safe_dump(json_ready(dataclasses.asdict(config))))
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/ddp.yaml"]
-    command += ["--num_processes", "2", "--main_process_port", "0", f"scripts/{script}.py", "--config", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "configs/accelerate/ddp.yaml",
+    ]
+    command += [
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        f"scripts/{script}.py",
+        "--config",
+        str(path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=550
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
-    with_target = dataclasses.replace(files, output=files.output + "-online", features=ServedFeaturesConfig())
+    with_target = dataclasses.replace(
+        files, output=files.output + "-online", features=ServedFeaturesConfig()
+    )
     expected, _ = losses(train_served(with_target))
     copied = dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
     code, said = launched("features", dataclasses.replace(files, features=copied), tmp_path)

@@ -1,4 +1,5 @@
-"""The page of a trace, in headless Chromium: it plays, steps, hovers and counts as its data says, without a network."""
+"""The page of a trace, in headless Chromium: it plays, steps, hovers and counts as its data says,
+without a network."""
 
 from __future__ import annotations
 
@@ -17,14 +18,19 @@ from headstart.addons.trace import Trace
 from headstart.inference import Stats
 from headstart.inference.trees.stats import PARTS, RoundRecord
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a Chromium: apt-get install chromium"
+)
 
 Data = dict[str, Any]
 Piece = tuple[str, str]
 """A token as it is shown, and its piece of the text."""
 WORDS: list[Piece] = [
-    (word, word) for word in (" the", " boat", " sails", ",", " over", " a", " lake", ".", " and", "\n")
+    (word, word)
+    for word in (" the", " boat", " sails", ",", " over", " a", " lake", ".", " and", "\n")
 ]
 LIVELY: list[Piece] = [
     (" שלום", " שלום"),
@@ -38,16 +44,23 @@ LIVELY: list[Piece] = [
     ("<b>", "<b>"),
     ("</script>", "</script>"),
 ]
-"""Right-to-left words, halves of a character, a composed emoji, an override of direction, white space, and HTML."""
+"""Right-to-left words, halves of a character, a composed emoji, an override of direction, white
+space, and HTML."""
 HOSTILE = (
-    "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><!-- {{TRACE_JSON}} {{TITLE}}"
+    "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'><!--"
+    " {{TRACE_JSON}} {{TITLE}}"
 )
 
 
 def made_trace(
-    rounds: int = 12, rule: str = "without_replacement", words: list[Piece] = WORDS, plain: bool = True, **more: Any
+    rounds: int = 12,
+    rule: str = "without_replacement",
+    words: list[Piece] = WORDS,
+    plain: bool = True,
+    **more: Any,
 ) -> Data:
-    """A trace with the given number of rounds, made up and consistent: trees of 12 nodes, five deep."""
+    """A trace with the given number of rounds, made up and consistent: trees of 12 nodes, five
+    deep."""
     draws = random.Random(rounds)
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10]
     depth = [0]
@@ -64,7 +77,9 @@ def made_trace(
         nodes = [{"v": tokens[0], "u": -1, "q": None, "p": None, "s": 1}]
         for node in range(1, size):
             p, q = target[parents[node]][tokens[node]], draft[parents[node]][tokens[node]]
-            nodes.append({"v": tokens[node], "u": parents[node], "q": None if lookup else q, "p": p, "s": -1})
+            nodes.append(
+                {"v": tokens[node], "u": parents[node], "q": None if lookup else q, "p": p, "s": -1}
+            )
         trials, at, rejected = [], 0, False
         while True:
             accepted = 0
@@ -76,20 +91,37 @@ def made_trace(
                 if not greedy:
                     limit = round(draws.uniform(0.1, 0.9), 4)
                     below = ok != typical
-                    number = round(limit * draws.uniform(0.1, 0.9) if below else limit * draws.uniform(1.05, 1.1), 4)
+                    number = round(
+                        (
+                            limit * draws.uniform(0.1, 0.9)
+                            if below
+                            else limit * draws.uniform(1.05, 1.1)
+                        ),
+                        4,
+                    )
                     kind = "typical" if typical else "accept"
-                    trials.append({"n": at, "c": child, "kind": kind, "u": number, "limit": limit, "ok": ok})
+                    trials.append(
+                        {"n": at, "c": child, "kind": kind, "u": number, "limit": limit, "ok": ok}
+                    )
                     rejected = rejected or not ok
                 accepted = accepted or (child if ok else 0)
             if not accepted:
                 break
             nodes[accepted]["s"] = 1
             if greedy:
-                trials.append({"n": at, "c": accepted, "kind": "best", "u": None, "token": tokens[accepted]})
+                trials.append(
+                    {"n": at, "c": accepted, "kind": "best", "u": None, "token": tokens[accepted]}
+                )
             at, rejected = accepted, False
         path = [node for node in range(size) if nodes[node]["s"] == 1]
         following = draws.randrange(len(words))
-        last = {"n": at, "c": None, "kind": "best" if greedy or typical else "sample", "u": None, "token": following}
+        last = {
+            "n": at,
+            "c": None,
+            "kind": "best" if greedy or typical else "sample",
+            "u": None,
+            "token": following,
+        }
         emitted = len(path)
         if index == rounds - 1 and emitted > 1:  # the answer ends in the middle of the path
             emitted -= 1
@@ -101,7 +133,9 @@ def made_trace(
                 "parts": parts,
                 "fallback": fallback,
                 "nodes": nodes,
-                "draft": {} if lookup or fallback else {str(node): best(draft[node]) for node in inner},
+                "draft": (
+                    {} if lookup or fallback else {str(node): best(draft[node]) for node in inner}
+                ),
                 "best": {str(node): best(target[node]) for node in range(size)},
                 "draws": [*trials, last],
                 "residual": best(target[at]) if rejected and not greedy and not typical else None,
@@ -111,7 +145,10 @@ def made_trace(
         )
         records.append(RoundRecord(len(path) - 1, emitted, max(depth[:size]), index, fallback))
         emission = [*((tokens[node], depth[node]) for node in path[1:]), (following, 0)][:emitted]
-        output += [{"v": token, "p": words[token][1], "r": index, "d": from_depth} for token, from_depth in emission]
+        output += [
+            {"v": token, "p": words[token][1], "r": index, "d": from_depth}
+            for token, from_depth in emission
+        ]
         newest = following
     stats = Stats([records], max_depth=max(depth))
     stats.round_seconds = [each["ms"] / 1000 for each in made]
@@ -135,12 +172,18 @@ def made_trace(
             "plain_rounds": stats.plain_rounds,
             "acceptance_length": stats.acceptance_length if rounds else None,
             "interval": list(stats.acceptance_length_interval) if rounds > 1 else None,
-            "acceptance_rate_by_depth": [None if rate != rate else rate for rate in rates] if rounds else [],
+            "acceptance_rate_by_depth": (
+                [None if rate != rate else rate for rate in rates] if rounds else []
+            ),
             "tokens_per_second": stats.tokens / sum(stats.round_seconds) if rounds else None,
             "prefill_ms": 40.0,
-            "parts_ms": {part: sum(each["parts"][part] for each in made) / max(rounds, 1) for part in PARTS},
+            "parts_ms": {
+                part: sum(each["parts"][part] for each in made) / max(rounds, 1) for part in PARTS
+            },
         },
-        "plain": {"ms_per_token": 15.0, "tokens_per_second": 66.7, "same_text": True} if plain else None,
+        "plain": (
+            {"ms_per_token": 15.0, "tokens_per_second": 66.7, "same_text": True} if plain else None
+        ),
         **more,
     }
 
@@ -151,7 +194,10 @@ def distribution(draws: random.Random, count: int) -> list[float]:
 
 
 def best(probs: list[float]) -> list[list[float]]:
-    return [[token, probs[token]] for token in sorted(range(len(probs)), key=lambda token: -probs[token])[:10]]
+    return [
+        [token, probs[token]]
+        for token in sorted(range(len(probs)), key=lambda token: -probs[token])[:10]
+    ]
 
 
 expect.set_options(timeout=30_000)
@@ -167,14 +213,17 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Opens the page of a trace; at the end it must have asked for nothing, and reported nothing on the console."""
+    """Opens the page of a trace; at the end it must have asked for nothing, and reported nothing on
+    the console."""
     asked: list[str] = []
     reported: list[str] = []
     contexts = []
 
     def call(data: Data, **options: Any) -> Page:
         path = Trace(data).save(tmp_path / f"trace{len(contexts)}.html")
-        contexts.append(browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options}))
+        contexts.append(
+            browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
+        )
         contexts[-1].set_offline(True)
         page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
@@ -194,7 +243,8 @@ def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 def go(page: Page, number: int) -> None:
     """Step to a round, counted from 1."""
     page.locator("#slider").evaluate(
-        "(slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')) }", number
+        "(slider, value) => { slider.value = value; slider.dispatchEvent(new Event('input')) }",
+        number,
     )
     expect(page.locator("#round-title")).to_have_text(f"Round {number}")
 
@@ -214,16 +264,14 @@ def answer(data: Data) -> str:
 
 def at_each_round(page: Page, expression: str) -> list[Any]:
     """The value of a JavaScript expression at each round, stepped to by the slider."""
-    return page.evaluate(
-        f"""() => {{
+    return page.evaluate(f"""() => {{
             const slider = document.getElementById("slider");
             return Array.from({{ length: Number(slider.max) }}, (_, index) => {{
                 slider.value = index + 1;
                 slider.dispatchEvent(new Event("input"));
                 return {expression};
             }});
-        }}"""
-    )
+        }}""")
 
 
 OUTSIDE = """Array.from(document.querySelectorAll("body, button, select, input, .card, .narrow .node"))
@@ -237,10 +285,14 @@ SHADE = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Numb
 """Brightness of the page, 0 to 255."""
 
 
-@pytest.mark.parametrize(("width", "rule"), [(390, "greedy"), (390, "without_replacement"), (1440, "typical")])
+@pytest.mark.parametrize(
+    ("width", "rule"), [(390, "greedy"), (390, "without_replacement"), (1440, "typical")]
+)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_round_fits_the_width_in_light_and_dark(opened, rule, scheme, width):
-    page = opened(made_trace(9, rule, LIVELY), viewport={"width": width, "height": 844}, color_scheme=scheme)
+    page = opened(
+        made_trace(9, rule, LIVELY), viewport={"width": width, "height": 844}, color_scheme=scheme
+    )
     assert at_each_round(page, OUTSIDE) == [[]] * 9
     assert page.evaluate(SHADE) < 60 if scheme == "dark" else page.evaluate(SHADE) > 200
 
@@ -314,7 +366,9 @@ def test_the_text_grows_and_shrinks_with_the_rounds(opened):
     tokens = page.locator("#answer .t")
     for number in (12, 2, 7):
         go(page, number)
-        assert page.locator("#answer .t:not(.off)").count() == sum(token["r"] < number for token in data["output"])
+        assert page.locator("#answer .t:not(.off)").count() == sum(
+            token["r"] < number for token in data["output"]
+        )
         assert page.locator("#answer .now").count() == data["rounds"][number - 1]["emitted"]
     assert page.locator("#answer").evaluate("each => each.textContent") == answer(data)
     shown = tokens.evaluate_all("""all => all.map(each =>
@@ -328,7 +382,9 @@ def test_the_text_grows_and_shrinks_with_the_rounds(opened):
 def test_a_click_on_a_token_shows_its_round_and_node(opened):
     data = made_trace(12)
     page = opened(data)
-    drafted = next(i for i, token in enumerate(data["output"]) if token["d"] == 1 and token["r"] == 4)
+    drafted = next(
+        i for i, token in enumerate(data["output"]) if token["d"] == 1 and token["r"] == 4
+    )
     own = next(i for i, token in enumerate(data["output"]) if token["d"] == 0 and token["r"] == 5)
     for index, number in ((drafted, 5), (own, 6)):
         page.keyboard.press("End")
@@ -353,13 +409,17 @@ def test_hovering_a_node_shows_the_ten_best_of_draft_and_target(opened):
         node(page, index).hover()
         parent = str(found["nodes"][index]["u"])
         rows = page.evaluate(ROWS)
-        assert [token for kind, token, *_ in rows if "here" in kind] == [word(data, found["nodes"][index]["v"])]
+        assert [token for kind, token, *_ in rows if "here" in kind] == [
+            word(data, found["nodes"][index]["v"])
+        ]
         for place, name in enumerate(("draft", "best"), start=2):
             numbers = {row[1]: float(row[place].replace("−", "-")) for row in rows}
             wanted = {word(data, token): value for token, value in found[name][parent]}
             assert len(wanted) == 10 and numbers == pytest.approx(wanted, rel=0.06, abs=6e-4)
     page.mouse.move(5, 5)
-    assert page.locator('#tree [aria-selected="true"]').get_attribute("data-n") == str(len(found["nodes"]))
+    assert page.locator('#tree [aria-selected="true"]').get_attribute("data-n") == str(
+        len(found["nodes"])
+    )
 
 
 def test_the_keyboard_reaches_every_node_and_does_not_step_there(opened):
@@ -400,16 +460,24 @@ def test_nodes_say_what_became_of_them_and_why(opened, rule):
     data = made_trace(12, rule)
     reasons = set()
     for found, shown in zip(data["rounds"], at_each_round(opened(data), NODES), strict=True):
-        tried = {draw["c"]: draw for draw in found["draws"] if draw["kind"] in ("accept", "typical")}
+        tried = {
+            draw["c"]: draw for draw in found["draws"] if draw["kind"] in ("accept", "typical")
+        }
         best = {draw["n"]: draw["token"] for draw in found["draws"] if draw["kind"] == "best"}
         for index, each in enumerate(found["nodes"][1:], start=1):
-            state, label, why = (shown["nodes"][str(index)].get(name) for name in ("state", "label", "why"))
+            state, label, why = (
+                shown["nodes"][str(index)].get(name) for name in ("state", "label", "why")
+            )
             assert state == {1: "accepted", 0: "rejected", -1: "unreached"}[each["s"]]
             if each["s"] == -1:
                 reason = "never reached"
             elif rule == "greedy":
                 text = word(data, best[each["u"]])
-                reason = f"the target’s best token is “{text}”" if each["s"] == 0 else "it is the target’s best token"
+                reason = (
+                    f"the target’s best token is “{text}”"
+                    if each["s"] == 0
+                    else "it is the target’s best token"
+                )
                 assert why == (f"best: {text}" if each["s"] == 0 else "target’s best")
             elif rule == "typical" and tried[index]["ok"] and each["s"] == 0:
                 reason = "a longer or likelier path won"
@@ -420,7 +488,13 @@ def test_nodes_say_what_became_of_them_and_why(opened, rule):
                 assert float(left) == pytest.approx(draw["u"], abs=0.006)
                 assert float(right) == pytest.approx(draw["limit"], abs=0.006)
                 assert sign == {"typical": "≤>"}.get(rule, "><")[draw["ok"]]
-                reason = "plausible" if draw["ok"] and rule == "typical" else "accepted" if draw["ok"] else "rejected"
+                reason = (
+                    "plausible"
+                    if draw["ok"] and rule == "typical"
+                    else "accepted"
+                    if draw["ok"]
+                    else "rejected"
+                )
             assert reason in label
             reasons.add(reason.partition("“")[0])
         assert shown["nodes"][str(len(found["nodes"]))]["state"] == "own"
@@ -454,9 +528,14 @@ def test_the_time_of_a_round_is_shown_by_part(opened):
         go(page, number)
         text = page.locator("#time").text_content()
         assert text.startswith(f"{found['ms']:.1f} ms")
-        shown = [float(each) for each in re.findall(r"([\d.]+) ms", page.locator("#time .parts").text_content())]
+        shown = [
+            float(each)
+            for each in re.findall(r"([\d.]+) ms", page.locator("#time .parts").text_content())
+        ]
         assert shown == pytest.approx([found["parts"][part] for part in PARTS], abs=0.06)
-        total = page.locator("#time .stack").first.evaluate("each => each.getBoundingClientRect().width")
+        total = page.locator("#time .stack").first.evaluate(
+            "each => each.getBoundingClientRect().width"
+        )
         widths = (
             page.locator("#time .stack")
             .first.locator("i")
@@ -497,12 +576,16 @@ def test_counts_equal_those_of_stats_and_so_far_becomes_the_whole(opened, rounds
     if rounds > 1:
         go(page, rounds // 2)
         first = data["rounds"][: rounds // 2]
-        assert page.locator('[data-so-far="tokens"]').text_content() == str(sum(each["emitted"] for each in first))
+        assert page.locator('[data-so-far="tokens"]').text_content() == str(
+            sum(each["emitted"] for each in first)
+        )
 
 
 def test_text_of_the_data_is_never_markup(opened):
     data = made_trace(
-        4, words=[(HOSTILE, HOSTILE), ("<b>", "<b>"), ("&amp;", "&amp;"), ("<!--", "<!--")], prompt=HOSTILE
+        4,
+        words=[(HOSTILE, HOSTILE), ("<b>", "<b>"), ("&amp;", "&amp;"), ("<!--", "<!--")],
+        prompt=HOSTILE,
     )
     for name in ("target", "head", "drafter", "dtype"):
         data[name] = HOSTILE
@@ -559,7 +642,9 @@ def test_a_lossy_rule_is_called_lossy(opened):
     assert text.startswith("Lossy.") and "does not have the target’s distribution" in text
     for rule, word in (("greedy", "Greedy"), ("without_replacement", "Exact")):
         promise = opened(made_trace(3, rule)).locator("#promise")
-        assert promise.text_content().startswith(word) and "lossy" not in promise.get_attribute("class")
+        assert promise.text_content().startswith(word) and "lossy" not in promise.get_attribute(
+            "class"
+        )
 
 
 def test_a_lookup_has_no_draft_probabilities(opened):
@@ -583,7 +668,9 @@ def test_the_race_runs_in_measured_time(opened):
     page.locator("#race-play").click()
     expect(page.locator("#race-play")).to_have_text("Go on")
     clock = 100 + 400 * 0.05
-    ends = {index: sum(each["ms"] for each in data["rounds"][: index + 1]) for index in range(-1, 8)}
+    ends = {
+        index: sum(each["ms"] for each in data["rounds"][: index + 1]) for index in range(-1, 8)
+    }
     for name, times in (
         ("plain", [40 + 15 * index for index in range(len(data["output"]))]),
         ("ours", [40 + ends[token["r"]] for token in data["output"]]),
@@ -595,7 +682,9 @@ def test_the_race_runs_in_measured_time(opened):
     expect(page.locator("#race-play")).to_have_text("Again")
     end = page.locator("#race-end")
     expect(end).to_contain_text(f"Speculative decoding took {(40 + ends[7]) / 1000:.2f} s")
-    expect(end).to_contain_text(f"plain decoding {(40 + 15 * (len(data['output']) - 1)) / 1000:.2f} s")
+    expect(end).to_contain_text(
+        f"plain decoding {(40 + 15 * (len(data['output']) - 1)) / 1000:.2f} s"
+    )
     for name in ("plain", "ours"):
         assert page.locator(f"#{name}-stream").evaluate("each => each.textContent") == answer(data)
     page.locator("#race-reset").click()
@@ -660,7 +749,17 @@ def test_pages_stay_small():
 def test_what_can_be_focused_or_is_a_landmark_has_a_name(opened):
     page = opened(made_trace(5))
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
-    named = ("button", "slider", "combobox", "tree", "treeitem", "region", "navigation", "table", "link")
+    named = (
+        "button",
+        "slider",
+        "combobox",
+        "tree",
+        "treeitem",
+        "region",
+        "navigation",
+        "table",
+        "link",
+    )
     seen: dict[str, list[str]] = {}
     for each in tree:
         role, name = (each.get(key, {}).get("value", "") for key in ("role", "name"))
@@ -669,17 +768,30 @@ def test_what_can_be_focused_or_is_a_landmark_has_a_name(opened):
             assert name.strip(), each
             seen.setdefault(role, []).append(name)
     assert page.locator("#slider").get_attribute("aria-valuetext") == "Round 1 of 5"
-    assert len(seen["button"]) >= 7 and len(seen["combobox"]) == 2 and seen["tree"] == ["Draft tree of round 1"]
-    assert len(seen["treeitem"]) == 13 and any("the target’s own token" in name for name in seen["treeitem"])
+    assert (
+        len(seen["button"]) >= 7
+        and len(seen["combobox"]) == 2
+        and seen["tree"] == ["Draft tree of round 1"]
+    )
+    assert len(seen["treeitem"]) == 13 and any(
+        "the target’s own token" in name for name in seen["treeitem"]
+    )
 
 
 def test_the_order_of_focus_is_that_of_the_page(opened):
     page = opened(made_trace(5))
-    wanted = "skip theme first back play next last slider speed text treeitem draws race-play race-reset race-speed"
+    wanted = (
+        "skip theme first back play next last slider speed text treeitem draws race-play race-reset"
+        " race-speed"
+    )
     order = []
     for _ in wanted.split():
         page.keyboard.press("Tab")
-        order.append(page.evaluate("(({ id, role, className }) => id || role || className)(document.activeElement)"))
+        order.append(
+            page.evaluate(
+                "(({ id, role, className }) => id || role || className)(document.activeElement)"
+            )
+        )
     assert order == wanted.split()
 
 
@@ -737,7 +849,11 @@ def test_the_page_has_no_way_to_the_network():
     shown = json.loads(page.partition('id="trace">')[2].partition("</script>")[0])
     assert shown["output"] == made_trace(2)["output"]
     folder = Path(__file__).parents[3] / "addons" / "trace"
-    code = "".join((folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js"))
+    code = "".join(
+        (folder / name).read_text("utf-8") for name in ("page.html", "page.css", "page.js")
+    )
     addresses = set(re.findall(r"https?://[^\s\"']*", code))
     assert addresses <= {"http://www.w3.org/2000/svg"}  # a namespace, which nobody opens
-    assert not re.search(r"url\(|@import|innerHTML|insertAdjacentHTML|document\.write|fetch\(", code)
+    assert not re.search(
+        r"url\(|@import|innerHTML|insertAdjacentHTML|document\.write|fetch\(", code
+    )

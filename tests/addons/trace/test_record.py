@@ -1,4 +1,5 @@
-"""Recorded rounds: the same text as without a trace, and every draw, probability and count that decided it."""
+"""Recorded rounds: the same text as without a trace, and every draw, probability and count that
+decided it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ CASES = [
         for rule in ("point_mass", "typical")
         for tree in (*TOP_K, "drawn:chain:3", "independent:branch:2x2")
     ),
-    *((rule, "drawn:chain:3") for rule in ("token", "with_replacement", "without_replacement", "block", "traversal")),
+    *(
+        (rule, "drawn:chain:3")
+        for rule in ("token", "with_replacement", "without_replacement", "block", "traversal")
+    ),
     *((rule, "drawn:branch:3x2x1") for rule in ("without_replacement", "traversal")),
     ("with_replacement", "independent:branch:3x2"),
     ("token", "stop:0.01:drawn:chain:4"),
@@ -40,7 +44,11 @@ def prompt():
 
 def settings_of(prompt, rule="greedy", **more):
     settings = {**SETTINGS, **(SAMPLED if rule != "greedy" else {"do_sample": False}), **more}
-    return {"attention_mask": torch.ones_like(prompt), "generator": torch.Generator().manual_seed(5), **settings}
+    return {
+        "attention_mask": torch.ones_like(prompt),
+        "generator": torch.Generator().manual_seed(5),
+        **settings,
+    }
 
 
 def generated(lm, prompt, rule="greedy", **more):
@@ -58,7 +66,9 @@ def decoder(tools, target, rule, tree):
     near = tools.build_model()
     torch.manual_seed(2)
     for parameter in near.parameters():
-        parameter.data += 0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
+        parameter.data += (
+            0.3 * parameter.std() * torch.randn_like(parameter) if parameter.ndim > 1 else 0
+        )
     drafter = make_drafter(target, Target(near.requires_grad_(False)), tree)
     return SpeculativeLM(target, drafter, "auto" if rule == "greedy" else rule, lossy=True)
 
@@ -69,12 +79,20 @@ def followed(found, rule):
     if rule in ("greedy", "point_mass"):
         for draw in found["draws"]:
             assert draw["n"] == path[-1]
-            twins = [n for n, node in enumerate(nodes) if node["u"] == path[-1] and node["v"] == draw["token"]]
+            twins = [
+                n
+                for n, node in enumerate(nodes)
+                if node["u"] == path[-1] and node["v"] == draw["token"]
+            ]
             assert draw["c"] == (twins[0] if twins else None)
             if "times" in draw:
                 for node, time in draw["times"]:
                     same = nodes[node]["v"] == draw["token"]
-                    assert time == pytest.approx(draw["time"]) if same else time is None or time >= draw["time"]
+                    assert (
+                        time == pytest.approx(draw["time"])
+                        if same
+                        else time is None or time >= draw["time"]
+                    )
             path += twins[:1]
         return path
     tried = [draw for draw in found["draws"] if draw["c"] is not None]
@@ -88,7 +106,11 @@ def followed(found, rule):
         for node in sorted(stands):
             ends[node] = [*ends[nodes[node]["u"]], node]
         longest = max(map(len, ends.values()))
-        chance = {n: torch.tensor([nodes[m]["p"] for m in p[1:]]).prod() for n, p in ends.items() if len(p) == longest}
+        chance = {
+            n: torch.tensor([nodes[m]["p"] for m in p[1:]]).prod()
+            for n, p in ends.items()
+            if len(p) == longest
+        }
         return ends[max(chance, key=chance.get)]
     for node in sorted(stands):  # walks accept a path, tours its last node
         path = [node]
@@ -98,24 +120,34 @@ def followed(found, rule):
 
 
 @pytest.mark.parametrize(("rule", "tree"), CASES)
-def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer, prompt, rule, tree):
+def test_recorded_draws_lead_to_the_recorded_path(
+    tools, tiny_target, tokenizer, prompt, rule, tree
+):
     lm = decoder(tools, tiny_target(), rule, tree)
     plain = generated(lm, prompt, rule)
     output, data = traced(lm, prompt, tokenizer, rule)
     assert not lm.observers and torch.equal(plain.sequences, output.sequences)
-    assert ([*plain.stats.rows], plain.stats.max_depth) == ([*output.stats.rows], output.stats.max_depth) or "|" in tree
+    assert ([*plain.stats.rows], plain.stats.max_depth) == (
+        [*output.stats.rows],
+        output.stats.max_depth,
+    ) or "|" in tree
     json.dumps(data, allow_nan=False)
     new = output.sequences[0, prompt.shape[1] :].tolist()
     assert [data["vocab"][each["v"]]["id"] for each in data["output"]] == new
     assert (
-        data["rule"] == {"token": "token", "without_replacement": "token", "traversal": "block"}.get(rule, rule)
+        data["rule"]
+        == {"token": "token", "without_replacement": "token", "traversal": "block"}.get(rule, rule)
         or "branch" in tree
     )
     if tree != "root" and rule != "typical":
         status = [node["s"] for found in data["rounds"] for node in found["nodes"][1:]]
-        assert {0, 1} - ({1} if rule == "point_mass" else set()) <= set(status), "no draft stands, or all do"
+        assert {0, 1} - ({1} if rule == "point_mass" else set()) <= set(status), (
+            "no draft stands, or all do"
+        )
     written = [data["vocab"][data["output"][0]["v"]]["id"]]
-    for number, (found, record) in enumerate(zip(data["rounds"], output.stats.rows[0], strict=True)):
+    for number, (found, record) in enumerate(
+        zip(data["rounds"], output.stats.rows[0], strict=True)
+    ):
         nodes = found["nodes"]
         path = followed(found, rule)
         assert path == [n for n, node in enumerate(nodes) if node["s"] == 1]
@@ -130,7 +162,8 @@ def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer,
         assert set(found["parts"]) == set(PARTS)
         assert found["ms"] == pytest.approx(1000 * output.stats.round_seconds[number], rel=1e-3)
         assert (found["residual"] is not None) == any(
-            draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in found["draws"]
+            draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"]
+            for draw in found["draws"]
         )
         if found["residual"] is not None:
             shown = dict(map(tuple, found["residual"]))
@@ -139,7 +172,8 @@ def test_recorded_draws_lead_to_the_recorded_path(tools, tiny_target, tokenizer,
 
 
 def test_probabilities_are_those_of_target_and_draft(tools, tiny_target, tokenizer, prompt):
-    """The target's, by a forward over the text and the path; the draft's, by a sampled tree's own distribution."""
+    """The target's, by a forward over the text and the path; the draft's, by a sampled tree's own
+    distribution."""
     target = tiny_target()
     for tree in ("dynamic:9:3:3", "branch:3x2x1", "drawn:branch:3x2"):
         rule = "traversal" if "drawn" in tree else "greedy"
@@ -148,19 +182,25 @@ def test_probabilities_are_those_of_target_and_draft(tools, tiny_target, tokeniz
         temperature = 0.7 if rule != "greedy" else 1.0
         for found in data["rounds"]:
             start = before + next(
-                i for i, each in enumerate(data["output"]) if each["r"] == data["rounds"].index(found)
+                i
+                for i, each in enumerate(data["output"])
+                if each["r"] == data["rounds"].index(found)
             )
             paths = []
             for node, entry in enumerate(found["nodes"]):
                 token = data["vocab"][entry["v"]]["id"]
                 paths.append([*paths[entry["u"]], token] if node else [])
                 best = found["best"][str(node)]
-                text = torch.cat([output.sequences[0, :start], torch.tensor(paths[node], dtype=torch.int64)])
+                text = torch.cat(
+                    [output.sequences[0, :start], torch.tensor(paths[node], dtype=torch.int64)]
+                )
                 probs = (target.model(text[None]).logits[0, -1] / temperature).softmax(-1)
                 for index, prob in best:
                     assert prob == pytest.approx(float(probs[data["vocab"][index]["id"]]), rel=1e-3)
                 for child in (each for each in found["nodes"] if each["u"] == node):
-                    assert child["p"] == pytest.approx(float(probs[data["vocab"][child["v"]]["id"]]), rel=1e-3)
+                    assert child["p"] == pytest.approx(
+                        float(probs[data["vocab"][child["v"]]["id"]]), rel=1e-3
+                    )
                     likely = dict(map(tuple, found["draft"][str(node)]))
                     assert child["q"] == likely.get(child["v"], child["q"]) and 0 < child["q"] <= 1
                     if tree == "branch:3x2x1":
@@ -178,7 +218,9 @@ def test_every_head_gives_its_probabilities(tools, tiny_target, tokenizer, promp
     assert torch.equal(output.sequences, generated(lm, prompt).sequences)
     rounds = data["rounds"]
     assert all(node["q"] is not None for found in rounds for node in found["nodes"][1:])
-    assert all(a is b.head for a, b in zip(heads, lm.drafter.trees, strict=True)), "the drafter keeps its own head"
+    assert all(a is b.head for a, b in zip(heads, lm.drafter.trees, strict=True)), (
+        "the drafter keeps its own head"
+    )
     assert "expand" not in vars(heads[0])
 
 
@@ -200,16 +242,25 @@ def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
 def test_a_head_and_a_lookup_are_recorded_together(tools, tiny_target, tokenizer):
     target = tiny_target()
     prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
-    lm = SpeculativeLM(target, make_drafter(target, "prompt-lookup", "dynamic:6:2:2", tools.head_for(target, "medusa")))
+    lm = SpeculativeLM(
+        target,
+        make_drafter(target, "prompt-lookup", "dynamic:6:2:2", tools.head_for(target, "medusa")),
+    )
     output, data = traced(lm, prompt, tokenizer)
     assert torch.equal(output.sequences, generated(lm, prompt).sequences)
     assert all(followed(found, "greedy") for found in data["rounds"])
 
 
 def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prompt):
-    output, data = traced(decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer)
+    output, data = traced(
+        decoder(tools, tiny_target(), "greedy", "dynamic:9:3:3"), prompt, tokenizer
+    )
     shown, stats = data["stats"], output.stats
-    assert (shown["tokens"], shown["rounds"], shown["plain_rounds"]) == (stats.tokens, stats.rounds, stats.plain_rounds)
+    assert (shown["tokens"], shown["rounds"], shown["plain_rounds"]) == (
+        stats.tokens,
+        stats.rounds,
+        stats.plain_rounds,
+    )
     assert shown["acceptance_length"] == pytest.approx(stats.acceptance_length, rel=1e-3)
     assert shown["interval"] == pytest.approx(stats.acceptance_length_interval, rel=1e-3)
     rates = [None if rate != rate else rate for rate in stats.acceptance_rate_by_depth]
@@ -232,7 +283,9 @@ def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
 
 def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tokenizer, prompt):
     target = tiny_target(seed=1)
-    truth = generated(SpeculativeLM(target), prompt, max_new_tokens=40).sequences[:, prompt.shape[1] :]
+    truth = generated(SpeculativeLM(target), prompt, max_new_tokens=40).sequences[
+        :, prompt.shape[1] :
+    ]
     lm = SpeculativeLM(target, tools.Oracle(tools.TreeShape.chain(4), truth.tolist(), 258, 0.0))
     output, data = traced(lm, prompt, tokenizer, max_new_tokens=8)
     assert [found["emitted"] for found in data["rounds"]] == [5, 2] and len(data["output"]) == 8
@@ -240,8 +293,11 @@ def test_an_end_within_the_accepted_drafts_ends_the_text(tools, tiny_target, tok
     assert [each["d"] for each in data["output"]] == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
-def test_a_round_that_is_repeated_without_drafts_is_recorded_so(tools, tiny_target, tokenizer, prompt):
-    """A sampled draft that the target cannot read: the embedding of a token that it never says is not finite."""
+def test_a_round_that_is_repeated_without_drafts_is_recorded_so(
+    tools, tiny_target, tokenizer, prompt
+):
+    """A sampled draft that the target cannot read: the embedding of a token that it never says is
+    not finite."""
     target = tiny_target(dtype=torch.float32)
     bad = 77
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
@@ -250,7 +306,9 @@ def test_a_round_that_is_repeated_without_drafts_is_recorded_so(tools, tiny_targ
         lm_head.weight.data[bad] = torch.nan  # so that it is drafted first
     lm = SpeculativeLM(target, make_drafter(target, tree="branch:2x2", head=head))
     settings = {"suppress_tokens": [bad]}
-    expected = target.model.generate(prompt, **settings_of(prompt, **settings) | {"generator": None})
+    expected = target.model.generate(
+        prompt, **settings_of(prompt, **settings) | {"generator": None}
+    )
     output, data = traced(lm, prompt, tokenizer, **settings)
     assert torch.equal(output.sequences, expected)
     assert {found["fallback"] for found in data["rounds"]} == {"not_finite"}
@@ -258,7 +316,8 @@ def test_a_round_that_is_repeated_without_drafts_is_recorded_so(tools, tiny_targ
 
 
 class FromBoth(LogitsProcessor):
-    """Allows even and odd tokens in turn, and keeps count: it must be called once for each token of the text."""
+    """Allows even and odd tokens in turn, and keeps count: it must be called once for each token of
+    the text."""
 
     def __init__(self):
         self.calls = 0
@@ -276,7 +335,10 @@ def test_a_processor_that_keeps_a_state_is_called_as_without_a_trace(tiny_target
     lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
     expected = generated(lm, prompt, rule, logits_processor=[FromBoth()])
     output, data = traced(lm, prompt, tokenizer, rule, logits_processor=[FromBoth()])
-    assert torch.equal(output.sequences, expected.sequences) and len(data["rounds"]) == output.stats.rounds
+    assert (
+        torch.equal(output.sequences, expected.sequences)
+        and len(data["rounds"]) == output.stats.rounds
+    )
     assert all(followed(found, rule) for found in data["rounds"])
 
 
@@ -296,4 +358,6 @@ def test_a_generation_inside_the_traced_one_is_not_recorded(tools, tiny_target, 
 
     output, again = traced(lm, prompt, tokenizer, streamer=Asking())
     assert torch.equal(output.sequences, expected.sequences) and inner[0].stats.rounds > 0
-    assert [found["nodes"] for found in again["rounds"]] == [found["nodes"] for found in data["rounds"]]
+    assert [found["nodes"] for found in again["rounds"]] == [
+        found["nodes"] for found in data["rounds"]
+    ]

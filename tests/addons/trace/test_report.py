@@ -18,7 +18,14 @@ def node(token, parent, status, q=0.5, p=0.25):
 
 def a_round(nodes, following, emitted, draft_ms=4.0):
     parts = {"draft": draft_ms, "target": 6.0}
-    return {"ms": 12.0, "parts": parts, "fallback": "", "nodes": nodes, "next": following, "emitted": emitted}
+    return {
+        "ms": 12.0,
+        "parts": parts,
+        "fallback": "",
+        "nodes": nodes,
+        "next": following,
+        "emitted": emitted,
+    }
 
 
 def a_trace(rounds, depth=2, plain=None):
@@ -26,11 +33,20 @@ def a_trace(rounds, depth=2, plain=None):
     stats = {"tokens": tokens, "rounds": len(rounds), "acceptance_length": tokens / len(rounds)}
     stats |= {"acceptance_rate_by_depth": [None] * depth, "tokens_per_second": 50.0}
     vocab = [{"id": index, "t": text} for index, text in enumerate(VOCAB)]
-    return {"vocab": vocab, "prompt": "ask", "rule": "greedy", "rounds": rounds, "stats": stats, "plain": plain}
+    return {
+        "vocab": vocab,
+        "prompt": "ask",
+        "rule": "greedy",
+        "rounds": rounds,
+        "stats": stats,
+        "plain": plain,
+    }
 
 
 ROOT = node(THE, -1, 1, None, None)
-BOTH = a_round([ROOT, node(BOAT, 0, 1, 0.9), node(NUMBER, 1, 1, 0.7), node(STOP, 0, 0, 0.1)], NEWLINE, 3)
+BOTH = a_round(
+    [ROOT, node(BOAT, 0, 1, 0.9), node(NUMBER, 1, 1, 0.7), node(STOP, 0, 0, 0.1)], NEWLINE, 3
+)
 """Two drafts stand; the sibling of the first was compared and does not."""
 MISSED = a_round([ROOT, node(BOAT, 0, 0, 0.8), node(NUMBER, 1, -1, 0.6)], STOP, 1)
 CUT = a_round([ROOT, node(BOAT, 0, 1, 0.9), node(NUMBER, 1, 1, 0.9)], NEWLINE, 1)
@@ -50,7 +66,8 @@ def test_acceptance_is_that_of_stats_and_depths_have_their_price():
     report = trace_report([a_trace([BOTH, MISSED, CUT, PLAIN])])
     assert (report.stats.tokens, report.stats.rounds, report.stats.plain_rounds) == (6, 4, 1)
     first, second = report.depths
-    assert (first.acceptance_rate, second.acceptance_rate) == (2 / 4, 1 / 1)  # a plain round is a round; CUT ended
+    # a plain round is a round; CUT ended
+    assert (first.acceptance_rate, second.acceptance_rate) == (2 / 4, 1 / 1)
     assert (first.gained, second.gained) == (2 / 4, 1 / 4)
     assert (first.nodes, second.nodes) == (4 / 4, 3 / 4)
     assert first.draft_ms == second.draft_ms == (3 * 2.0) / 4
@@ -62,7 +79,9 @@ def test_calibration_compares_probability_with_what_stands():
     bins = {round(each.draft_prob, 2): (each.drafts, each.accepted) for each in report.calibration}
     assert bins == {0.9: (1, 1.0), 0.7: (1, 1.0), 0.1: (1, 0.0), 0.8: (1, 0.0)}
     assert report.calibration_error == pytest.approx((0.1 + 0.3 + 0.1 + 0.8) / 4)
-    even = calibration([(0.25, 0.3, hit) for hit in (True, False, False, False)] + [(1.0, 1.0, True)])
+    even = calibration(
+        [(0.25, 0.3, hit) for hit in (True, False, False, False)] + [(1.0, 1.0, True)]
+    )
     assert [(each.drafts, each.accepted) for each in even] == [(4, 0.25), (1, 1.0)]
 
 
@@ -71,7 +90,9 @@ def test_prompts_stand_by_themselves_and_sources_without_probabilities_have_no_c
     silent = [{**ROOT}, node(BOAT, 0, 0, None), node(NUMBER, 0, 1, None)]
     report = trace_report([a_trace([BOTH], plain=plain), a_trace([a_round(silent, END, 2)])])
     assert [each.rejection_rate for each in report.prompts] == [0.0, 0.0]
-    assert report.prompts[0].plain_tokens_per_second == 125.0 and math.isnan(report.prompts[1].plain_tokens_per_second)
+    assert report.prompts[0].plain_tokens_per_second == 125.0 and math.isnan(
+        report.prompts[1].plain_tokens_per_second
+    )
     assert report.plain_ms == 8.0 and report.stats.tokens == 5
     nothing = trace_report([a_trace([a_round(silent, END, 2)])])
     assert nothing.calibration == [] and math.isnan(nothing.calibration_error)

@@ -19,12 +19,17 @@ from headstart.files import write_whole
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.drafters.by_name import make_drafter
 
-EVIL = "</script><script>alert('1')</script><!-- {{TRACE_JSON}} {{TITLE}} /*TRACE_JS*/ \u2028 &amp; שלום 👩‍👩‍👧"
+EVIL = (
+    "</script><script>alert('1')</script><!-- {{TRACE_JSON}} {{TITLE}} /*TRACE_JS*/ \u2028 &amp;"
+    " שלום 👩‍👩‍👧"
+)
 
 
 def embedded(page):
     """The JSON of a page, as a browser finds it: up to the first end of its element."""
-    (found,) = re.findall(r'<script type="application/json" id="trace">(.*?)</script', page, re.DOTALL)
+    (found,) = re.findall(
+        r'<script type="application/json" id="trace">(.*?)</script', page, re.DOTALL
+    )
     return json.loads(found)
 
 
@@ -34,7 +39,9 @@ def fixed_trace(tokenizer):
     prompt = torch.tensor([tokenizer(EVIL)["input_ids"]])
     lm = SpeculativeLM(target, make_drafter(target, target, "branch:2x1x1"))
     settings = {"max_new_tokens": 40, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    return trace(lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings)[1]
+    return trace(
+        lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings
+    )[1]
 
 
 def test_html_in_a_prompt_stays_text(trace):
@@ -50,7 +57,8 @@ def test_html_in_a_prompt_stays_text(trace):
 def test_the_page_loads_nothing(trace):
     page = trace.to_html()
     assert not re.search(
-        r"""(src|href)\s*=\s*["']?\s*(https?:)?//|@import|\bfetch\(|XMLHttpRequest|url\((?!["']?data:)""", page
+        r"""(src|href)\s*=\s*["']?\s*(https?:)?//|@import|\bfetch\(|XMLHttpRequest|url\((?!["']?data:)""",
+        page,
     )
 
 
@@ -71,13 +79,19 @@ def many(trace, rounds, nodes):
     return Trace({**trace.data, "rounds": [found] * rounds, "output": [each] * rounds})
 
 
-@pytest.mark.parametrize(("rounds", "nodes", "limit"), [(300, 16, 3e6), (300, 64, 3e6), (4096, 16, 12e6)])
+@pytest.mark.parametrize(
+    ("rounds", "nodes", "limit"), [(300, 16, 3e6), (300, 64, 3e6), (4096, 16, 12e6)]
+)
 def test_long_traces_have_pages_of_bounded_size(trace, rounds, nodes, limit):
     page = many(trace, rounds, nodes).to_html()
     assert len(page.encode()) < limit
     data = embedded(page)
-    assert len(data["rounds"]) == rounds and all(len(found["nodes"]) == nodes for found in data["rounds"])
-    assert all({"0", "1"} <= set(found["best"]) for found in data["rounds"]), "the accepted path keeps its best tokens"
+    assert len(data["rounds"]) == rounds and all(
+        len(found["nodes"]) == nodes for found in data["rounds"]
+    )
+    assert all({"0", "1"} <= set(found["best"]) for found in data["rounds"]), (
+        "the accepted path keeps its best tokens"
+    )
 
 
 def test_a_file_is_whole_or_what_it_was(trace, tmp_path, monkeypatch):
@@ -89,7 +103,9 @@ def test_a_file_is_whole_or_what_it_was(trace, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .* MB of .*trace\.html: No space left on device") as error:
+    with pytest.raises(
+        OSError, match=r"cannot write .* MB of .*trace\.html: No space left on device"
+    ) as error:
         trace.save(path)
     assert error.value.errno == errno.ENOSPC
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
@@ -120,8 +136,12 @@ def test_long_texts_are_traced(tokenizer, tokens):
     lm = SpeculativeLM(target, make_drafter(target, "random", tree="branch:2x1"))
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": tokens, "eos_token_id": [], "pad_token_id": 0, "do_sample": False}
-    output, traced = trace(lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings)
+    output, traced = trace(
+        lm, prompt, attention_mask=torch.ones_like(prompt), tokenizer=tokenizer, **settings
+    )
     data = traced.data
     assert len(data["rounds"][0]["best"]) == 5 and len(data["rounds"][-1]["best"]) == 1
     assert len(data["output"]) == tokens and len(traced.to_html().encode()) < 12e6
-    assert "".join(each["p"] for each in data["output"]) == tokenizer.decode(output.sequences[0, 3:])
+    assert "".join(each["p"] for each in data["output"]) == tokenizer.decode(
+        output.sequences[0, 3:]
+    )

@@ -12,7 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from headstart.files import write_whole
-from headstart.heads.checkpoints.files import CONFIG_LIMIT, files_of_tensors, read_json, read_weights, weight_shapes
+from headstart.heads.checkpoints.files import (
+    CONFIG_LIMIT,
+    files_of_tensors,
+    read_json,
+    read_weights,
+    weight_shapes,
+)
 
 
 class Runs:
@@ -20,7 +26,9 @@ class Runs:
         return print, ("run",)
 
 
-def test_a_pickle_with_code_in_it_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pickle_with_code_in_it_is_not_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"fc.weight": Runs()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds more than tensors"):
         read_weights(tmp_path)
@@ -31,9 +39,15 @@ def test_a_pickle_with_code_in_it_is_not_opened(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_with_a_changed_byte_is_refused_or_read_and_no_other_error(zipped: bool, tmp_path: Path) -> None:
+def test_a_pickle_with_a_changed_byte_is_refused_or_read_and_no_other_error(
+    zipped: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "pytorch_model.bin"
-    torch.save({"fc.weight": torch.ones(3), "b": torch.zeros(2)}, path, _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {"fc.weight": torch.ones(3), "b": torch.zeros(2)},
+        path,
+        _use_new_zipfile_serialization=zipped,
+    )
     whole = path.read_bytes()
     refused = 0
     for at in range(0, len(whole), 7):
@@ -67,7 +81,9 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     head = tmp_path / "head"
     head.mkdir()
     torch.save({"a": torch.ones(1)}, tmp_path / "secret.bin")
-    (head / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.bin"}}))
+    (head / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../secret.bin"}})
+    )
     with pytest.raises(ValueError, match="leads out of its folder"):
         read_weights(head)
     (head / "pytorch_model.bin").symlink_to(tmp_path / "secret.bin")
@@ -106,7 +122,9 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
-def test_a_text_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "state.json"
     assert write_whole(path, "one") == path and path.read_text() == "one"
     for broken in (OSError(28, "No space left on device"), KeyboardInterrupt()):
@@ -116,7 +134,9 @@ def test_a_text_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", fails)
-            with pytest.raises(type(broken), match=r"cannot write .*state\.json: No space" if broken.args else None):
+            with pytest.raises(
+                type(broken), match=r"cannot write .*state\.json: No space" if broken.args else None
+            ):
                 write_whole(path, "two")
         assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
     write_whole(path, "private", mode=0o600)
@@ -124,7 +144,8 @@ def test_a_text_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch:
 
 
 def test_the_index_of_a_large_mixture_of_experts_is_read(tmp_path: Path) -> None:
-    """Those of DeepSeek-V3 and Kimi-K2 have some ten megabytes: a tensor for each matrix of each expert."""
+    """Those of DeepSeek-V3 and Kimi-K2 have some ten megabytes: a tensor for each matrix of each
+    expert."""
     files = {
         f"model.layers.{number}.mlp.experts.gate_proj.weight": "model-00001-of-00163.safetensors"
         for number in range(60_000)

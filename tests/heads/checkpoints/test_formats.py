@@ -1,4 +1,5 @@
-"""Other projects' heads: every key and tensor has a row, what is written is read back, and mistakes are found."""
+"""Other projects' heads: every key and tensor has a row, what is written is read back, and mistakes
+are found."""
 
 from __future__ import annotations
 
@@ -21,9 +22,34 @@ from headstart.heads.checkpoints.import_formats import TargetParts, import_head,
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "eagle3": [
         ("eagle3", {}),
-        ("eagle3", {"draft_vocab_size": 7, "num_layers": 3, "qk_norm": True, "fc_norm": True, "norm_output": True}),
-        ("eagle3", {"hidden_size": 8, "head_dim": 2, "feature_layers": [0, 5], "norm_before_residual": True}),
-        ("eagle3", {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20, "rms_norm_eps": 1e-3}),
+        (
+            "eagle3",
+            {
+                "draft_vocab_size": 7,
+                "num_layers": 3,
+                "qk_norm": True,
+                "fc_norm": True,
+                "norm_output": True,
+            },
+        ),
+        (
+            "eagle3",
+            {
+                "hidden_size": 8,
+                "head_dim": 2,
+                "feature_layers": [0, 5],
+                "norm_before_residual": True,
+            },
+        ),
+        (
+            "eagle3",
+            {
+                "own_embedding": True,
+                "norm_before_fc": True,
+                "intermediate_size": 20,
+                "rms_norm_eps": 1e-3,
+            },
+        ),
         ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
         ("eagle3", {"attention_bias": True, "hidden_act": "gelu", "draft_vocab_size": 7}),
         ("eagle3", {"sliding_window": 9, "num_layers": 2}),
@@ -33,19 +59,45 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("dflash", {"sliding_window": 5, "sliding_layers": [0], "num_layers": 2}),
         ("dflash", {"sliding_window": 5, "sliding_causal": False}),
         ("dflash", {"draft_vocab_size": 7, "block_size": 5, "num_layers": 3, "mask_token_id": 3}),
-        ("dflash", {"sample_from_anchor": True, "feature_layers": [0, 5], "num_layers": 1, "intermediate_size": 20}),
-        ("dflash", {"qk_norm": False, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        (
+            "dflash",
+            {
+                "sample_from_anchor": True,
+                "feature_layers": [0, 5],
+                "num_layers": 1,
+                "intermediate_size": 20,
+            },
+        ),
+        (
+            "dflash",
+            {
+                "qk_norm": False,
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            },
+        ),
     ],
     "speculators-dflash": [
         ("dflash", {"sliding_window": 5, "sliding_layers": [1], "num_layers": 3}),
         ("dflash", {"sliding_window": 4, "sliding_causal": False}),
         ("dflash", {"draft_vocab_size": 7}),
-        ("dflash", {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2}),
+        (
+            "dflash",
+            {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2},
+        ),
         ("dflash", {"block_size": 3, "mask_token_id": 0, "qk_norm": False}),
     ],
     "dspark": [
         ("dspark", {}),
-        ("dspark", {"draft_vocab_size": 7, "block_size": 3, "markov": "gated", "markov_rank": 5, "mask_token_id": 3}),
+        (
+            "dspark",
+            {
+                "draft_vocab_size": 7,
+                "block_size": 3,
+                "markov": "gated",
+                "markov_rank": 5,
+                "mask_token_id": 3,
+            },
+        ),
         ("dspark", {"sample_from_anchor": False, "confidence": False, "num_layers": 1}),
     ],
     "speculators-dspark": [
@@ -63,19 +115,40 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("medusa", {"num_heads": 2, "num_layers": 3, "bias": False, "draft_vocab_size": 9}),
         ("medusa", {"lm_head": "shared"}),
     ],
-    "fasterdecoding": [("medusa", {"num_layers": 2}), ("medusa", {"lm_head": "shared", "num_heads": 1})],
+    "fasterdecoding": [
+        ("medusa", {"num_layers": 2}),
+        ("medusa", {"lm_head": "shared", "num_heads": 1}),
+    ],
     "speculators": [
         ("eagle3", {"draft_vocab_size": 7}),
-        ("eagle3", {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True, "feature_layers": [2]}),
+        (
+            "eagle3",
+            {
+                "qk_norm": True,
+                "norm_before_residual": True,
+                "norm_before_fc": True,
+                "feature_layers": [2],
+            },
+        ),
         ("eagle3", {"hidden_size": 8, "head_dim": 2, "num_layers": 2}),
         ("eagle3", {"sliding_window": 9}),
     ],
     "speculators-eagle": [("eagle", {}), ("eagle", {"fc_bias": True})],
-    "speculators-mtp": [("mtp", {"depth": 8, "qk_norm": True}), ("mtp", {"depth": 2, "num_layers": 2})],
-    "hydra": [("hydra", {"bias": True, "num_layers": 2}), ("hydra++", {"bias": True, "prefix_norm": True})],
+    "speculators-mtp": [
+        ("mtp", {"depth": 8, "qk_norm": True}),
+        ("mtp", {"depth": 2, "num_layers": 2}),
+    ],
+    "hydra": [
+        ("hydra", {"bias": True, "num_layers": 2}),
+        ("hydra++", {"bias": True, "prefix_norm": True}),
+    ],
 }
 """By format, heads that it can hold."""
-EACH = [pytest.param(form, *head, id=f"{form}, {head[1]}") for form, heads in VARIANTS.items() for head in heads]
+EACH = [
+    pytest.param(form, *head, id=f"{form}, {head[1]}")
+    for form, heads in VARIANTS.items()
+    for head in heads
+]
 
 
 def drawn(kind: str, options: dict[str, Any]) -> DraftHead:
@@ -112,7 +185,11 @@ def written(form: str, head: DraftHead) -> tuple[dict[str, Any], dict[str, Tenso
     config = head.server_config()
     if form == "hydra":
         arch = "prefix-mlp" if head.config.prefix_layer else "mlp"
-        config = {"hydra_num_heads": 4, "hydra_num_layers": head.config.num_layers, "hydra_head_arch": arch}
+        config = {
+            "hydra_num_heads": 4,
+            "hydra_num_layers": head.config.num_layers,
+            "hydra_head_arch": arch,
+        }
         config |= {"grounded_heads": True, "base_model_name_or_path": "some/target"}
         tensors["input_embed_fn.weight"] = embedding()
     return config, tensors
@@ -130,12 +207,20 @@ def exported(form: str, head: DraftHead, folder: Path) -> tuple[dict[str, Any], 
 def same_head(found: DraftHead, head: DraftHead) -> None:
     ours, theirs = head.state_dict(), found.state_dict()
     assert type(found) is type(head) and ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
-    assert found.feature_layers == head.feature_layers and found.server_config() == head.server_config()
+    assert all(
+        torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype
+        for name in ours
+    )
+    assert (
+        found.feature_layers == head.feature_layers
+        and found.server_config() == head.server_config()
+    )
 
 
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
-def test_the_table_has_every_tensor_of_a_head_once(form: str, kind: str, options: dict[str, Any]) -> None:
+def test_the_table_has_every_tensor_of_a_head_once(
+    form: str, kind: str, options: dict[str, Any]
+) -> None:
     head = drawn(kind, options)
     found = list(places(FORMATS[form], head))
     assert sorted(place.ours for place in found) == sorted(head.state_dict())
@@ -143,7 +228,9 @@ def test_the_table_has_every_tensor_of_a_head_once(form: str, kind: str, options
 
 
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
-def test_a_round_trip_gives_the_same_head(form: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_round_trip_gives_the_same_head(
+    form: str, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     head = drawn(kind, options)
     config, tensors = exported(form, head, tmp_path / "out")
     assert recognise(config, set(tensors)) == form
@@ -160,12 +247,20 @@ def test_a_missing_or_unknown_tensor_or_key_is_refused(
     config, tensors = exported(form, head, tmp_path / "out")
     for place in places(FORMATS[form], head):
         rest = {name: tensor for name, tensor in tensors.items() if name != place.theirs}
-        # Without an embedding the target's is meant, t2d follows from d2t, and one head without a bias is another head.
+        # Without an embedding the target's is meant, t2d follows from d2t, and one head without a
+        # bias is another head.
         other = len(rest) == 1 and form == "fasterdecoding"
         # An LM head over the whole vocabulary may be the target's.
         shared = place.theirs == "lm_head.weight" and options.get("draft_vocab_size") is None
-        if place.theirs not in ("embed_tokens.weight", "t2d") and not other and not (shared and kind == "eagle3"):
-            with pytest.raises(ValueError, match=r"missing|unknown|is true and|no head that is known|the file holds"):
+        if (
+            place.theirs not in ("embed_tokens.weight", "t2d")
+            and not other
+            and not (shared and kind == "eagle3")
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"missing|unknown|is true and|no head that is known|the file holds",
+            ):
                 import_head(config, rest, INFO, parts())
     with pytest.raises(ValueError, match=r"unknown tensor 'another.weight'"):
         import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, parts())
@@ -201,10 +296,19 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], st
         r"\[2, 6, 9\] at the top level, .* and \[2, 6, 9\] in eagle_config",
     ),
     "a lost norm": (lambda _, tensors: tensors.pop("norm.weight"), "missing tensor 'norm.weight'"),
-    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
+    "no LM head": (
+        lambda _, tensors: tensors.pop("lm_head.weight"),
+        "missing tensor 'lm_head.weight'",
+    ),
     "ids for offsets": (absolute_ids, "look like target ids"),
-    "fc transposed": (lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}), "fc.weight reads 16"),
-    "a vocabulary off by one": (lambda _, tensors: tensors["d2t"].add_(1), "d2t and t2d name different"),
+    "fc transposed": (
+        lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}),
+        "fc.weight reads 16",
+    ),
+    "a vocabulary off by one": (
+        lambda _, tensors: tensors["d2t"].add_(1),
+        "d2t and t2d name different",
+    ),
     "float16 overflow": (
         lambda _, tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 1e6).half()}),
         "'fc.weight' has values that are no numbers or infinite",
@@ -213,8 +317,14 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], st
         lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
         "'fc.weight' of torch.int8",
     ),
-    "another target": (lambda config, _: config.update(vocab_size=41), "vocab_size is 41, and 40 in the target"),
-    "biases that are not read": (lambda config, _: config.update(attention_bias=True), "attention_bias is True"),
+    "another target": (
+        lambda config, _: config.update(vocab_size=41),
+        "vocab_size is 41, and 40 in the target",
+    ),
+    "biases that are not read": (
+        lambda config, _: config.update(attention_bias=True),
+        "attention_bias is True",
+    ),
 }
 
 
@@ -230,9 +340,24 @@ INHERITED: dict[str, dict[str, Any]] = {
     "a target whose embedding is tied": {"tie_word_embeddings": True, "model_type": "phi3"},
     "the target's blocks": {"num_hidden_layers": INFO.num_layers},
     "a target with experts": {
-        **{"num_local_experts": 16, "experts_per_token": 4, "num_experts": 128, "num_experts_per_tok": 8},
-        **{"norm_topk_prob": True, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.1, "mlp_only_layers": []},
-        **{"output_router_logits": True, "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "n_group": 8},
+        **{
+            "num_local_experts": 16,
+            "experts_per_token": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        **{
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 768,
+            "router_aux_loss_coef": 0.1,
+            "mlp_only_layers": [],
+        },
+        **{
+            "output_router_logits": True,
+            "routed_scaling_factor": 2.5,
+            "topk_method": "noaux_tc",
+            "n_group": 8,
+        },
     },
     "a target with latent attention": {
         "kv_lora_rank": 512,
@@ -240,9 +365,20 @@ INHERITED: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "n_shared_experts": 1,
     },
-    "a target that sees": {"target_model_type": "qwen2_5_vl", "vision_config": {"depth": 3}, "image_token_id": 5},
-    "positions in three dimensions": {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
-    "training": {"embd_pdrop": 0.1, "modal_type": "LLM", "output_attentions": True, "training_seq_len": 4096},
+    "a target that sees": {
+        "target_model_type": "qwen2_5_vl",
+        "vision_config": {"depth": 3},
+        "image_token_id": 5,
+    },
+    "positions in three dimensions": {
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}
+    },
+    "training": {
+        "embd_pdrop": 0.1,
+        "modal_type": "LLM",
+        "output_attentions": True,
+        "training_seq_len": 4096,
+    },
     "flags that are off": {
         "use_qk_norm": False,
         "attn_logit_softcapping": None,
@@ -259,13 +395,16 @@ def test_a_key_that_says_nothing_of_the_draft_layer_is_a_remark(keys: dict[str, 
         del config["rope_parameters"], config[name]
     found, source = import_head(config | keys, tensors, INFO, parts())
     same_head(found, head)
-    assert source.unread == {name: value for name, value in keys.items() if name not in FORMATS["eagle3"].keys}
+    assert source.unread == {
+        name: value for name, value in keys.items() if name not in FORMATS["eagle3"].keys
+    }
     said = " ".join(source.remarks)
     assert all(name in said for name in source.unread)
 
 
 def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too() -> None:
-    """The draft layer's readers are Llama layers, which do not read it; written for the head itself it is refused."""
+    """The draft layer's readers are Llama layers, which do not read it; written for the head itself
+    it is refused."""
     head, config, tensors = eagle3_files()
     config["attention_multiplier"] = 0.5
     found, source = import_head(config, dict(tensors), INFO, parts(attention_multiplier=0.5))
@@ -277,12 +416,18 @@ def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too()
 
 
 COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
-    "soft caps": ({"attn_logit_softcapping": 50.0}, "unknown config key 'attn_logit_softcapping' is 50.0"),
+    "soft caps": (
+        {"attn_logit_softcapping": 50.0},
+        "unknown config key 'attn_logit_softcapping' is 50.0",
+    ),
     "half of a head rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "a factor of the logits": ({"logit_scale": 0.06}, "logit_scale is 0.06"),
     "layers without positions": ({"no_rope_layers": [1, 0]}, "unknown config key 'no_rope_layers'"),
     "norms without tensors": ({"use_qk_norm": True}, "unknown config key 'use_qk_norm' is True"),
-    "sinks without tensors": ({"attention_sink": True}, "unknown config key 'attention_sink' is True"),
+    "sinks without tensors": (
+        {"attention_sink": True},
+        "unknown config key 'attention_sink' is True",
+    ),
     "biases without tensors": (
         {"qkv_bias": True},
         "qkv_bias is True, and the file has no tensor self_attn.q_proj.bias",
@@ -308,11 +453,23 @@ COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
         "rotary positions differ by layer, full_attention",
     ),
-    "an unknown rotary scaling": ({"rope_scaling": {"type": "spiral"}, "rope_parameters": None}, "cannot be used"),
-    "a size in words": ({"hidden_size": "16"}, "hidden_size is '16' .*it must be a whole number of at least 1"),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0 .*it must be a whole number"),
+    "an unknown rotary scaling": (
+        {"rope_scaling": {"type": "spiral"}, "rope_parameters": None},
+        "cannot be used",
+    ),
+    "a size in words": (
+        {"hidden_size": "16"},
+        "hidden_size is '16' .*it must be a whole number of at least 1",
+    ),
+    "no heads": (
+        {"num_attention_heads": 0},
+        "num_attention_heads is 0 .*it must be a whole number",
+    ),
     "a true size": ({"head_dim": True}, "head_dim is True .*it must be a whole number"),
-    "a negative eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0 .*it must be a number above 0"),
+    "a negative eps": (
+        {"rms_norm_eps": -1.0},
+        "rms_norm_eps is -1.0 .*it must be a number above 0",
+    ),
     "a base in words": ({"rope_theta": "x"}, "rope_theta is 'x' .*it must be a number above 0"),
     "layers in words": (
         {"eagle_aux_hidden_state_layer_ids": ["2", "6", "9"]},
@@ -336,20 +493,28 @@ def test_a_key_that_changes_the_computation_or_contradicts_the_tensors_is_refuse
 
 def test_a_width_that_was_inherited_gives_way_to_the_tensors() -> None:
     head, config, tensors = eagle3_files(intermediate_size=20)
-    found, source = import_head(config | {"intermediate_size": INFO.intermediate_size}, tensors, INFO, parts())
+    found, source = import_head(
+        config | {"intermediate_size": INFO.intermediate_size}, tensors, INFO, parts()
+    )
     same_head(found, head)
     assert any("the file's MLP has 20: that is read" in remark for remark in source.remarks)
 
 
 @pytest.mark.parametrize("form", ["eagle", "eagle3"])
 @pytest.mark.parametrize("flags", [{"qkv_bias": True}, {"attention_bias": True}, {}])
-def test_biases_are_read_whichever_key_says_so_and_used(form: str, flags: dict[str, Any], tiny_target: Any) -> None:
+def test_biases_are_read_whichever_key_says_so_and_used(
+    form: str, flags: dict[str, Any], tiny_target: Any
+) -> None:
     target = tiny_target(vocab_size=40, layers=12)
     head = build_head(form, {"attention_bias": True}, target.info).double()
     torch.manual_seed(2)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    config = {name: value for name, value in head.server_config().items() if name not in ("qkv_bias", "attention_bias")}
+    config = {
+        name: value
+        for name, value in head.server_config().items()
+        if name not in ("qkv_bias", "attention_bias")
+    }
     tensors = {name: value.float() for name, value in head.state_dict().items()}
     found = import_head(config | flags, dict(tensors), target.info)[0].double()
     head.load_state_dict(found.state_dict())
@@ -360,7 +525,9 @@ def test_biases_are_read_whichever_key_says_so_and_used(form: str, flags: dict[s
         if name.endswith("q_proj.bias"):
             parameter.data.zero_()
     assert not torch.allclose(logits(found, target, text), before)
-    with pytest.raises(ValueError, match=r"attention_bias is False, and the file has the tensor '.*k_proj\.bias'"):
+    with pytest.raises(
+        ValueError, match=r"attention_bias is False, and the file has the tensor '.*k_proj\.bias'"
+    ):
         import_head(config | {"attention_bias": False}, tensors, target.info)
 
 
@@ -398,15 +565,21 @@ def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) ->
     model = LlamaConfig(
         hidden_size=16, num_attention_heads=4, vocab_size=40, num_hidden_layers=INFO.num_layers
     ).to_dict()
-    found, source = import_head(model | config | {"num_hidden_layers": INFO.num_layers}, dict(tensors), INFO, parts())
+    found, source = import_head(
+        model | config | {"num_hidden_layers": INFO.num_layers}, dict(tensors), INFO, parts()
+    )
     same_head(found, head)
     assert "intermediate_size" in source.unread
     with pytest.raises(ValueError, match="hidden_size is 17, and 16 in the target"):
         import_head(model | config | {"hidden_size": 17}, dict(tensors), INFO, parts())
     if form == "medusa":
-        with pytest.raises(ValueError, match="num_hidden_layers is 5, and the file holds tensors of 1 layers"):
+        with pytest.raises(
+            ValueError, match="num_hidden_layers is 5, and the file holds tensors of 1 layers"
+        ):
             import_head(config | {"num_hidden_layers": 5}, dict(tensors), INFO, parts())
-        with pytest.raises(ValueError, match=r"num_heads is 5, and the file holds 3 of blocks\.N\.layers"):
+        with pytest.raises(
+            ValueError, match=r"num_heads is 5, and the file holds 3 of blocks\.N\.layers"
+        ):
             import_head(config | {"num_heads": 5}, dict(tensors), INFO, parts())
 
 
@@ -417,15 +590,27 @@ def test_sinks_of_a_block_draft_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"unknown tensor 'layers\.0\.self_attn\.sinks'"):
         import_head(config, dict(tensors), INFO, parts())
     config["dflash_config"]["attention_sink_bias"] = True
-    with pytest.raises(ValueError, match=r"attention_sink_bias is True \(learned sinks of attention, the tensors"):
+    with pytest.raises(
+        ValueError, match=r"attention_sink_bias is True \(learned sinks of attention, the tensors"
+    ):
         import_head(config, dict(tensors), INFO, parts())
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
     "speculators-dflash": {"draft_vocab_size": 7, "feature_layers": [1, 6], "sliding_window": 5},
-    "dspark": {"draft_vocab_size": 7, "feature_layers": [1, 6], "markov_rank": 4, "sliding_window": 5},
-    "speculators-dspark": {"draft_vocab_size": 7, "feature_layers": [1, 6], "markov_rank": 4, "sliding_window": 5},
+    "dspark": {
+        "draft_vocab_size": 7,
+        "feature_layers": [1, 6],
+        "markov_rank": 4,
+        "sliding_window": 5,
+    },
+    "speculators-dspark": {
+        "draft_vocab_size": 7,
+        "feature_layers": [1, 6],
+        "markov_rank": 4,
+        "sliding_window": 5,
+    },
 }
 """Heads that draft blocks, by format."""
 
@@ -443,7 +628,11 @@ def layer_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers_key(config: dict[str, Any]) -> str:
-    return next(name for name in ("target_layer_ids", "aux_hidden_state_layer_ids") if name in nested(config))
+    return next(
+        name
+        for name in ("target_layer_ids", "aux_hidden_state_layer_ids")
+        if name in nested(config)
+    )
 
 
 def swap(tensors: dict[str, Tensor], old: str, new: str) -> None:
@@ -451,16 +640,25 @@ def swap(tensors: dict[str, Tensor], old: str, new: str) -> None:
 
 
 BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "no mask token": (lambda config, _: nested(config).update(mask_token_id=None), "'mask_token_id' .* is missing or"),
+    "no mask token": (
+        lambda config, _: nested(config).update(mask_token_id=None),
+        "'mask_token_id' .* is missing or",
+    ),
     "a mask token beyond the vocabulary": (
         lambda config, _: nested(config).update(mask_token_id=40),
         "mask_token_id 40 is out of range: choose one of the target's 40 tokens",
     ),
     "a block longer than any text": (
         lambda config, _: config.update(block_size=INFO.max_positions + 1),
-        f"block_size {INFO.max_positions + 1} is larger than the target's {INFO.max_positions} positions",
+        (
+            f"block_size {INFO.max_positions + 1} is larger than the target's {INFO.max_positions}"
+            " positions"
+        ),
     ),
-    "no block size": (lambda config, _: config.update(block_size=None), "'block_size' .* is missing or null"),
+    "no block size": (
+        lambda config, _: config.update(block_size=None),
+        "'block_size' .* is missing or null",
+    ),
     "a layer after the last block": (
         lambda config, _: nested(config).update({layers_key(config): [2, 30]}),
         r"feature_layers \[.*\] are out of range",
@@ -481,18 +679,38 @@ BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
         lambda _, tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
         "missing tensor 'layers.1.self_attn.k_norm.weight'",
     ),
-    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing tensor 'lm_head.weight'"),
-    "a vocabulary off by one": (lambda _, tensors: tensors["d2t"].add_(1), "d2t and t2d name different"),
+    "no LM head": (
+        lambda _, tensors: tensors.pop("lm_head.weight"),
+        "missing tensor 'lm_head.weight'",
+    ),
+    "a vocabulary off by one": (
+        lambda _, tensors: tensors["d2t"].add_(1),
+        "d2t and t2d name different",
+    ),
     "ids for offsets": (absolute_ids, "look like target ids"),
-    "another target": (lambda config, _: layer_of(config).update(vocab_size=41), "vocab_size is 41, and 40 in the"),
-    "another width": (lambda config, _: layer_of(config).update(hidden_size=8), "is as wide as its target, which is"),
+    "another target": (
+        lambda config, _: layer_of(config).update(vocab_size=41),
+        "vocab_size is 41, and 40 in the",
+    ),
+    "another width": (
+        lambda config, _: layer_of(config).update(hidden_size=8),
+        "is as wide as its target, which is",
+    ),
     "a layer less than there is": (
         lambda config, _: layer_of(config).update(num_hidden_layers=1),
-        r"num_hidden_layers is 1, and the file holds tensors of 2 layers|`num_hidden_layers` \(1\) must be equal",
+        (
+            r"num_hidden_layers is 1, and the file holds tensors of 2 layers|`num_hidden_layers`"
+            r" \(1\) must be equal"
+        ),
     ),
-    "a window without a width": (lambda config, _: layer_of(config).update(sliding_window=None), "says how wide"),
+    "a window without a width": (
+        lambda config, _: layer_of(config).update(sliding_window=None),
+        "says how wide",
+    ),
     "attention of another kind": (
-        lambda config, _: layer_of(config).update(layer_types=["chunked_attention", "full_attention"]),
+        lambda config, _: layer_of(config).update(
+            layer_types=["chunked_attention", "full_attention"]
+        ),
         "layer_types has 'chunked_attention'",
     ),
     "float16 overflow": (
@@ -502,10 +720,22 @@ BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], An
 }
 """For each format of a block draft."""
 DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank of at least 1, not 'vanilla' and 0"),
-    "another rank": (lambda config, _: config.update(markov_rank=3), r"'markov_head.markov_w1.weight' of shape"),
-    "another kind": (lambda config, _: config.update(markov_head_type="gated"), "missing .*'markov_head.gate_proj"),
-    "a kind that nobody has": (lambda config, _: config.update(markov_head_type="bigram"), "not 'bigram'"),
+    "a rank of 0": (
+        lambda config, _: config.update(markov_rank=0),
+        "markov_rank of at least 1, not 'vanilla' and 0",
+    ),
+    "another rank": (
+        lambda config, _: config.update(markov_rank=3),
+        r"'markov_head.markov_w1.weight' of shape",
+    ),
+    "another kind": (
+        lambda config, _: config.update(markov_head_type="gated"),
+        "missing .*'markov_head.gate_proj",
+    ),
+    "a kind that nobody has": (
+        lambda config, _: config.update(markov_head_type="bigram"),
+        "not 'bigram'",
+    ),
     "an estimate that is not read": (
         lambda config, _: config.update(enable_confidence_head=False),
         "unknown tensor 'confidence_head.proj",
@@ -516,7 +746,10 @@ DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], A
     ),
     "tables of each other's vocabulary": (
         lambda _, tensors: tensors.update(
-            {f"markov_head.markov_w{n}.weight": tensors[f"markov_head.markov_w{3 - n}.weight"] for n in (1, 2)}
+            {
+                f"markov_head.markov_w{n}.weight": tensors[f"markov_head.markov_w{3 - n}.weight"]
+                for n in (1, 2)
+            }
         ),
         r"'markov_head.markov_w1.weight' of shape \(7, 4\) instead of \(40, 4\)",
     ),
@@ -528,7 +761,9 @@ DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], A
     [
         pytest.param(form, *mistake, id=f"{form}, {what}")
         for form in BLOCKS
-        for what, mistake in (BLOCK_MISTAKES | (DSPARK_MISTAKES if "dspark" in form else {})).items()
+        for what, mistake in (
+            BLOCK_MISTAKES | (DSPARK_MISTAKES if "dspark" in form else {})
+        ).items()
     ],
 )
 def test_a_mistake_planted_in_a_block_draft_is_refused(
@@ -545,32 +780,58 @@ def test_a_mistake_planted_in_a_block_draft_is_refused(
     ("keys", "told"),
     [
         ({"mask_token_id": 38}, "mask_token_id is 38 at the top level, and 39 in dflash_config"),
-        ({"target_layer_ids": [2, 7]}, r"target_layer_ids is \[2, 7\] at the top level, and \[1, 6\] in dflash_config"),
-        ({"aux_hidden_state_layer_ids": [1, 6]}, r"\[1, 6\] at the top level, .* and \[1, 6\] in target_layer_ids"),
-        ({"eagle_aux_hidden_state_layer_ids": [3, 8]}, "the first must be one more than the second"),
+        (
+            {"target_layer_ids": [2, 7]},
+            r"target_layer_ids is \[2, 7\] at the top level, and \[1, 6\] in dflash_config",
+        ),
+        (
+            {"aux_hidden_state_layer_ids": [1, 6]},
+            r"\[1, 6\] at the top level, .* and \[1, 6\] in target_layer_ids",
+        ),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [3, 8]},
+            "the first must be one more than the second",
+        ),
         (
             {"aux_hidden_state_layer_ids": [2, 7], "eagle_aux_hidden_state_layer_ids": [1, 6]},
-            r"aux_hidden_state_layer_ids is \[2, 7\], and eagle_aux_hidden_state_layer_ids is \[1, 6\]",
+            (
+                r"aux_hidden_state_layer_ids is \[2, 7\], and eagle_aux_hidden_state_layer_ids is"
+                r" \[1, 6\]"
+            ),
         ),
-        ({"sample_from_anchor": True}, "sample_from_anchor is True at the top level, and False in dflash_config"),
+        (
+            {"sample_from_anchor": True},
+            "sample_from_anchor is True at the top level, and False in dflash_config",
+        ),
         ({"block_size": 5}, "block_size is 5 at the top level, and 8 in dflash_config"),
         ({"num_target_layers": 11}, "num_target_layers is 11, and 12 in the target"),
     ],
 )
-def test_two_forms_in_one_config_that_contradict_each_other_are_refused(keys: dict[str, Any], told: str) -> None:
+def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
+    keys: dict[str, Any], told: str
+) -> None:
     head = drawn("dflash", {"feature_layers": [1, 6]})
     config, tensors = written("dflash", head)
     config["dflash_config"] |= {"sample_from_anchor": False, "block_size": 8}
-    agreeing = {"mask_token_id": 39, "aux_hidden_state_layer_ids": [2, 7], "target_layer_ids": [1, 6]}
+    agreeing = {
+        "mask_token_id": 39,
+        "aux_hidden_state_layer_ids": [2, 7],
+        "target_layer_ids": [1, 6],
+    }
     same_head(import_head(config | agreeing, dict(tensors), INFO)[0], head)
     with pytest.raises(ValueError, match=told):
         import_head(config | keys, tensors, INFO)
 
 
-@pytest.mark.parametrize("config", [{"speculators_model_type": "peagle"}, {"parallel_drafting": True}])
+@pytest.mark.parametrize(
+    "config", [{"speculators_model_type": "peagle"}, {"parallel_drafting": True}]
+)
 def test_p_eagle_is_refused_by_name(config: dict[str, Any]) -> None:
     _, tensors = written("eagle3", drawn("eagle3", {}))
-    with pytest.raises(ValueError, match=r"P-EAGLE, .* is not supported; heads here that draft in one pass are dflash"):
+    with pytest.raises(
+        ValueError,
+        match=r"P-EAGLE, .* is not supported; heads here that draft in one pass are dflash",
+    ):
         import_head(config, tensors | {"mask_hidden": torch.zeros(1, 1, 48)}, INFO)
 
 
@@ -586,13 +847,18 @@ def logits(head: DraftHead, target: Any, tokens_1T: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("counting", ["inputs", "outputs", "both"])
-def test_layers_mean_the_same_whichever_way_they_are_counted(tiny_target: Any, counting: str) -> None:
+def test_layers_mean_the_same_whichever_way_they_are_counted(
+    tiny_target: Any, counting: str
+) -> None:
     target = tiny_target(vocab_size=40, layers=12)
     head = build_head("eagle3", {"feature_layers": [2, 5, 8]}, target.info).double()
     torch.manual_seed(2)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    config, tensors = head.server_config(), {name: value.float() for name, value in head.state_dict().items()}
+    config, tensors = (
+        head.server_config(),
+        {name: value.float() for name, value in head.state_dict().items()},
+    )
     if counting == "inputs":
         del config["eagle_config"]
     elif counting == "outputs":
@@ -610,7 +876,9 @@ def test_feature_layers_that_are_not_written_are_the_authors_own() -> None:
     _, config, tensors = eagle3_files()
     del config["eagle_aux_hidden_state_layer_ids"], config["eagle_config"]
     found, source = import_head(config, tensors, INFO)
-    assert found.feature_layers == (1, 5, 8) and "no feature layers are written" in source.remarks[0]
+    assert (
+        found.feature_layers == (1, 5, 8) and "no feature layers are written" in source.remarks[0]
+    )
 
 
 def test_a_feature_before_the_first_block_is_refused() -> None:
@@ -636,14 +904,20 @@ def test_a_rotary_base_that_is_not_written_is_the_readers_default_and_told() -> 
         del config[name]
     found, source = import_head(config, tensors, INFO)
     assert found.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
-    assert "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept" in source.remarks
+    assert (
+        "rotary base 10000.0 (none is written: the default), and 500000.0 in the target: kept"
+        in source.remarks
+    )
 
 
 def test_modelopts_newer_names_and_unordered_layers_are_read() -> None:
     head, config, tensors = eagle3_files(num_layers=2)
     del tensors["t2d"], config["eagle_aux_hidden_state_layer_ids"]
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 8, 5]
-    config["eagle_config"] |= {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True}
+    config["eagle_config"] |= {
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+    }
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     found, source = import_head(config, tensors, INFO)
     same_head(found, head)
@@ -678,7 +952,9 @@ def test_medusa_heads_are_counted_and_repeated_blocks_told() -> None:
 def test_the_heads_of_a_whole_medusa_model_are_taken_out_of_it() -> None:
     head = drawn("medusa", {})
     _, tensors = exported_medusa(head)
-    whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()} | {"model.norm.weight": torch.ones(16)}
+    whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()} | {
+        "model.norm.weight": torch.ones(16)
+    }
     found, source = import_head({}, whole, INFO)
     same_head(found, head)
     assert "they draft for that model" in source.remarks[0]
@@ -686,19 +962,28 @@ def test_the_heads_of_a_whole_medusa_model_are_taken_out_of_it() -> None:
 
 def exported_medusa(head: DraftHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
     state = head.state_dict()
-    return {}, {place.theirs: state[place.ours] for place in places(FORMATS["fasterdecoding"], head)}
+    return {}, {
+        place.theirs: state[place.ours] for place in places(FORMATS["fasterdecoding"], head)
+    }
 
 
-def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_unknown(tmp_path: Path) -> None:
-    config, tensors = exported("speculators", drawn("eagle3", {"draft_vocab_size": 7}), tmp_path / "out")
+def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_unknown(
+    tmp_path: Path,
+) -> None:
+    config, tensors = exported(
+        "speculators", drawn("eagle3", {"draft_vocab_size": 7}), tmp_path / "out"
+    )
     del config["transformer_layer_config"]["model_type"]
     with pytest.raises(
-        ValueError, match="model_type None, by which its defaults are chosen; it must be llama or qwen3"
+        ValueError,
+        match="model_type None, by which its defaults are chosen; it must be llama or qwen3",
     ):
         import_head(config, tensors, INFO)
 
 
-def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tmp_path: Path) -> None:
+def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(
+    tmp_path: Path,
+) -> None:
     head = drawn("eagle3", {"draft_vocab_size": 7})
     config, tensors = exported("speculators", head, tmp_path / "out")
     layer, default = config["transformer_layer_config"], LlamaConfig()
@@ -716,7 +1001,12 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(tm
         ("safeailab", "eagle3", {"fc_norm": True}, "SafeAILab's code has no fc_norm"),
         ("safeailab", "eagle3", {"feature_layers": [0, 1, 2]}, r"no feature_layers \[0, 1, 2\]"),
         ("speculators", "eagle", {"num_layers": 2}, "speculators has no place for layers.1"),
-        ("safe", "eagle", {}, "unknown project 'safe'; choose from speculators, fasterdecoding, safeailab"),
+        (
+            "safe",
+            "eagle",
+            {},
+            "unknown project 'safe'; choose from speculators, fasterdecoding, safeailab",
+        ),
     ],
 )
 def test_what_a_project_cannot_say_is_refused(
@@ -728,13 +1018,19 @@ def test_what_a_project_cannot_say_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(kind: str, tmp_path: Path) -> None:
+def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(
+    kind: str, tmp_path: Path
+) -> None:
     head = drawn(kind, {})
     export_head(head, "safeailab", tmp_path / "out", embedding())
     tensors = read_weights(tmp_path / "out")
     assert torch.equal(tensors["embed_tokens.weight"], embedding())
-    same_head(import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, parts())[0], head)
-    with pytest.raises(ValueError, match="safeailab keeps the target's embedding in the file: it is needed"):
+    same_head(
+        import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, parts())[0], head
+    )
+    with pytest.raises(
+        ValueError, match="safeailab keeps the target's embedding in the file: it is needed"
+    ):
         export_head(head, "safeailab", tmp_path / "other")
 
 
@@ -744,5 +1040,7 @@ def test_every_head_of_a_format_is_tried() -> None:
 
 
 def test_a_folder_of_something_else_is_no_head() -> None:
-    with pytest.raises(ValueError, match=r"no head that is known here: its tensors are model.embed"):
+    with pytest.raises(
+        ValueError, match=r"no head that is known here: its tensors are model.embed"
+    ):
         import_head({}, {"model.embed_tokens.weight": torch.ones(2, 2)}, INFO)

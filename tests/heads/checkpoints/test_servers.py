@@ -1,7 +1,9 @@
-"""vLLM's, SGLang's and llama.cpp's own reading of a head's folder, by names and shapes, after their code and not ours.
+"""vLLM's, SGLang's and llama.cpp's own reading of a head's folder, by names and shapes, after their
+code and not ours.
 
-A parameter that a file does not fill stays as it was drawn, and SGLang skips what it does not know: neither tells, and
-the head is never right. Here both are failures. llama.cpp's converter refuses a tensor that it has no name for.
+A parameter that a file does not fill stays as it was drawn, and SGLang skips what it does not know:
+neither tells, and the head is never right. Here both are failures. llama.cpp's converter refuses a
+tensor that it has no name for.
 """
 
 from __future__ import annotations
@@ -84,14 +86,16 @@ def eagle3_common(config: dict[str, Any]) -> Shapes:
 
 
 def eagle3_optional(config: dict[str, Any]) -> set[str]:
-    """Ids are the target's own where all are drafted; the embedding is the target's where it is as wide."""
+    """Ids are the target's own where all are drafted; the embedding is the target's where it is as
+    wide."""
     whole = config.get("draft_vocab_size") in (None, config["vocab_size"])
     same = config["hidden_size"] == config.get("target_hidden_size", config["hidden_size"])
     return ({"d2t"} if whole else set()) | ({"embed_tokens.weight"} if same else set())
 
 
 def vllm_eagle3(config: dict[str, Any]) -> Reading:
-    """llama_eagle3.py and eagle3_utils.py: layers by the top-level list, each by the block whose input it is."""
+    """llama_eagle3.py and eagle3_utils.py: layers by the top-level list, each by the block whose
+    input it is."""
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     shapes = eagle3_common(config)
     if config.get("eagle_config", {}).get("norm_before_fc", config.get("norm_before_fc")):
@@ -99,22 +103,31 @@ def vllm_eagle3(config: dict[str, Any]) -> Reading:
     for layer in range(1, config["num_hidden_layers"]):
         shapes |= llama_layer(config, f"layers.{layer}", config["hidden_size"])
         shapes[f"layers.{layer}.input_layernorm.weight"] = (config["hidden_size"],)
-    return Reading(shapes, eagle3_optional(config), {"t2d"}, config["eagle_aux_hidden_state_layer_ids"])
+    return Reading(
+        shapes, eagle3_optional(config), {"t2d"}, config["eagle_aux_hidden_state_layer_ids"]
+    )
 
 
 def sglang_eagle3(config: dict[str, Any]) -> Reading:
     """llama_eagle3.py: layers by the list in eagle_config, each by the block whose output it is."""
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert (
+        config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    )
     assert config["tie_word_embeddings"] is False and "draft_vocab_size" in config
     listed = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    return Reading(eagle3_common(config), eagle3_optional(config), {"t2d"}, [layer + 1 for layer in listed])
+    return Reading(
+        eagle3_common(config), eagle3_optional(config), {"t2d"}, [layer + 1 for layer in listed]
+    )
 
 
 def eagle1(bias: bool, architecture: str) -> Callable[[dict[str, Any]], Reading]:
     def read(config: dict[str, Any]) -> Reading:
         assert config["architectures"] == [architecture]
         hidden = config["hidden_size"]
-        shapes: Shapes = {"fc.weight": (hidden, 2 * hidden), **({"fc.bias": (hidden,)} if bias else {})}
+        shapes: Shapes = {
+            "fc.weight": (hidden, 2 * hidden),
+            **({"fc.bias": (hidden,)} if bias else {}),
+        }
         for layer in range(config["num_hidden_layers"]):
             shapes |= llama_layer(config, f"layers.{layer}", hidden)
             shapes |= {f"layers.{layer}.input_layernorm.weight": (hidden,)} if layer else {}
@@ -124,7 +137,8 @@ def eagle1(bias: bool, architecture: str) -> Callable[[dict[str, Any]], Reading]
 
 
 def vllm_medusa(config: dict[str, Any]) -> Reading:
-    """medusa.py; one LM head for all is the first's, and its rows are the target's tokens or those of token_map.
+    """medusa.py; one LM head for all is the first's, and its rows are the target's tokens or those
+    of token_map.
 
     LM heads of their own have all of the target's tokens, whatever token_map says (0.32.0).
     """
@@ -138,7 +152,10 @@ def vllm_medusa(config: dict[str, Any]) -> Reading:
             if config.get("medusa_fc_bias"):
                 shapes[f"blocks.{head}.layers.{layer}.bias"] = (hidden,)
         if head == 0 or not config.get("original_lm_head"):
-            shapes[f"lm_heads.{head}.weight"] = (drafts if config.get("original_lm_head") else whole, hidden)
+            shapes[f"lm_heads.{head}.weight"] = (
+                drafts if config.get("original_lm_head") else whole,
+                hidden,
+            )
     return Reading(shapes)
 
 
@@ -146,7 +163,11 @@ def vllm_dflash(config: dict[str, Any]) -> Reading:
     """qwen3_dflash.py; layers by the block whose output it is, each key and query with a norm."""
     nested = config["dflash_config"]
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
-    assert not nested.get("sample_from_anchor") and not config["sample_from_anchor"] and "mask_token_id" in nested
+    assert (
+        not nested.get("sample_from_anchor")
+        and not config["sample_from_anchor"]
+        and "mask_token_id" in nested
+    )
     hidden, drafts = config["hidden_size"], config["draft_vocab_size"]
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
     shapes: Shapes = {
@@ -168,7 +189,9 @@ def vllm_dflash(config: dict[str, Any]) -> Reading:
 
 def llama_cpp_eagle3(config: dict[str, Any]) -> Reading:
     """conversion/llama.py and src/models/eagle3.cpp (b11434); layers by the top-level list."""
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert (
+        config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    )
     assert "draft_vocab_size" in config and not config["norm_output"] and not config["fc_norm"]
     shapes, layers = eagle3_common(config), config["eagle_aux_hidden_state_layer_ids"]
     assert len(layers) == 3
@@ -178,7 +201,8 @@ def llama_cpp_eagle3(config: dict[str, Any]) -> Reading:
 
 
 def llama_cpp_dflash(config: dict[str, Any]) -> Reading:
-    """DFlashModel of conversion/qwen.py and src/models/dflash.cpp (b11434): it has no place for d2t and t2d."""
+    """DFlashModel of conversion/qwen.py and src/models/dflash.cpp (b11434): it has no place for d2t
+    and t2d."""
     reading = vllm_dflash(config)
     assert config["draft_vocab_size"] == config["vocab_size"]
     del reading.parameters["d2t"]
@@ -187,10 +211,17 @@ def llama_cpp_dflash(config: dict[str, Any]) -> Reading:
 
 
 def llama_cpp_dspark(config: dict[str, Any]) -> Reading:
-    """DSparkModel of the same files: its draft vocabulary has a place, and its slots begin where the config says."""
-    assert config["architectures"] == ["Qwen3DSparkModel"] and config["markov_head_type"] == "vanilla"
+    """DSparkModel of the same files: its draft vocabulary has a place, and its slots begin where
+    the config says."""
+    assert (
+        config["architectures"] == ["Qwen3DSparkModel"] and config["markov_head_type"] == "vanilla"
+    )
     nested = {name: config[name] for name in ("mask_token_id", "target_layer_ids")}
-    as_dflash = config | {"architectures": ["DFlashDraftModel"], "dflash_config": nested, "sample_from_anchor": False}
+    as_dflash = config | {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": nested,
+        "sample_from_anchor": False,
+    }
     reading = vllm_dflash(as_dflash)
     rank, hidden = config["markov_rank"], config["hidden_size"]
     reading.parameters |= {
@@ -227,7 +258,15 @@ READERS: dict[tuple[str, str], Callable[[dict[str, Any]], Reading]] = {
 HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {}),
     ("eagle3", {"draft_vocab_size": 20, "fc_norm": True, "norm_output": True}),
-    ("eagle3", {"feature_layers": [1, 4], "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    (
+        "eagle3",
+        {
+            "feature_layers": [1, 4],
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+    ),
     ("eagle3", {"own_embedding": True, "norm_before_residual": True}),
     ("eagle3", {"norm_before_fc": True, "num_layers": 2}),
     ("eagle3", {"sliding_window": 100}),
@@ -235,7 +274,10 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("eagle", {"num_layers": 2}),
     ("eagle", {"fc_bias": True}),
     ("dflash", {}),
-    ("dflash", {"draft_vocab_size": 20, "num_layers": 3, "sliding_window": 4, "sliding_layers": [1]}),
+    (
+        "dflash",
+        {"draft_vocab_size": 20, "num_layers": 3, "sliding_window": 4, "sliding_layers": [1]},
+    ),
     ("dflash", {"qk_norm": False}),
     ("dflash", {"sample_from_anchor": True}),
     ("dspark", {"markov_rank": 4}),
@@ -263,8 +305,14 @@ def problems(server: str, kind: str, folder: Path) -> list[str]:
     """What a server would half-load, and say nothing about."""
     reading = READERS[server, kind](json.loads((folder / "config.json").read_text()))
     found = {name: tuple(tensor.shape) for name, tensor in read_weights(folder).items()}
-    told = [f"{name} is not filled" for name in reading.parameters.keys() - found.keys() - reading.optional]
-    told += [f"{name} is not known" for name in found.keys() - reading.parameters.keys() - reading.skipped]
+    told = [
+        f"{name} is not filled"
+        for name in reading.parameters.keys() - found.keys() - reading.optional
+    ]
+    told += [
+        f"{name} is not known"
+        for name in found.keys() - reading.parameters.keys() - reading.skipped
+    ]
     told += [
         f"{name} is {found[name]}, not {shape}"
         for name, shape in reading.parameters.items()
@@ -275,14 +323,18 @@ def problems(server: str, kind: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "options"), HEADS)
 @pytest.mark.parametrize("server", SERVERS)
-def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, kind, options, tmp_path):
+def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(
+    server, kind, options, tmp_path
+):
     head = published(kind, options, tmp_path)
     if server in head.unread_by:
         card = (tmp_path / "head" / "README.md").read_text()
         assert head.unread_by[server] in card
         return
     assert problems(server, kind, tmp_path / "head") == []
-    layers = READERS[server, kind](json.loads((tmp_path / "head" / "config.json").read_text())).layers
+    layers = READERS[server, kind](
+        json.loads((tmp_path / "head" / "config.json").read_text())
+    ).layers
     if layers is not None:
         assert layers == [layer + 1 for layer in head.feature_layers]
 
@@ -293,9 +345,19 @@ def test_a_server_loads_a_head_whole_or_the_card_says_that_it_does_not(server, k
         ("sglang", "eagle3", {"norm_before_fc": True}, "input_norm.weight is not known"),
         ("sglang", "eagle", {}, "fc.bias is not filled"),
         ("vllm", "eagle", {"fc_bias": True}, "fc.bias is not known"),
-        ("vllm", "medusa", {"draft_vocab_size": 20, "num_heads": 1}, "lm_heads.0.weight is (20, 16), not (40, 16)"),
+        (
+            "vllm",
+            "medusa",
+            {"draft_vocab_size": 20, "num_heads": 1},
+            "lm_heads.0.weight is (20, 16), not (40, 16)",
+        ),
         ("llama.cpp", "eagle3", {"qk_norm": True}, "midlayer.self_attn.k_norm.weight is not known"),
-        ("llama.cpp", "dspark", {"confidence_with_markov": False}, "confidence_head.proj.weight is (1, 16), not"),
+        (
+            "llama.cpp",
+            "dspark",
+            {"confidence_with_markov": False},
+            "confidence_head.proj.weight is (1, 16), not",
+        ),
     ],
 )
 def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
@@ -309,22 +371,67 @@ def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
     ("kind", "options", "spoil", "reason"),
     [
         ("eagle3", {}, lambda tensors: tensors.pop("norm.weight"), "norm.weight is not filled"),
-        ("eagle3", {}, lambda tensors: tensors.update(x=tensors.pop("fc.weight")), "x is not known"),
+        (
+            "eagle3",
+            {},
+            lambda tensors: tensors.update(x=tensors.pop("fc.weight")),
+            "x is not known",
+        ),
         (
             "eagle3",
             {"fc_norm": True},
             lambda tensors: tensors.pop("fc_norm.1.weight"),
             "fc_norm.1.weight is not filled",
         ),
-        ("eagle3", {"draft_vocab_size": 20}, lambda tensors: tensors.pop("d2t"), "d2t is not filled"),
-        ("eagle", {}, lambda t: t.update({"fc.weight": t["fc.weight"].mT.contiguous()}), "fc.weight is (32, 16)"),
-        ("medusa", {"lm_head": "shared"}, lambda t: t.pop("lm_heads.0.weight"), "lm_heads.0.weight is not filled"),
+        (
+            "eagle3",
+            {"draft_vocab_size": 20},
+            lambda tensors: tensors.pop("d2t"),
+            "d2t is not filled",
+        ),
+        (
+            "eagle",
+            {},
+            lambda t: t.update({"fc.weight": t["fc.weight"].mT.contiguous()}),
+            "fc.weight is (32, 16)",
+        ),
+        (
+            "medusa",
+            {"lm_head": "shared"},
+            lambda t: t.pop("lm_heads.0.weight"),
+            "lm_heads.0.weight is not filled",
+        ),
         ("dflash", {}, lambda t: t.pop("hidden_norm.weight"), "hidden_norm.weight is not filled"),
-        ("dflash", {}, lambda t: t.update(context_norm=t.pop("hidden_norm.weight")), "context_norm is not known"),
-        ("dflash", {}, lambda t: t.pop("layers.1.self_attn.k_norm.weight"), "layers.1.self_attn.k_norm.weight is not"),
-        ("dflash", {"draft_vocab_size": 20}, lambda t: t.pop("lm_head.weight"), "lm_head.weight is not filled"),
-        ("dspark", {}, lambda t: t.pop("markov_head.markov_w2.weight"), "markov_head.markov_w2.weight is not filled"),
-        ("dspark", {}, lambda t: t.update(w1=t.pop("markov_head.markov_w1.weight")), "w1 is not known"),
+        (
+            "dflash",
+            {},
+            lambda t: t.update(context_norm=t.pop("hidden_norm.weight")),
+            "context_norm is not known",
+        ),
+        (
+            "dflash",
+            {},
+            lambda t: t.pop("layers.1.self_attn.k_norm.weight"),
+            "layers.1.self_attn.k_norm.weight is not",
+        ),
+        (
+            "dflash",
+            {"draft_vocab_size": 20},
+            lambda t: t.pop("lm_head.weight"),
+            "lm_head.weight is not filled",
+        ),
+        (
+            "dspark",
+            {},
+            lambda t: t.pop("markov_head.markov_w2.weight"),
+            "markov_head.markov_w2.weight is not filled",
+        ),
+        (
+            "dspark",
+            {},
+            lambda t: t.update(w1=t.pop("markov_head.markov_w1.weight")),
+            "w1 is not known",
+        ),
         ("dspark", {"draft_vocab_size": 20}, lambda t: t.pop("d2t"), "d2t is not filled"),
     ],
 )

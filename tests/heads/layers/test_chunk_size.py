@@ -25,7 +25,9 @@ def test_an_accelerator_gives_a_share_of_what_is_free(free, gigabytes):
     found = chunk_elements(CUDA, 2**22)
     wanted = SHARE * gigabytes * 10**9 / 4
     assert found == LARGEST or wanted / 2 < found <= wanted
-    assert found.bit_count() == 1, "a power of two, so that slightly more free memory changes nothing"
+    assert found.bit_count() == 1, (
+        "a power of two, so that slightly more free memory changes nothing"
+    )
 
 
 def test_more_memory_means_larger_chunks_up_to_the_largest(free):

@@ -21,7 +21,9 @@ def test_values_arrive_with_their_type():
 
 def test_an_upload_goes_through_pinned_memory(monkeypatch):
     pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone()
+    )
     assert upload([1, 2], META).device == META and not pinned
     monkeypatch.setattr(constants, "PINNED", {"meta"})
     assert upload([1, 2], META).device == META and len(pinned) == 1

@@ -1,4 +1,5 @@
-"""Decoder layers: the target's own block where the weights are its own; starting values that are refused."""
+"""Decoder layers: the target's own block where the weights are its own; starting values that are
+refused."""
 
 from __future__ import annotations
 
@@ -9,9 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from headstart.heads.layers.decoder_layer import Attention, DecoderLayer, LayerShape, RMSNorm, Rotary
+from headstart.heads.layers.decoder_layer import (
+    Attention,
+    DecoderLayer,
+    LayerShape,
+    RMSNorm,
+    Rotary,
+)
 from headstart.heads.layers.starting_values import target_layer_weights
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
@@ -61,14 +75,18 @@ def build_target(rope: dict[str, Any], qwen: bool = False) -> Target:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROPES)
-def test_the_rotary_embedding_is_the_targets_with_its_scaling(name: str, dtype: torch.dtype) -> None:
+def test_the_rotary_embedding_is_the_targets_with_its_scaling(
+    name: str, dtype: torch.dtype
+) -> None:
     target = build_target(ROPES[name])
     positions_BT = torch.cat([torch.arange(300)[None], torch.randint(512, (1, 300))])
     theirs = target.model.model.rotary_emb(torch.empty(0, dtype=dtype), positions_BT)
     ours = Rotary(target.info, SIZE)(positions_BT, dtype)
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine.dtype == dtype and torch.equal(mine, wanted)
-    plain = Rotary(replace(target.info, rope_parameters=ROPES["default"]), SIZE)(positions_BT, dtype)
+    plain = Rotary(replace(target.info, rope_parameters=ROPES["default"]), SIZE)(
+        positions_BT, dtype
+    )
     assert torch.equal(ours[0], plain[0]) == (name == "default")
 
 
@@ -91,7 +109,9 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
     for parameter in target.model.parameters():
         nn.init.normal_(parameter, std=0.3)
     layer = DecoderLayer(replace(LayerShape.of(target.info), qk_norm=name == "qwen")).double()
-    layer.load_state_dict(target_layer_weights(target.modules.blocks, block, target.info, "some head"))
+    layer.load_state_dict(
+        target_layer_weights(target.modules.blocks, block, target.info, "some head")
+    )
     tokens_BT = torch.randint(31, (2, 90))
     with torch.no_grad():
         hidden = target.model(tokens_BT, output_hidden_states=True).hidden_states
@@ -104,12 +124,16 @@ def test_a_layer_with_the_weights_of_a_targets_block_is_that_block(name: str, bl
 def test_a_layer_may_go_without_its_input_norm() -> None:
     shape = LayerShape.of(build_target(LLAMA3).info)
     names = set(DecoderLayer(shape).state_dict())
-    assert names - set(DecoderLayer(shape, input_norm=False).state_dict()) == {"input_layernorm.weight"}
+    assert names - set(DecoderLayer(shape, input_norm=False).state_dict()) == {
+        "input_layernorm.weight"
+    }
 
 
 def test_qk_norm_adds_one_weight_each_of_a_heads_size() -> None:
     shape = LayerShape.of(build_target(LLAMA3).info)
-    plain, normed = (Attention(replace(shape, qk_norm=qk_norm), 24).state_dict() for qk_norm in (False, True))
+    plain, normed = (
+        Attention(replace(shape, qk_norm=qk_norm), 24).state_dict() for qk_norm in (False, True)
+    )
     assert {name: tuple(normed[name].shape) for name in set(normed) - set(plain)} == {
         "q_norm.weight": (SIZE,),
         "k_norm.weight": (SIZE,),
@@ -129,7 +153,10 @@ def test_norms_are_torchs_own_and_keep_the_states_format(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        ),
         ({"hidden_size": 0}, "hidden_size must be at least 1, not 0"),
         ({"intermediate_size": -1}, "intermediate_size must be at least 1, not -1"),
         ({"head_dim": 0}, "head_dim must be at least 1, not 0"),
@@ -144,6 +171,9 @@ def test_dimensions_that_fit_no_layer_are_refused(change: dict[str, int], messag
 def test_a_block_that_is_no_llama_layer_is_refused_with_the_way_out() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=16))
     with pytest.raises(
-        ValueError, match=r"some head cannot start from block 0 of .* a GPT2Block, which .*; choose start: random"
+        ValueError,
+        match=(
+            r"some head cannot start from block 0 of .* a GPT2Block, which .*; choose start: random"
+        ),
     ):
         target_layer_weights(Target(model).modules.blocks, 0, Target(model).info, "some head")

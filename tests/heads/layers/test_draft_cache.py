@@ -19,7 +19,9 @@ from headstart.heads.layers.masked_attention import masked_attention
 HEADS, GROUPS, SIZE, SLOTS = 4, 2, 8, 23
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, seen_BNS: Tensor, scale: float = SIZE**-0.5) -> Tensor:
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, seen_BNS: Tensor, scale: float = SIZE**-0.5
+) -> Tensor:
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = (query @ key.mT * scale).masked_fill(~seen_BNS[:, None], float("-inf"))
@@ -45,17 +47,22 @@ def test_masked_queries_find_what_softmax_finds(
     mask = torch.zeros_like(seen, dtype=torch.float64).masked_fill(~seen, -1e300)[:, None]
     mask = mask.repeat(1, 1, before, 1) if before * queries <= few else mask
     found = masked_attention(query, key, value, mask, 0.3)
-    torch.testing.assert_close(found, written_out(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found, written_out(query, key, value, seen, 0.3), rtol=1e-12, atol=1e-12
+    )
 
 
 # The cache: one round after the other.
 
 
-def empty_state(batch: int, nodes: int, capacity: int, layers: int = 1, window: int | None = None) -> DraftTreeState:
+def empty_state(
+    batch: int, nodes: int, capacity: int, layers: int = 1, window: int | None = None
+) -> DraftTreeState:
     """A state of a head whose outputs are one number wide."""
     slots = nodes + DraftCache.slots_for(capacity, window)
     keys, values = (
-        [torch.zeros(batch, GROUPS, slots, SIZE, dtype=torch.float64) for _ in range(layers)] for _ in range(2)
+        [torch.zeros(batch, GROUPS, slots, SIZE, dtype=torch.float64) for _ in range(layers)]
+        for _ in range(2)
     )
     return DraftTreeState(
         None,  # type: ignore[arg-type]
@@ -73,7 +80,13 @@ class Replay:
     """A cache and, beside it, lists of every key and value that should be seen."""
 
     def __init__(
-        self, batch: int, nodes: int, capacity: int, layers: int = 1, seed: int = 0, window: int | None = None
+        self,
+        batch: int,
+        nodes: int,
+        capacity: int,
+        layers: int = 1,
+        seed: int = 0,
+        window: int | None = None,
     ) -> None:
         self.state = empty_state(batch, nodes, capacity, layers, window)
         self.window = window
@@ -81,7 +94,9 @@ class Replay:
         """First tokens of each row that are not in the cache any more, after a crop."""
         self.batch, self.nodes, self.layers = batch, nodes, layers
         self.random = torch.Generator().manual_seed(seed)
-        self.committed: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(batch)] for _ in range(layers)]
+        self.committed: list[list[list[tuple[Tensor, Tensor]]]] = [
+            [[] for _ in range(batch)] for _ in range(layers)
+        ]
 
     def draw(self, tokens: int) -> list[Tensor]:
         return [
@@ -103,14 +118,17 @@ class Replay:
                     kept.append((key[row, :, i], value[row, :, i]))
                     self.compare(found[row, :, i], query[row, :, i], self.seen(row, kept))
         state = self.state.committed(torch.zeros(self.batch, tokens, 1), torch.tensor(lengths))
-        self.state = replace(state, depth=1)  # the root's children are drafted from the commit itself
+        # the root's children are drafted from the commit itself
+        self.state = replace(state, depth=1)
         self.paths = [[[()]] * self.batch for _ in range(self.layers)]
 
     def draft(self, parents_BW: Tensor) -> None:
         """A frontier below the previous one; `parents_BW` says below which of its nodes."""
         width = parents_BW.shape[1]
         positions_BW, kv, state = self.state.below(parents_BW)
-        assert torch.equal(positions_BW, (state.lengths_B + state.depth - 1)[:, None].expand(-1, width))
+        assert torch.equal(
+            positions_BW, (state.lengths_B + state.depth - 1)[:, None].expand(-1, width)
+        )
         self.state = replace(state, depth=state.depth + 1)
         for layer in range(self.layers):
             query, key, value = self.draw(width)
@@ -119,7 +137,9 @@ class Replay:
             for row in range(self.batch):
                 above = self.paths[layer][row]
                 own = [(key[row, :, i], value[row, :, i]) for i in range(width)]
-                paths = [(*above[parent], node) for parent, node in zip(parents_BW[row].tolist(), own)]
+                paths = [
+                    (*above[parent], node) for parent, node in zip(parents_BW[row].tolist(), own)
+                ]
                 for i, path in enumerate(paths):
                     text = [*self.committed[layer][row], *path]
                     self.compare(found[row, :, i], query[row, :, i], self.seen(row, text))
@@ -140,7 +160,9 @@ class Replay:
         cropped = []
         for row, length in enumerate(lengths):
             one = slice(row, row + 1)
-            state = replace(self.state, first_B=self.state.first_B[one], lengths_B=self.state.lengths_B[one])
+            state = replace(
+                self.state, first_B=self.state.first_B[one], lengths_B=self.state.lengths_B[one]
+            )
             cropped.append(state.resume(length, 0))
         first_B = torch.cat([state.first_B for state in cropped])
         lengths_B = torch.cat([state.lengths_B for state in cropped])
@@ -152,10 +174,14 @@ class Replay:
             return entries
         return entries[max(len(entries) - self.window, self.lost[row]) :]
 
-    def compare(self, found_HE: Tensor, query_HE: Tensor, entries: list[tuple[Tensor, Tensor]]) -> None:
+    def compare(
+        self, found_HE: Tensor, query_HE: Tensor, entries: list[tuple[Tensor, Tensor]]
+    ) -> None:
         keys, values = (torch.stack(part) for part in zip(*entries, strict=True))
         key_1GSE, value_1GSE = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-        wanted = written_out(query_HE[None, :, None], key_1GSE, value_1GSE, torch.ones(1, 1, len(keys)) > 0)
+        wanted = written_out(
+            query_HE[None, :, None], key_1GSE, value_1GSE, torch.ones(1, 1, len(keys)) > 0
+        )
         torch.testing.assert_close(found_HE, wanted[0, :, 0], rtol=0, atol=1e-12)
 
 
@@ -171,7 +197,8 @@ def test_a_chain_attends_to_committed_tokens_and_its_own_drafts(layers: int) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_trees_nodes_attend_to_committed_tokens_and_their_own_path(seed: int) -> None:
-    """Rows of other lengths and other trees; rounds that accept nothing but the root, and a row that has ended."""
+    """Rows of other lengths and other trees; rounds that accept nothing but the root, and a row
+    that has ended."""
     replay = Replay(batch=3, nodes=11, capacity=30, seed=seed)
     random = torch.Generator().manual_seed(seed)
     replay.commit([1, 6, 3], 6)
@@ -185,8 +212,11 @@ def test_a_trees_nodes_attend_to_committed_tokens_and_their_own_path(seed: int) 
 
 
 @pytest.mark.parametrize("window", [4, 5, 9])
-def test_a_window_moves_over_texts_longer_than_the_cache(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths overwrite their oldest tokens, padding included, and go back to earlier ends."""
+def test_a_window_moves_over_texts_longer_than_the_cache(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths overwrite their oldest tokens, padding included, and go back to
+    earlier ends."""
     monkeypatch.setattr(draft_cache, "MOST_NEW_TOKENS", 6)
     replay = Replay(batch=3, nodes=11, capacity=60, seed=window, window=window)
     assert replay.state.cache.slots == 11 + window + 5
@@ -207,7 +237,8 @@ def test_a_window_moves_over_texts_longer_than_the_cache(window: int, monkeypatc
 
 @pytest.mark.parametrize("attended", [None, 6 + 7], ids=["all slots", "as many as are filled"])
 def test_drafts_are_discarded_by_the_next_commit(attended: int | None) -> None:
-    """Whatever was drafted in between, the next round is the same; a shorter round finds nothing of a longer one."""
+    """Whatever was drafted in between, the next round is the same; a shorter round finds nothing of
+    a longer one."""
 
     def last_round(drafts: Callable[[DraftTreeState], None]) -> list[Tensor]:
         random = torch.Generator().manual_seed(0)
@@ -229,7 +260,9 @@ def test_drafts_are_discarded_by_the_next_commit(attended: int | None) -> None:
 
     def many(state: DraftTreeState) -> None:
         kv = state.below(torch.zeros(2, 6, dtype=torch.int64))[1]
-        kv.attend(0, *(1e3 * torch.randn(2, heads, 6, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)))
+        kv.attend(
+            0, *(1e3 * torch.randn(2, heads, 6, SIZE).double() for heads in (HEADS, GROUPS, GROUPS))
+        )
 
     for mine, theirs in zip(last_round(many), last_round(lambda state: None), strict=True):
         assert torch.equal(mine, theirs)
@@ -241,7 +274,9 @@ def test_the_cache_has_the_heads_size_and_format() -> None:
     head.cached_layers = 2  # type: ignore[assignment]
     head.window = None  # type: ignore[assignment]
     cache = DraftHead.empty_cache(head, 1, nodes=3, capacity=5)  # type: ignore[arg-type]
-    assert [states.shape for states in (*cache.keys, *cache.values)] == [(1, GROUPS, 3 + 5, SIZE)] * 4
+    assert [states.shape for states in (*cache.keys, *cache.values)] == [
+        (1, GROUPS, 3 + 5, SIZE)
+    ] * 4
     assert cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
 
 

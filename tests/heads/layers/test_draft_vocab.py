@@ -12,7 +12,8 @@ TOKENS, WIDTH = 60, 8
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_training_did_to_rows_is_done_to_those_that_it_never_saw(dtype: torch.dtype) -> None:
-    """Training has lowered some tokens by a direction of their rows, and moved all: the others follow."""
+    """Training has lowered some tokens by a direction of their rows, and moved all: the others
+    follow."""
     torch.manual_seed(0)
     rows_VD = torch.randn(TOKENS, WIDTH)
     lowering_DD = torch.eye(WIDTH) - 0.9 * torch.outer(torch.eye(WIDTH)[0], torch.eye(WIDTH)[2])

@@ -1,4 +1,5 @@
-"""Fused operations: the Triton kernels, interpreted on a CPU, against the torch operations that they stand for."""
+"""Fused operations: the Triton kernels, interpreted on a CPU, against the torch operations that
+they stand for."""
 
 import os
 import subprocess
@@ -21,7 +22,8 @@ warnings.simplefilter("ignore")
 torch.manual_seed(0)
 def close(computed, expected, dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(computed.float(), expected.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    limits = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(computed.float(), expected.float(), **limits)
 for dtype in (torch.float32, torch.float16):
     for batch, nodes, width in ((1, 1, 64), (2, 5, 96)):
         x, out = torch.randn(2, batch, nodes, width).to(dtype)
@@ -32,17 +34,21 @@ for dtype in (torch.float32, torch.float16):
                 close(computed, expected, dtype)
         gate, up = torch.randn(2, batch, nodes, 3 * width).to(dtype)
         close(fused_kernels.silu_product(gate, up), fused.silu_product(gate, up), dtype)
-        for heads, groups, size, normed, finite in ((4, 2, 32, False, False), (4, 1, 96, True, True)):
+        for case in ((4, 2, 32, False, False), (4, 1, 96, True, True)):
+            heads, groups, size, normed, finite = case
             widths = (heads * size, groups * size, groups * size)
             projected = Projected(*(torch.randn(batch, nodes, width).to(dtype) for width in widths))
             if finite:
                 projected.key_BNX[0, 0, 3] = torch.nan
                 projected.value_BNX[0, 0, 5] = torch.inf
-            rotary = tuple(torch.randn(1, nodes, size).to(dtype).expand(batch, -1, -1) for _ in range(2))
-            norms = tuple(Norm(torch.randn(size).to(dtype), 1e-6) for _ in range(2)) if normed else None
+            angles = torch.randn(2, 1, nodes, size).to(dtype)
+            rotary = tuple(angles.expand(-1, batch, -1, -1))
+            norms = None
+            if normed:
+                norms = tuple(Norm(torch.randn(size).to(dtype), 1e-6) for _ in range(2))
             slots = torch.randint(50, (batch, 1)) + torch.arange(nodes)
             written = []
-            for operation in (fused.rotary_store, lambda *given: fused_kernels.rotary_store(*given)):
+            for operation in (fused.rotary_store, fused_kernels.rotary_store):
                 block = torch.zeros(2, batch, groups, 60, size, dtype=dtype)
                 query = operation(projected, rotary, Place(*block, slots, finite), norms)
                 written.append((query, block))
@@ -62,14 +68,24 @@ for number in (torch.nan, torch.inf):
     logits = torch.randn(1, 2, 3000)
     logits[0, 1, 2500] = number
     values, indices = fused_kernels.top_log_probs(logits, 4)
-    assert values[0, 0].isfinite().all() and (values[0, 1] == -torch.inf).all() and indices.max() < 3000
+    assert values[0, 0].isfinite().all() and (values[0, 1] == -torch.inf).all()
+    assert indices.max() < 3000
 """
 
 
 def test_kernels_compute_what_the_torch_operations_say():
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=900)
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -85,13 +101,19 @@ def test_they_are_those_of_transformers_to_the_last_bit(dtype):
     assert torch.equal(total, x + out)
     assert torch.equal(normed, norm(x + out))
 
-    projected = Projected(*(torch.randn(batch, nodes, count * size).to(dtype) for count in (heads, groups, groups)))
+    projected = Projected(
+        *(torch.randn(batch, nodes, count * size).to(dtype) for count in (heads, groups, groups))
+    )
     rotary = tuple(torch.randn(batch, nodes, size).to(dtype) for _ in range(2))
     keys, values = torch.zeros(2, batch, groups, 9, size, dtype=dtype)
     slots = torch.tensor([[2, 3, 4], [5, 6, 7]])
     query = fused.rotary_store(projected, rotary, Place(keys, values, slots))
-    split = [states.unflatten(-1, (-1, size)).transpose(1, 2) for states in vars(projected).values()]
+    split = [
+        states.unflatten(-1, (-1, size)).transpose(1, 2) for states in vars(projected).values()
+    ]
     wanted_query, wanted_key = apply_rotary_pos_emb(split[0], split[1], *rotary)
     assert torch.equal(query, wanted_query)
-    assert torch.equal(keys[0, :, 2:5], wanted_key[0]) and torch.equal(keys[1, :, 5:8], wanted_key[1])
+    assert torch.equal(keys[0, :, 2:5], wanted_key[0]) and torch.equal(
+        keys[1, :, 5:8], wanted_key[1]
+    )
     assert torch.equal(values[1, :, 5:8], split[2][1]) and not values[1, :, :5].any()

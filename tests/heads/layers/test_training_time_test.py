@@ -1,4 +1,5 @@
-"""Attention of training-time test: softmax written out, by every kernel, packed rows or not; gradients too."""
+"""Attention of training-time test: softmax written out, by every kernel, packed rows or not;
+gradients too."""
 
 from __future__ import annotations
 
@@ -38,13 +39,16 @@ def found_by(query_HE: Tensor, keys_SGE: Tensor, values_SGE: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def attended(test: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+def attended(
+    test: TrainingTimeTest, layer: int, entries: list[tuple[Tensor, Tensor, Tensor]]
+) -> list[Tensor]:
     return [test.at(step).attend(layer, *entry) for step, entry in enumerate(entries)]
 
 
 @pytest.mark.parametrize("time", [1, 2, 7])
 def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: int) -> None:
-    """Position t at step s: the keys of step 0 up to t, and of steps 1 to s at t; values and gradients."""
+    """Position t at step s: the keys of step 0 up to t, and of steps 1 to s at t; values and
+    gradients."""
     batch, steps = 2, 4
     torch.manual_seed(0)
 
@@ -58,8 +62,13 @@ def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: in
         rows = torch.empty_like(query)
         for row in range(batch):
             for here in range(time):
-                first = [(entries[0][1][row, :, i], entries[0][2][row, :, i]) for i in range(here + 1)]
-                own = [(key[row, :, here], value[row, :, here]) for _, key, value in entries[1 : step + 1]]
+                first = [
+                    (entries[0][1][row, :, i], entries[0][2][row, :, i]) for i in range(here + 1)
+                ]
+                own = [
+                    (key[row, :, here], value[row, :, here])
+                    for _, key, value in entries[1 : step + 1]
+                ]
                 keys, values = (torch.stack(part) for part in zip(*first, *own, strict=True))
                 rows[row, :, here] = found_by(query[row, :, here], keys, values)
         wanted.append(rows)
@@ -79,7 +88,8 @@ def test_a_training_step_attends_to_true_features_and_to_its_own_drafts(time: in
 def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
     window: int, chunk: int | None, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Position t at step s stands for t + s and sees keys after t + s - window, its own drafts among them."""
+    """Position t at step s stands for t + s and sees keys after t + s - window, its own drafts
+    among them."""
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
     steps = 4
     query, keys, values = drawn(steps)
@@ -92,14 +102,18 @@ def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
         seen_BTT = seen_BTT & (here > here[:, None] + step - 1 - window)
         scores = query @ keys[0].repeat_interleave(groups, 1).mT
         scores = scores.masked_fill(~seen_BTT[:, None], -math.inf)
-        own = [(query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key in keys[1:step]]
+        own = [
+            (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True) for key in keys[1:step]
+        ]
         weights = (torch.cat([scores, *own], -1) / math.sqrt(SIZE)).softmax(-1)
         rows = weights[..., :TIME] @ values[0].repeat_interleave(groups, 1)
         for number, value in enumerate(values[1:step]):
             rows = rows + weights[..., TIME + number, None] * value.repeat_interleave(groups, 1)
         wanted.append(rows)
     if chunk is not None:
-        monkeypatch.setattr(step_attention, "SCORES_ON_CPU", chunk * batch * HEADS * min(2 * window, TIME))
+        monkeypatch.setattr(
+            step_attention, "SCORES_ON_CPU", chunk * batch * HEADS * min(2 * window, TIME)
+        )
     leaves = [query, *keys, *values]
     scale = torch.randn_like(query)
     for step in (1, steps):
@@ -108,7 +122,9 @@ def test_a_window_hides_what_lies_further_back_than_the_drafted_position(
         for found in (attend_step(*given, test), by_flex(flex.flex_attention, *given, test)):
             torch.testing.assert_close(found, wanted[step - 1], rtol=0, atol=1e-10)
     found = attend_step(query, keys, values, test)
-    mine, plain = (torch.autograd.grad((side * scale).sum(), leaves) for side in (found, wanted[-1]))
+    mine, plain = (
+        torch.autograd.grad((side * scale).sum(), leaves) for side in (found, wanted[-1])
+    )
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
@@ -131,7 +147,10 @@ def test_a_window_makes_no_scores_beyond_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_layers_remember_apart() -> None:
     torch.manual_seed(0)
-    entries = [[torch.randn(1, heads, 3, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)] for _ in range(6)]
+    entries = [
+        [torch.randn(1, heads, 3, SIZE).double() for heads in (HEADS, GROUPS, GROUPS)]
+        for _ in range(6)
+    ]
     both = TrainingTimeTest(2)
     mixed = [both.at(i // 2).attend(i % 2, *entry) for i, entry in enumerate(entries)]
     for layer in range(2):
@@ -140,7 +159,9 @@ def test_layers_remember_apart() -> None:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def drawn(
+    steps: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """A query, and keys and values of each step."""
     random = torch.Generator().manual_seed(steps)
 
@@ -152,15 +173,21 @@ def drawn(steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[
     return draw(HEADS), keys, [draw(GROUPS) for _ in range(steps)]
 
 
-def uncompiled(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+def uncompiled(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
+) -> Tensor:
     return by_flex(flex.flex_attention, query, keys, values, TrainingTimeTest(1, sequences_BT))
 
 
-def usual(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+def usual(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
+) -> Tensor:
     return attend_step(query, keys, values, TrainingTimeTest(1, sequences_BT))
 
 
-def recomputed(query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None) -> Tensor:
+def recomputed(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], sequences_BT: Tensor | None
+) -> Tensor:
     found: Tensor = checkpoint(usual, query, keys, values, sequences_BT, use_reentrant=False)
     return found
 
@@ -171,11 +198,14 @@ def recomputed(query: Tensor, keys: list[Tensor], values: list[Tensor], sequence
 def test_every_kernel_finds_what_plain_scores_find(
     kernel: Kernel, steps: int, sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A CPU has no backward of flex_attention; uncompiled it is made of operations that all have one.
+    # A CPU has no backward of flex_attention; uncompiled it is made of operations that all have
+    # one.
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
     given = drawn(steps)
     leaves = [given[0], *given[1], *given[2]]
-    scale = torch.randn(2, HEADS, TIME, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    scale = torch.randn(
+        2, HEADS, TIME, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     sides = []
     for one in (kernel, by_chunks):
         found = one(*given, sequences_BT)
@@ -207,7 +237,9 @@ def test_autocast_decides_the_format() -> None:
 
 
 @pytest.mark.parametrize("sequences_BT", [None, PACKED], ids=["whole", "packed"])
-def test_a_cpu_makes_no_scores(sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_makes_no_scores(
+    sequences_BT: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_attention, "by_chunks", None)
     found = usual(*drawn(3), sequences_BT)
     kept = [tensor for tensor in found.grad_fn.saved_tensors if isinstance(tensor, Tensor)]  # type: ignore[union-attr]
@@ -216,7 +248,12 @@ def test_a_cpu_makes_no_scores(sequences_BT: Tensor | None, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("dtype", "size", "wanted"),
-    [(torch.bfloat16, 64, True), (torch.float32, 128, True), (torch.float64, 64, False), (torch.float32, 8, False)],
+    [
+        (torch.bfloat16, 64, True),
+        (torch.float32, 128, True),
+        (torch.float64, 64, False),
+        (torch.float32, 8, False),
+    ],
 )
 def test_flex_attention_is_compiled_for_what_it_can(
     dtype: torch.dtype, size: int, wanted: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""The tree kernel, interpreted on a CPU by Triton itself: `make test-kernels` has the environment that this needs."""
+"""The tree kernel, interpreted on a CPU by Triton itself: `make test-kernels` has the environment
+that this needs."""
 
 import os
 import subprocess
@@ -28,7 +29,8 @@ for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
             case = attended_slots(*given, nodes_first=nodes_first)
             attended = tree_attention(*case.given)
             assert attended.dtype == dtype
-            torch.testing.assert_close(attended.double(), case.expected, rtol=tolerance, atol=tolerance)
+            limits = {"rtol": tolerance, "atol": tolerance}
+            torch.testing.assert_close(attended.double(), case.expected, **limits)
 case = attended_slots(1, 8, 2, 4, 4, 64, 200, None, torch.float32)
 case.given[0][0, 3, 2] = torch.nan
 attended = tree_attention(*case.given)
@@ -37,7 +39,17 @@ assert attended[0, 2, 3].isnan().all() and attended.isnan().sum() == 64
 
 
 def test_it_is_the_softmax_over_what_a_node_sees():
-    """In float64 to the last digits: for batches, groups, windows, and nodes of which some are in the cache already."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=900)
+    """In float64 to the last digits: for batches, groups, windows, and nodes of which some are in
+    the cache already."""
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,6 +1,8 @@
-"""The tree kernel, compiled for cards that are not here: it fits their shared memory, and its hot loop spills nothing.
+"""The tree kernel, compiled for cards that are not here: it fits their shared memory, and its hot
+loop spills nothing.
 
-`make test-kernels` has the environment that this needs: Triton, whose assembler knows every card, and no GPU.
+`make test-kernels` has the environment that this needs: Triton, whose assembler knows every card,
+and no GPU.
 """
 
 import re
@@ -18,7 +20,8 @@ from triton.compiler import ASTSource  # noqa: E402
 from headstart.heads.layers import tree_kernel  # noqa: E402
 
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""Shared memory that one program may use, by compute capability: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX 5090."""
+"""Shared memory that one program may use, by compute capability: T4, A100, RTX 3090, RTX 4090,
+H100, B200, RTX 5090."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LONG = 2**15
 """Slots of a cache for which the largest blocks are chosen."""
@@ -28,15 +31,24 @@ STRIDES = ("query_row", "query_head", "query_node", "state_row", "state_group", 
 
 
 def built(arch: int, dtype: str, rows: int, size: int, sliding: bool = False):
-    """The compiled kernel for groups of so many rows, in the blocks that `tree_attention` would choose there."""
+    """The compiled kernel for groups of so many rows, in the blocks that `tree_attention` would
+    choose there."""
     block = tree_kernel.block_shape(rows, LONG, size, ITEMSIZE[dtype], SHARED_BYTES[arch])
     constants = {"GROUPS": 8, "HEADS": 4, "HEAD_SIZE": size, "PADDED_SIZE": size, "PARTS": 8}
     constants |= {"BLOCK_ROWS": block.rows, "BLOCK_SLOTS": block.slots}
     constants |= {"SLIDING": sliding, "NODES_FOLLOW": True, "PRECISION": "ieee", "SUMS": tl.float32}
-    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | {"ancestors": "*u8", "scale": "fp32"}
-    types |= dict.fromkeys(("depths", "lengths"), "*i64") | dict.fromkeys(("output", "log_sums"), "*fp32")
+    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}") | {
+        "ancestors": "*u8",
+        "scale": "fp32",
+    }
+    types |= dict.fromkeys(("depths", "lengths"), "*i64") | dict.fromkeys(
+        ("output", "log_sums"), "*fp32"
+    )
     kernel = tree_kernel._attend_to_part
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
     place = {name: (number,) for number, name in enumerate(kernel.arg_names)}
     source = ASTSource(
         fn=kernel,
@@ -52,7 +64,9 @@ def loops(machine_code: bytes, folder: Path) -> list[list[str]]:
     """Instructions of each loop."""
     file = folder / "kernel.cubin"
     file.write_bytes(machine_code)
-    text = subprocess.run([TOOLS / "cuobjdump", "-sass", file], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [TOOLS / "cuobjdump", "-sass", file], capture_output=True, text=True, check=True
+    ).stdout
     code: list[tuple[int, str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -106,8 +120,11 @@ def test_it_fits_the_card(arch, dtype, rows, size):
 @pytest.mark.parametrize("rows", [4, 32, 240])
 @pytest.mark.parametrize("sliding", [False, True])
 def test_the_loop_over_committed_tokens_keeps_all_in_registers(rows, sliding, tmp_path):
-    """One node, a chain of eight, a tree of sixty, on an H100: the loop that long texts spend their time in."""
+    """One node, a chain of eight, a tree of sixty, on an H100: the loop that long texts spend their
+    time in."""
     committed, nodes = loops(built(90, "bf16", rows, 128, sliding).asm["cubin"], tmp_path)
     assert not [instruction for instruction in committed if re.search(r"LDL|STL", instruction)]
     assert len(committed) < len(nodes)
-    assert not [instruction for instruction in committed if re.search(r"LDG.*U8", instruction)], "it reads ancestors"
+    assert not [instruction for instruction in committed if re.search(r"LDG.*U8", instruction)], (
+        "it reads ancestors"
+    )

@@ -33,7 +33,9 @@ def cache_with_trees(rows):
 
 
 def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
-    cache = TreeCache([StateShape(3, 4, torch.float32, torch.device("cpu"))] * 4, 1, torch.device("cpu"))
+    cache = TreeCache(
+        [StateShape(3, 4, torch.float32, torch.device("cpu"))] * 4, 1, torch.device("cpu")
+    )
     random = torch.Generator().manual_seed(0)
     written = []
     for length in (5, BUCKET - 6, 4, 1):
@@ -47,9 +49,13 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
         assert torch.equal(torch.stack(cache.keys)[:, :, :, : whole.shape[3]], whole)
         assert torch.equal(torch.stack(cache.values)[:, :, :, : whole.shape[3]], -whole)
         assert (
-            cache.bucketed_length - STEP < whole.shape[3] <= cache.bucketed_length and cache.bucketed_length % STEP == 0
+            cache.bucketed_length - STEP < whole.shape[3] <= cache.bucketed_length
+            and cache.bucketed_length % STEP == 0
         )
-        assert cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET and cache.capacity % BUCKET == 0
+        assert (
+            cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET
+            and cache.capacity % BUCKET == 0
+        )
 
 
 def test_selecting_rows_copies_no_more_than_a_layer_at_once():
@@ -66,7 +72,10 @@ def test_selecting_rows_copies_no_more_than_a_layer_at_once():
     expected = [layer[[1, 0]] for layer in (*cache.keys, *cache.values)]
     with Largest() as largest:
         cache.select(torch.tensor([1, 0]))
-    assert all(torch.equal(layer, rows) for layer, rows in zip((*cache.keys, *cache.values), expected, strict=True))
+    assert all(
+        torch.equal(layer, rows)
+        for layer, rows in zip((*cache.keys, *cache.values), expected, strict=True)
+    )
     assert 0 < largest.elements <= cache.keys[0].numel()
 
 
@@ -91,7 +100,9 @@ def test_every_path_of_any_length_is_kept(rows):
                 slots = [*range(COMMITTED[row]), *(COMMITTED[row] + node for node in path[:length])]
                 assert cache.lengths_B[row] == len(slots)
                 for states in (*cache.keys, *cache.values):
-                    assert states[row, 0, : len(slots), 0].tolist() == [(1, -1)[row] * slot for slot in slots]
+                    assert states[row, 0, : len(slots), 0].tolist() == [
+                        (1, -1)[row] * slot for slot in slots
+                    ]
 
 
 def test_a_path_that_lies_where_it_should_is_not_moved(monkeypatch):

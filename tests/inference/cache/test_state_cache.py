@@ -1,4 +1,5 @@
-"""Models with states, node by node: the logits after any rounds are those of the whole text, read at once."""
+"""Models with states, node by node: the logits after any rounds are those of the whole text, read
+at once."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def whole(target, text):
 
 
 def filled(target, texts):
-    """A cache that holds texts of one length, and their features of block 0 and after the final norm."""
+    """A cache that holds texts of one length, and their features of block 0 and after the final
+    norm."""
     cache = target.engine.new_cache(len(texts), 64)
     target.engine.read_chunk(torch.tensor(texts), len(texts[0]), cache, (0, -1), [])
     return cache
@@ -61,7 +63,10 @@ def filled(target, texts):
 
 def draft(random_tokens, shape, roots):
     """A tree of random tokens after each row's root."""
-    tokens = [[root, *[random_tokens.randrange(1, VOCAB) for _ in range(shape.size - 1)]] for root in roots]
+    tokens = [
+        [root, *[random_tokens.randrange(1, VOCAB) for _ in range(shape.size - 1)]]
+        for root in roots
+    ]
     parents = torch.tensor(shape.parents).expand(len(roots), -1)
     sizes = torch.full((len(roots),), shape.size)
     return DraftTree(torch.tensor(tokens), parents, sizes, shape.depth, in_order=shape.is_chain)
@@ -74,13 +79,16 @@ def check_nodes(target, cache, tree, texts, layers=()):
         for path in leaf_paths(tree)[row]:
             tokens = tree.tokens_BN[row, path].tolist()
             expected = whole(target, [*text, *tokens])[len(text) :]
-            torch.testing.assert_close(output.logits_BNV[row, path].to(expected.dtype), expected, **CLOSE)
+            torch.testing.assert_close(
+                output.logits_BNV[row, path].to(expected.dtype), expected, **CLOSE
+            )
     return output
 
 
 @torch.inference_mode()
 def rounds(target, texts, seed, count=8, check=True):
-    """Rounds with random trees and random acceptance; returns the cache and the texts that it holds."""
+    """Rounds with random trees and random acceptance; returns the cache and the texts that it
+    holds."""
     numbers = random.Random(seed)
     cache = filled(target, texts)
     texts = [list(text) for text in texts]
@@ -111,7 +119,8 @@ def rounds(target, texts, seed, count=8, check=True):
 @pytest.mark.parametrize("most_pending", [1, 3, 100])
 @pytest.mark.parametrize("family", KINDS)
 def test_every_node_has_the_logits_of_its_text(targets, family, most_pending):
-    """In batches, where each row accepts another number of tokens: padding on the right of lanes."""
+    """In batches, where each row accepts another number of tokens: padding on the right of
+    lanes."""
     target = targets(family)
     target.engine.most_pending = most_pending
     rounds(target, [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [8, 9, 7, 9, 3]], seed=most_pending)
@@ -125,7 +134,12 @@ def test_rows_with_fewer_drafts_and_more_pending_tokens(targets, family):
     with torch.inference_mode():
         texts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
         cache = filled(target, texts)
-        for sizes, accepted in (([2, 2], [1, 2]), ([1, 2], [1, 1]), ([2, 1], [2, 1]), ([3, 2], [1, 2])):
+        for sizes, accepted in (
+            ([2, 2], [1, 2]),
+            ([1, 2], [1, 1]),
+            ([2, 1], [2, 1]),
+            ([3, 2], [1, 2]),
+        ):
             nodes = max(sizes)
             tokens = torch.arange(2 * nodes).view(2, nodes) + len(texts[0])
             parents = torch.arange(-1, nodes - 1).expand(2, -1)
@@ -133,7 +147,9 @@ def test_rows_with_fewer_drafts_and_more_pending_tokens(targets, family):
             check_nodes(target, cache, tree, texts)
             path = torch.arange(nodes).expand(2, -1)
             cache.accept(path, torch.tensor(accepted))
-            texts = [[*text, *tokens[row, : accepted[row]].tolist()] for row, text in enumerate(texts)]
+            texts = [
+                [*text, *tokens[row, : accepted[row]].tolist()] for row, text in enumerate(texts)
+            ]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -162,7 +178,9 @@ def test_a_round_that_is_repeated_begins_where_it_began(targets, family):
         cache, (text,) = rounds(target, [[3, 1, 4, 1, 5]], seed=1, check=False)
         before_B = cache.lengths_B
         for kept in (0, 2):
-            target.engine.forward_tree(draft(numbers, TreeShape.chain(3), [7]), len(text), cache, ())
+            target.engine.forward_tree(
+                draft(numbers, TreeShape.chain(3), [7]), len(text), cache, ()
+            )
             cache.accept(torch.arange(4)[None], torch.tensor([4]), in_order=True)
             cache.lengths_B = before_B + kept
             if kept:
@@ -180,7 +198,9 @@ def test_a_plain_step_that_is_repeated_finds_the_states_as_they_were(targets, fa
         cache = filled(target, [text])
         before_B = cache.lengths_B
         for _ in range(2):
-            check_nodes(target, cache, draft(random.Random(0), TreeShape.from_paths([]), [7]), [text])
+            check_nodes(
+                target, cache, draft(random.Random(0), TreeShape.from_paths([]), [7]), [text]
+            )
             cache.accept(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1]), in_order=True)
             cache.lengths_B = before_B
 
@@ -195,7 +215,9 @@ def test_rows_come_and_go_with_their_states(targets, family):
         cache.select(torch.tensor([2, 0, 0]))
         cache.replace(torch.tensor([2]), other)
         texts = [texts[2], texts[0], others[0]]
-        check_nodes(target, cache, draft(numbers, TreeShape.from_paths([[0], [1]]), [7, 8, 9]), texts)
+        check_nodes(
+            target, cache, draft(numbers, TreeShape.from_paths([[0], [1]]), [7, 8, 9]), texts
+        )
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -206,13 +228,15 @@ def test_a_text_goes_back_as_far_as_its_states_allow(targets, family):
         cache = filled(target, [[3, 1, 4, 1, 5]])
         cache.keep_snapshot()
         text = [3, 1, 4, 1, 5]
-        for accepted in (4, 2):  # the first leaves a snapshot at 9, the second two pending tokens or none
+        # the first leaves a snapshot at 9, the second two pending tokens or none
+        for accepted in (4, 2):
             tree = draft(numbers, TreeShape.chain(3), [7])
             target.engine.forward_tree(tree, len(text), cache, ())
             cache.accept(torch.arange(4)[None], torch.tensor([accepted]), in_order=True)
             text += tree.tokens_BN[0, :accepted].tolist()
         cache.settle()
-        # What is pending can be taken back one by one; a snapshot cannot, but for the one that was kept.
+        # What is pending can be taken back one by one; a snapshot cannot, but for the one that was
+        # kept.
         back = [(10, 10), (8, 5), (3, 0)] if family in RECURRENT else [(10, 5), (3, 0)]
         for tokens, stays in back:
             assert cache.rewind(tokens) == stays
@@ -233,7 +257,9 @@ def test_features_are_those_of_the_whole_text(targets, family):
             tokens = [*text, *tree.tokens_BN[0, path].tolist()]
             features_BTF, _ = target.read(torch.tensor([tokens]), (0, 1, -1))
             expected = features_BTF[0, len(text) :]
-            torch.testing.assert_close(output.features_BNF[0, path], expected.to(output.features_BNF.dtype), **CLOSE)
+            torch.testing.assert_close(
+                output.features_BNF[0, path], expected.to(output.features_BNF.dtype), **CLOSE
+            )
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -248,7 +274,9 @@ def test_training_reads_padded_rows_as_they_are_alone(targets, family):
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 @pytest.mark.parametrize("family", KINDS)
-def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(targets, monkeypatch, family, kind):
+def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(
+    targets, monkeypatch, family, kind
+):
     target = targets(family)
     torch.manual_seed(0)
     options = {"eagle3": {"depth": 3, "feature_layers": [0, -1]}, "medusa": {"num_heads": 3}}[kind]
@@ -264,7 +292,8 @@ def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(tar
             expected = target.model.generate(prompt, **settings)
             found = lm.generate(prompt, past_key_values=past, **settings).sequences
             assert torch.equal(found, expected)
-            prompt = torch.cat([expected[:, :-2], torch.tensor([[7, 8, 9]])], dim=1)  # another end of the answer
+            # another end of the answer
+            prompt = torch.cat([expected[:, :-2], torch.tensor([[7, 8, 9]])], dim=1)
     sizes = limited(monkeypatch, lm, 3)
     settings["attention_mask"] = torch.ones_like(prompt)
     expected = target.model.generate(prompt, **settings)
@@ -288,7 +317,9 @@ def test_what_is_drawn_has_the_targets_distribution(tools, family, acceptance):
     model = hybrid(family)
     model.resize_token_embeddings(3)
     target = Target(model)
-    tree = "drawn:branch:2" if acceptance in ("without_replacement", "traversal") else "drawn:chain:2"
+    tree = (
+        "drawn:branch:2" if acceptance in ("without_replacement", "traversal") else "drawn:chain:2"
+    )
     if acceptance == "with_replacement":
         tree = "independent:branch:2"
     new = 2
@@ -313,7 +344,9 @@ def test_each_family_reads_chunks_as_it_reads_tokens(family):
 
 def test_a_module_that_begins_each_chunk_with_an_empty_state_is_found_and_refused():
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0)
+    config = MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=0
+    )
     model = MambaForCausalLM(config).eval()
     assert not states_follow_chunks(model)
     with pytest.raises(ValueError, match=r"MambaForCausalLM .* one by one .* cannot be verified"):
@@ -327,13 +360,17 @@ def test_a_model_that_fails_with_its_own_cache_is_refused_with_what_it_said(monk
         raise AttributeError("no such cache")
 
     monkeypatch.setattr(model.model, "forward", forward)
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM .* fails on one token .*AttributeError: no such cache"):
+    with pytest.raises(
+        ValueError, match=r"Lfm2ForCausalLM .* fails on one token .*AttributeError: no such cache"
+    ):
         Target(model)
 
 
 def test_a_draft_model_with_states_is_refused(targets, tiny_target):
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match=r"cannot draft: its layers keep a convolution or recurrent state"):
+    with pytest.raises(
+        ValueError, match=r"cannot draft: its layers keep a convolution or recurrent state"
+    ):
         SpeculativeLM.from_pretrained(target, drafter=targets("qwen3.5, gated delta").model)
 
 
@@ -356,6 +393,10 @@ def test_mamba_2_reads_short_chunks_in_our_copy_alone():
     target.engine = copy
     with torch.inference_mode():
         cache = filled(target, [[3, 1, 4, 1, 5]])
-        check_nodes(target, cache, draft(random.Random(0), TreeShape.chain(9), [7]), [[3, 1, 4, 1, 5]])
+        check_nodes(
+            target, cache, draft(random.Random(0), TreeShape.chain(9), [7]), [[3, 1, 4, 1, 5]]
+        )
     assert mixers and {mixer.chunk_size for mixer in mixers} == {256}
-    assert {module.chunk_size for module in copy.model.modules() if hasattr(module, "chunk_size")} == {16}
+    assert {
+        module.chunk_size for module in copy.model.modules() if hasattr(module, "chunk_size")
+    } == {16}

@@ -1,4 +1,5 @@
-"""Whether to draft, and with which tree: by a clock that the test winds, and never by what is right."""
+"""Whether to draft, and with which tree: by a clock that the test winds, and never by what is
+right."""
 
 from __future__ import annotations
 
@@ -47,14 +48,17 @@ def candidates(machine, costs=None):
     """Plain steps and trees, whose costs are only assumed if none are given."""
     assumed = costs or [1.0, *(1.4 + 0.3 * i for i in range(len(machine.cost) - 1))]
     lengths = [1.0, *(2.0 + 0.3 * i for i in range(len(machine.cost) - 1))]
-    return Speeds([Candidate(*pair) for pair in zip(assumed, lengths, strict=True)], 0, costs is not None)
+    return Speeds(
+        [Candidate(*pair) for pair in zip(assumed, lengths, strict=True)], 0, costs is not None
+    )
 
 
 def decode(speeds, machine, emitted, tokens, fresh=None):
-    """Seconds for so many tokens, and how often each candidate ran; `emitted(candidate, written)` a round.
+    """Seconds for so many tokens, and how often each candidate ran; `emitted(candidate, written)` a
+    round.
 
-    The first round of each candidate takes `first` times as long, which is not counted: it is the program's, not the
-    choice's.
+    The first round of each candidate takes `first` times as long, which is not counted: it is the
+    program's, not the choice's.
     """
     fresh = set() if fresh is None else fresh
     taken, written, rounds = 0.0, 0, [0] * len(machine.cost)
@@ -89,7 +93,9 @@ def test_drafts_that_never_pay_cost_less_than_three_percent(cost, known, emitted
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["assumed", "measured"])
-@pytest.mark.parametrize(("cost", "emitted"), [([1.0, 1.2], [1, 3]), ([1.0, 1.2, 1.3, 1.6], [1, 2.0, 3.0, 3.1])])
+@pytest.mark.parametrize(
+    ("cost", "emitted"), [([1.0, 1.2], [1, 3]), ([1.0, 1.2, 1.3, 1.6], [1, 2.0, 3.0, 3.1])]
+)
 def test_drafts_that_always_pay_lose_little_to_measuring_plain_steps(known, cost, emitted):
     machine, chance = Machine(cost), random.Random(1)
     speeds = candidates(machine, cost if known else None)
@@ -107,7 +113,8 @@ def test_drafts_that_always_pay_lose_little_to_measuring_plain_steps(known, cost
 
 @pytest.mark.parametrize("pays_first", [False, True])
 def test_what_changes_is_found(pays_first):
-    """A text on which drafts are right, and one on which they are wrong, in turns of 1000 tokens."""
+    """A text on which drafts are right, and one on which they are wrong, in turns of 1000
+    tokens."""
     machine = Machine([1.0, 1.5])
     speeds = candidates(machine)
     pays = lambda written: (written // 1000) % 2 == (not pays_first)  # noqa: E731
@@ -119,7 +126,8 @@ def test_what_changes_is_found(pays_first):
 @pytest.mark.parametrize(("emitted", "ideal"), [(3, 0.5), (1, 1.0), (2, 0.75)])
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_a_machine_that_changes_its_speed_is_measured_anew(emitted, ideal, factor):
-    """Half or twice as slow from the middle on: neither is what pays left for long, nor what does not pay taken up."""
+    """Half or twice as slow from the middle on: neither is what pays left for long, nor what does
+    not pay taken up."""
     machine = Machine([1.0, 1.5], slow=lambda written: factor if written > 1500 else 1.0)
     speeds = candidates(machine)
     seconds, _ = decode(speeds, machine, lambda *_: emitted, 3000)
@@ -129,17 +137,23 @@ def test_a_machine_that_changes_its_speed_is_measured_anew(emitted, ideal, facto
 @pytest.mark.parametrize("when", [1, 2, 5, 40])
 @pytest.mark.parametrize("emitted", [1, 3])
 def test_one_slow_round_does_not_decide(when, emitted):
-    """A pause, or something that is compiled, fifty times as long as a round, whichever round it falls on."""
+    """A pause, or something that is compiled, fifty times as long as a round, whichever round it
+    falls on."""
     machine, calls = Machine([1.0, 1.5]), itertools.count()
-    machine.seconds = lambda candidate, _: machine.cost[candidate] * (50 if next(calls) == when else 1)
+    machine.seconds = lambda candidate, _: (
+        machine.cost[candidate] * (50 if next(calls) == when else 1)
+    )
     seconds, _ = decode(candidates(machine), machine, lambda *_: emitted, 1000)
     assert seconds <= 1.03 * 1000 * (1.5 / emitted if emitted > 1.5 else 1.0) + 50 * 1.5 + 64
 
 
 def test_the_first_steps_of_a_text_do_not_decide_alone():
-    """Drafts that pay, but are wrong five times at first, as chance has it on one text in thirty-two."""
+    """Drafts that pay, but are wrong five times at first, as chance has it on one text in
+    thirty-two."""
     machine, count = Machine([1.0, 1.3], first=1.0), itertools.count()
-    _, rounds = decode(candidates(machine, machine.cost), machine, lambda *_: 1 + (next(count) >= 5), ANSWER)
+    _, rounds = decode(
+        candidates(machine, machine.cost), machine, lambda *_: 1 + (next(count) >= 5), ANSWER
+    )
     assert rounds[0] == 0
 
 
@@ -170,7 +184,8 @@ def test_looks_lose_what_was_put_by_for_them_however_dear_they_are(cost, reading
     machine, tokens = Reading([1.0, cost], first=1.0), 40_000
     seconds, rounds = decode(candidates(machine, machine.cost), machine, lambda *_: 1, tokens)
     look = (PROBE_STEPS * cost + reading) * (1 + MARGIN) - PROBE_STEPS
-    # The first time is the program's; what was expected counts as PRIOR_STEPS, each a token too many.
+    # The first time is the program's; what was expected counts as PRIOR_STEPS, each a token too
+    # many.
     assert seconds - tokens <= PROBE_SHARE * tokens + look + reading + PRIOR_STEPS
     assert rounds[1] >= PROBE_STEPS * (PROBE_SHARE * tokens // look - 1) > 0
 
@@ -216,7 +231,11 @@ def written(lm, tokens=ANSWER, start=1):
 
 
 def plainly(target, tokens=ANSWER, start=1):
-    settings = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "max_new_tokens": tokens, "do_sample": False}
+    settings = {
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "max_new_tokens": tokens,
+        "do_sample": False,
+    }
     return target.model.generate(torch.tensor([[start, 2, 3]]), **settings)
 
 
@@ -255,7 +274,9 @@ def test_many_short_streams_lose_no_more_than_a_long_one(target, clock):
 def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target, clock, tools):
     truth = plainly(target)[0, 3:].tolist()
     chain = TreeShape.chain(4)
-    lm = SpeculativeLM(target, AdaptiveDrafter([tools.Oracle(chain, [truth], VOCAB, wrong=0.0)], clock=clock))
+    lm = SpeculativeLM(
+        target, AdaptiveDrafter([tools.Oracle(chain, [truth], VOCAB, wrong=0.0)], clock=clock)
+    )
     written(lm)
     before = clock.now
     stats = written(lm).stats
@@ -277,7 +298,8 @@ def test_a_good_drafter_is_left_alone_and_one_that_becomes_good_is_found(target,
 @pytest.mark.parametrize("slots", [None, 2])
 @pytest.mark.parametrize("held", [2, 8192])
 def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeypatch, slots, held):
-    """A model that drafts for itself stays right about everything, whenever it is asked, and whoever has ended."""
+    """A model that drafts for itself stays right about everything, whenever it is asked, and
+    whoever has ended."""
     choices = itertools.cycle([*[0] * 9, 1, 1, 0, 1, 1, 0])
 
     def choose(self, *_):
@@ -286,11 +308,23 @@ def test_what_was_read_and_written_plainly_is_shown_later(target, clock, monkeyp
 
     monkeypatch.setattr(Speeds, "choose", choose)
     monkeypatch.setattr(model_rows, "PENDING_TOKENS", held)
-    rows, mask = torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]])
-    settings = {"attention_mask": mask, "max_new_tokens": 41, "do_sample": False, "max_batch_size": slots}
+    rows, mask = (
+        torch.tensor([[1, 2, 3], [0, 5, 6], [7, 8, 9]]),
+        torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 1]]),
+    )
+    settings = {
+        "attention_mask": mask,
+        "max_new_tokens": 41,
+        "do_sample": False,
+        "max_batch_size": slots,
+    }
     text = written(SpeculativeLM(target), 41).sequences[0, 3:].tolist()
-    end = next(token for place, token in enumerate(text) if place == text.index(token) and place > 2)
-    lm = SpeculativeLM(target, AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock))
+    end = next(
+        token for place, token in enumerate(text) if place == text.index(token) and place > 2
+    )
+    lm = SpeculativeLM(
+        target, AdaptiveDrafter([make_drafter(target, target, "chain:3")], clock=clock)
+    )
     stats = lm.generate(rows, **settings, eos_token_id=end, pad_token_id=0).stats
     assert {record.returned for row in stats.rows for record in row[:-1]} == {1, 4}
     assert len({len(row) for row in stats.rows}) > 1, "all rows end together"
@@ -303,8 +337,9 @@ def test_of_several_trees_the_fastest_is_found(target, clock):
     lm = SpeculativeLM(target, drafter)
     for start in range(5):
         assert torch.equal(written(lm, start=start).sequences, plainly(target, start=start))
-    # A model that drafts for itself is always right, but its own forwards cost as much as the target's: a token takes 1
-    # step without drafts, 1.1 in a chain of 1, 1.2 in one of 8, 2.1 in a branch.
+    # A model that drafts for itself is always right, but its own forwards cost as much as the
+    # target's: a token takes 1 step without drafts, 1.1 in a chain of 1, 1.2 in one of 8, 2.1 in a
+    # branch.
     assert drafter.speeds[False, 1].leader == 0
 
 
@@ -313,7 +348,9 @@ def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
     lm, row = SpeculativeLM(target, drafter), torch.tensor([[1, 2, 3]])
     written(lm)
     before = copy.deepcopy(drafter.speeds)
-    lm.generate(row, attention_mask=torch.ones_like(row), do_sample=True, max_new_tokens=30, pad_token_id=0)
+    lm.generate(
+        row, attention_mask=torch.ones_like(row), do_sample=True, max_new_tokens=30, pad_token_id=0
+    )
     assert drafter.speeds[False, 1].candidates == before[False, 1].candidates
     assert drafter.speeds[True, 1].candidates != before[False, 1].candidates
 
@@ -322,7 +359,8 @@ def test_sampled_texts_tell_nothing_of_greedy_ones(target, clock):
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "ngram:2", None])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_everything_adapts(target, tree, drafter, slots):
-    """A hybrid, a choice of trees, a source: whatever is drafted, and wherever rows begin and end."""
+    """A hybrid, a choice of trees, a source: whatever is drafted, and wherever rows begin and
+    end."""
     if drafter == "prompt-lookup" and tree != "auto":
         tree = "chain:1|chain:3"
     head = None if drafter == "ngram:2" else a_head(target)
@@ -331,16 +369,25 @@ def test_everything_adapts(target, tree, drafter, slots):
     rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [3, 7], "pad_token_id": 0}
     for _ in range(2):
-        found = lm.generate(rows, attention_mask=torch.ones_like(rows), max_batch_size=slots, **settings).sequences
+        found = lm.generate(
+            rows, attention_mask=torch.ones_like(rows), max_batch_size=slots, **settings
+        ).sequences
         for row, text in zip(rows, found.tolist(), strict=True):
-            stock = target.model.generate(row[None], attention_mask=torch.ones_like(row)[None], **settings)[0].tolist()
+            stock = target.model.generate(
+                row[None], attention_mask=torch.ones_like(row)[None], **settings
+            )[0].tolist()
             assert text[: len(stock)] == stock
 
 
 def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
     head = a_head(target)
     assert SpeculativeLM.from_pretrained(target).drafter.max_nodes == 1
-    for options in ({"head": head}, {"head": head, "tree": "chain:2"}, {"drafter": "ngram:2"}, {"drafter": Useless()}):
+    for options in (
+        {"head": head},
+        {"head": head, "tree": "chain:2"},
+        {"drafter": "ngram:2"},
+        {"drafter": Useless()},
+    ):
         assert isinstance(SpeculativeLM.from_pretrained(target, **options).drafter, AdaptiveDrafter)
         off = SpeculativeLM.from_pretrained(target, fallback=False, **options)
         assert not isinstance(off.drafter, AdaptiveDrafter)
@@ -371,7 +418,10 @@ def test_trees_that_do_not_go_together_are_refused(target):
     with pytest.raises(ValueError, match="different rules"):
         make_drafter(target, "ngram:2", "chain:2|drawn:chain:2")
     trees = [
-        SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:1", fallback=False).drafter for _ in range(2)
+        SpeculativeLM.from_pretrained(
+            target, a_head(target), tree="chain:1", fallback=False
+        ).drafter
+        for _ in range(2)
     ]
     with pytest.raises(ValueError, match="of the same head"):
         AdaptiveDrafter(trees)
@@ -388,19 +438,27 @@ def test_the_candidates_fit_the_head_and_the_machine(target):
     assert sizes(None, RoundCosts({1: 1.0, 32: 1.5, 64: 3.0}, 0.01)) == [2, 4, 8, 16, 32]
     assert sizes(DynamicShape(12, 7, 4), RoundCosts.assumed(torch.device("cpu"))) == [2, 4, 8, 12]
     assert sorted(tree.depth for tree in candidate_trees(head, None, cheap)) == [1, 3, 4, 4, 4, 4]
-    assert candidate_trees(head, None, dear)[0].size == 2 and candidate_trees(head, None, cheap)[0].size == 60
+    assert (
+        candidate_trees(head, None, dear)[0].size == 2
+        and candidate_trees(head, None, cheap)[0].size == 60
+    )
     short = a_head(target, num_heads=1)
     assert {tree.depth for tree in candidate_trees(short, None, cheap)} == {1}
 
 
-def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_token_costs_more_than_it_gains():
-    costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)  # each token of a chain costs 0.15 plain steps
+def test_a_head_that_estimates_its_acceptance_offers_a_chain_that_ends_where_a_token_does_not_pay():
+    # each token of a chain costs 0.15 plain steps
+    costs = RoundCosts({1: 1.0, 2: 1.1, 8: 1.7}, 0.05)
     sure, unsure = (
         candidate_trees(block_heads.build({"block_size": 4, **options}, name="dspark"), None, costs)
         for options in ({}, {"confidence": False})
     )
     (chain,) = [tree for tree in sure if tree not in unsure]
-    assert isinstance(chain, EarlyExitShape) and chain.depth == 4 and chain.threshold == pytest.approx(0.15)
+    assert (
+        isinstance(chain, EarlyExitShape)
+        and chain.depth == 4
+        and chain.threshold == pytest.approx(0.15)
+    )
 
 
 def test_a_tree_of_another_machine_is_only_a_hint(target):
@@ -421,10 +479,17 @@ def test_expected_lengths_are_those_of_the_model():
 def test_a_seeded_text_does_not_hang_on_the_clock(target, pay, slots):
     """Picked trees, with clocks by which drafts always pay, or never."""
     rows = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    settings = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 30, "do_sample": True, "top_k": 6}
+    settings = {
+        "attention_mask": torch.ones_like(rows),
+        "max_new_tokens": 30,
+        "do_sample": True,
+        "top_k": 6,
+    }
 
     def text(lm):
-        return lm.generate(rows, generator=torch.Generator().manual_seed(4), max_batch_size=slots, **settings)
+        return lm.generate(
+            rows, generator=torch.Generator().manual_seed(4), max_batch_size=slots, **settings
+        )
 
     lm = SpeculativeLM.from_pretrained(target, drafter="random", tree="chain:2|branch:3x2")
     lm.drafter.clock = clock = Wound(lm.drafter, pay)
@@ -449,11 +514,17 @@ class Wound:
 
 @pytest.mark.parametrize("tree", ["drawn:chain:2", "drawn:chain:2|drawn:chain:1"])
 def test_of_drawn_trees_sampling_takes_the_first_each_round(target, tree):
-    """Their text hangs on their shape, so the clock may not choose; greedy decoding picks, and may."""
+    """Their text hangs on their shape, so the clock may not choose; greedy decoding picks, and
+    may."""
     lm = SpeculativeLM.from_pretrained(target, drafter="random", tree=tree)
-    alone = SpeculativeLM.from_pretrained(target, drafter="random", tree="drawn:chain:2", fallback=False)
+    alone = SpeculativeLM.from_pretrained(
+        target, drafter="random", tree="drawn:chain:2", fallback=False
+    )
     row = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 40, "do_sample": True}
-    one, other = (each.generate(row, generator=torch.Generator().manual_seed(1), **settings) for each in (lm, alone))
+    one, other = (
+        each.generate(row, generator=torch.Generator().manual_seed(1), **settings)
+        for each in (lm, alone)
+    )
     assert torch.equal(one.sequences, other.sequences) and one.stats.plain_rounds == 0
     assert written(lm, 60).stats.plain_rounds > 0

@@ -23,7 +23,11 @@ def written(lm, tokens):
 
 
 def plainly(target, tokens):
-    settings = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "max_new_tokens": tokens, "do_sample": False}
+    settings = {
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "max_new_tokens": tokens,
+        "do_sample": False,
+    }
     return target.model.generate(torch.tensor([[1, 2, 3]]), **settings)
 
 
@@ -31,7 +35,9 @@ def test_a_drafter_of_ones_own_may_not_sample(target):
     class Odd(Useless):
         kind = "sampled_chain"
 
-    with pytest.raises(ValueError, match="must make top-k drafts, and Odd says that they are 'sampled_chain'"):
+    with pytest.raises(
+        ValueError, match="must make top-k drafts, and Odd says that they are 'sampled_chain'"
+    ):
         SpeculativeLM.from_pretrained(target, drafter=Odd())
 
 
@@ -89,7 +95,9 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
             self.rows = [[] for _ in range(context.batch_size)]
 
         def prefill(self, chunk):
-            for row, tokens, length in zip(self.rows, chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist()):
+            for row, tokens, length in zip(
+                self.rows, chunk.next_tokens_BT.tolist(), chunk.lengths_B.tolist()
+            ):
                 row += tokens[:length]
 
         def propose(self, roots_B):
@@ -110,15 +118,20 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]])
     settings = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [3, 7], "pad_token_id": 0}
     lm = SpeculativeLM.from_pretrained(target, drafter=Rows(), fallback=False)
-    output = lm.generate(prompts, attention_mask=torch.ones_like(prompts), max_batch_size=2, **settings)
+    output = lm.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_batch_size=2, **settings
+    )
     assert len({len(row) for row in output.stats.rows}) > 1, "all rows end together"
 
 
 @pytest.mark.parametrize(
-    "own", [3, type("Half", (), {"max_nodes": 2, "propose": None})(), type("Mine", (Drafter,), {})()]
+    "own",
+    [3, type("Half", (), {"max_nodes": 2, "propose": None})(), type("Mine", (Drafter,), {})()],
 )
 def test_what_is_not_a_drafter_is_refused(target, own):
-    with pytest.raises(ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(round\); .* lacks some"):
+    with pytest.raises(
+        ValueError, match=r"needs max_nodes, propose\(roots_B\) and observe\(round\); .* lacks some"
+    ):
         SpeculativeLM(target, own)
 
 
@@ -130,17 +143,29 @@ def tree(tokens, parents, depth, size=None):
 @pytest.mark.parametrize(
     ("proposed", "message"),
     [
-        (lambda root: tree([root, VOCAB], [-1, 0], 1), f"node 1 is token {VOCAB}; the target has {VOCAB}"),
+        (
+            lambda root: tree([root, VOCAB], [-1, 0], 1),
+            f"node 1 is token {VOCAB}; the target has {VOCAB}",
+        ),
         (lambda root: tree([root, -1], [-1, 0], 1), "node 1 is token -1"),
-        (lambda root: tree([root] * 9, list(range(-1, 8)), 8), "9 nodes, and at most 8 were announced"),
+        (
+            lambda root: tree([root] * 9, list(range(-1, 8)), 8),
+            "9 nodes, and at most 8 were announced",
+        ),
         (lambda root: tree([root, 1, 2], [-1, 2, 0], 2), "node 1 lies below node 2"),
         (lambda root: tree([(root + 1) % VOCAB, 1], [-1, 0], 1), "not the root"),
-        (lambda root: tree([root, 1, 2], [-1, 0, 1], 1), "is 2 deep and has 3 nodes, and max_depth is 1"),
+        (
+            lambda root: tree([root, 1, 2], [-1, 0, 1], 1),
+            "is 2 deep and has 3 nodes, and max_depth is 1",
+        ),
         (lambda root: tree([root, 1, 1], [-1, 0, 0], 1), "two siblings are the same token"),
         (lambda root: tree([root], [-1], 3), "is 0 deep and has 1 nodes, and max_depth is 3"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=3), "said to have 3 nodes, of 2"),
         (lambda root: tree([root, 1], [-1, 0], 1, size=0), "said to have 0 nodes, of 2"),
-        (lambda root: replace(tree([root, 1], [-1, 0], 1), kind="sampled_chain"), "only top-k drafts are allowed"),
+        (
+            lambda root: replace(tree([root, 1], [-1, 0], 1), kind="sampled_chain"),
+            "only top-k drafts are allowed",
+        ),
     ],
 )
 def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):

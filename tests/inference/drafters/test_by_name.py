@@ -1,4 +1,5 @@
-"""Drafts without a trained head: whatever the source, the text is the target's; and each drafts what its spec says."""
+"""Drafts without a trained head: whatever the source, the text is the target's; and each drafts
+what its spec says."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import padded_batch, written_alone
-from transformers import LogitsProcessorList, T5Config, T5ForConditionalGeneration, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    T5Config,
+    T5ForConditionalGeneration,
+    TemperatureLogitsWarper,
+)
 
 from headstart.heads import CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -62,14 +68,25 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
         head.initialize(target.modules, torch.ones(vocab, dtype=torch.int64))
         small = PromptLookupDrafter(2, 1, 1) if tree == "chain:1" else PromptLookupDrafter(6, 4, 2)
-        return HeadAndLookup(SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small)
+        return HeadAndLookup(
+            SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small
+        )
     return make_drafter(target, word, tree)
 
 
-LOOKED_UP = ["prompt-lookup", "prompt-lookup:5:2:1", "lookahead", "lookahead:2:2:1", "retrieval", "hybrid"]
+LOOKED_UP = [
+    "prompt-lookup",
+    "prompt-lookup:5:2:1",
+    "lookahead",
+    "lookahead:2:2:1",
+    "retrieval",
+    "hybrid",
+]
 COUNTED = ["ngram:1", "ngram:2", "ngram:3", "random", "model", "itself"]
 SOURCES = [(word, "auto") for word in LOOKED_UP] + [
-    (word, tree) for word in COUNTED for tree in ("chain:3", "branch:2x2x1", "dynamic:9:3:3", "drawn:chain:2")
+    (word, tree)
+    for word in COUNTED
+    for tree in ("chain:3", "branch:2x2x1", "dynamic:9:3:3", "drawn:chain:2")
 ]
 SOURCES += [("model", "chain:1|branch:2x1|dynamic:6:2:2"), ("ngram:2", "root|chain:3")]
 
@@ -93,15 +110,17 @@ def test_greedy_is_generate_for_each_row_alone(target, tiny_target, word, tree, 
     lm = SpeculativeLM(target, source(word, target, tiny_target, tree))
     padded, mask = padded_batch(rows)
     for _ in range(2):  # the second time with what the first has left
-        written = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences[
-            :, padded.shape[1] :
-        ]
+        written = lm.generate(
+            padded, attention_mask=mask, max_batch_size=slots, **settings
+        ).sequences[:, padded.shape[1] :]
         for row, found in zip(rows, written.tolist(), strict=True):
             expected = written_alone(target.model, row, **settings)
             assert found[: len(expected)] == expected and not any(found[len(expected) :])
 
 
-@pytest.mark.parametrize("tree", ["chain:1", "chain:3", "branch:2x1x1", "dynamic:4:3:1", "drawn:chain:3"])
+@pytest.mark.parametrize(
+    "tree", ["chain:1", "chain:3", "branch:2x1x1", "dynamic:4:3:1", "drawn:chain:3"]
+)
 @pytest.mark.parametrize("slots", [None, 2])
 def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     """Its cache holds what was written, and its drafts attend to their paths."""
@@ -112,7 +131,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
     for sampling in (False, True):
         generator = torch.Generator().manual_seed(0)
         settings = {"max_new_tokens": 1 + 4 * (depth + 1), "do_sample": sampling, "pad_token_id": 0}
-        stats = lm.generate(padded, attention_mask=mask, max_batch_size=slots, generator=generator, **settings).stats
+        stats = lm.generate(
+            padded, attention_mask=mask, max_batch_size=slots, generator=generator, **settings
+        ).stats
         if not sampling or tree.startswith("drawn"):
             assert {record.returned for row in stats.rows for record in row} == {depth + 1}
 
@@ -134,7 +155,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
         ("hybrid", "chain:1", "auto", 3),
     ],
 )
-def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, tree, acceptance, new):
+def test_what_is_written_has_the_targets_distribution(
+    tiny_target, tools, word, tree, acceptance, new
+):
     target = tiny_target(vocab_size=3)
     prompt = torch.tensor([1, 2, 1, 2, 1])
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
@@ -152,7 +175,12 @@ def test_what_is_written_has_the_targets_distribution(tiny_target, tools, word, 
 def naive_places(texts, gram):
     """(what follows, to the end of its text) wherever the gram stands."""
     size = len(gram)
-    return [text[i + size :] for text in texts for i in range(len(text) - size + 1) if text[i : i + size] == list(gram)]
+    return [
+        text[i + size :]
+        for text in texts
+        for i in range(len(text) - size + 1)
+        if text[i : i + size] == list(gram)
+    ]
 
 
 def test_a_datastore_finds_what_a_search_finds(tmp_path):
@@ -165,7 +193,9 @@ def test_a_datastore_finds_what_a_search_finds(tmp_path):
             assert sorted(store.continuations(gram, 10**6, 50)) == sorted(naive)
             tokens, counts = store.following(gram)
             first = [rest[0] for rest in naive if rest]
-            assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {t: first.count(t) for t in set(first)}
+            assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {
+                t: first.count(t) for t in set(first)
+            }
             assert len(store.continuations(gram, 3, 1)) == min(3, len(naive))
 
 
@@ -180,7 +210,8 @@ def test_a_running_text_finds_what_a_search_finds_newest_first():
             assert text.following(gram)[1].sum() == len(naive)
     other = NgramIndex(0)
     other.append([*tokens, 9, 9])
-    assert PromptLookupDrafter(corpus=text).candidates(other).tokens == [9]  # which never stood there
+    # which never stood there
+    assert PromptLookupDrafter(corpus=text).candidates(other).tokens == [9]
 
 
 def test_what_continuations_share_stays_and_newer_ones_come_first():
@@ -221,7 +252,8 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
 
 @pytest.mark.parametrize("new_tokens", [5, 8, 10, 12, 60])
 def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tokens):
-    """Every remembered n-gram is a trajectory: the target said each token after what stood before it in the tree."""
+    """Every remembered n-gram is a trajectory: the target said each token after what stood before
+    it in the tree."""
     drafter = LookaheadDrafter(3, 3, 2)
     trees = []
     original = drafter.propose
@@ -232,12 +264,18 @@ def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tok
     assert len(window.rows) == 2 and all(len(row) == 3 for row in window.rows)
     assert max(tree.tokens_BN.shape[1] for tree in trees) <= drafter.max_nodes
     assert all(len(known) <= 2 for known in window.grams.values())
-    ids, committed = output.sequences[0].tolist(), 3 + 1 + sum(r.returned for r in output.stats.rows[0][:-1])
+    ids, committed = (
+        output.sequences[0].tolist(),
+        3 + 1 + sum(r.returned for r in output.stats.rows[0][:-1]),
+    )
     tree = trees[-1]
     paths = {0: ids[:committed]}
     for node in range(1, tree.tokens_BN.shape[1]):
         paths[node] = paths[int(tree.parents_BN[0, node])] + [int(tree.tokens_BN[0, node])]
-    said = [int(target.model(torch.tensor([paths[node]])).logits[0, -1].argmax()) for node in window.below]
+    said = [
+        int(target.model(torch.tensor([paths[node]])).logits[0, -1].argmax())
+        for node in window.below
+    ]
     assert said == window.rows[-1]
     if new_tokens == 60:  # a random model soon repeats itself, and so do its trajectories
         assert output.stats.acceptance_length > 1.2
@@ -250,11 +288,19 @@ def test_a_head_and_a_lookup_draft_together(target, tiny_target):
     lm = SpeculativeLM(target, drafter)
     settings = {"max_new_tokens": 50, "do_sample": False}
     together = lm.generate(torch.tensor([[5, 6, 5, 6, 5]]), **settings).stats
-    alone = SpeculativeLM(target, drafter.head).generate(torch.tensor([[5, 6, 5, 6, 5]]), **settings).stats
+    alone = (
+        SpeculativeLM(target, drafter.head)
+        .generate(torch.tensor([[5, 6, 5, 6, 5]]), **settings)
+        .stats
+    )
     assert together.acceptance_length > alone.acceptance_length
     # A model that drafts for itself stays right in company: it is shown what was written.
     company = HeadAndLookup(make_drafter(target, target, "chain:3"), PromptLookupDrafter(2, 1, 1))
-    stats = SpeculativeLM(target, company).generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False).stats
+    stats = (
+        SpeculativeLM(target, company)
+        .generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False)
+        .stats
+    )
     assert {record.returned for record in stats.rows[0][:-1]} == {4}
     with pytest.raises(ValueError, match="must be one that looks things up"):
         HeadAndLookup(drafter.head, LookaheadDrafter())
@@ -307,9 +353,13 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
 
 def test_several_trees_are_a_list_of_objects_or_text(target):
     objects = [TreeShape.chain(2), DynamicShape(6, 2, 2)]
-    drafters = [make_drafter(target, "ngram:2", tree) for tree in (objects, "chain:2|dynamic:6:2:2")]
+    drafters = [
+        make_drafter(target, "ngram:2", tree) for tree in (objects, "chain:2|dynamic:6:2:2")
+    ]
     assert repr(drafters[0]) == repr(drafters[1]) and len(drafters[0].trees) == 2
-    assert repr(make_drafter(target, "ngram:2", objects[:1])) == repr(make_drafter(target, "ngram:2", "chain:2"))
+    assert repr(make_drafter(target, "ngram:2", objects[:1])) == repr(
+        make_drafter(target, "ngram:2", "chain:2")
+    )
     assert make_drafter(target, "ngram:2", [[0], [0, 0]]).max_nodes == 3
 
 
@@ -318,7 +368,11 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     """From the prompt's first token on, prompts of one token too."""
     lm = SpeculativeLM(target, source(word, target, tiny_target))
     for prompt in ([5], [5, 6], [1, 2, 3, 1, 2]):
-        written = lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False).sequences[0].tolist()
+        written = (
+            lm.generate(torch.tensor([prompt]), max_new_tokens=15, do_sample=False)
+            .sequences[0]
+            .tolist()
+        )
         texts = lm.drafter.rows.catch_up().texts if word == "ngram:2" else lm.drafter.texts
         assert texts[0].tokens[: len(written)] == written
 
@@ -337,9 +391,13 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
             if word == "ngram:2":
                 texts = drafter.rows.progress.state.texts
             else:
-                texts = drafter.lookup.texts if isinstance(drafter, HeadAndLookup) else drafter.texts
+                texts = (
+                    drafter.lookup.texts if isinstance(drafter, HeadAndLookup) else drafter.texts
+                )
             before = [list(text.tokens) for text in texts]
-        SpeculativeLM(target, drafter.fresh()).generate(torch.tensor([[9]]), max_new_tokens=5, do_sample=False)
+        SpeculativeLM(target, drafter.fresh()).generate(
+            torch.tensor([[9]]), max_new_tokens=5, do_sample=False
+        )
         if word == "model":
             assert torch.equal(cache.lengths_B, lengths)
             assert all(map(torch.equal, cache.blocks, before))
@@ -370,38 +428,57 @@ def test_what_is_no_drafter_is_refused(target, word, message):
 
 def test_a_tree_for_a_source_that_takes_none_is_refused(target):
     with pytest.raises(ValueError, match="takes no tree 'chain:3'"):
-        SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", tree="chain:3", fallback=False)
+        SpeculativeLM.from_pretrained(
+            target, drafter="prompt-lookup", tree="chain:3", fallback=False
+        )
 
 
-def test_other_vocabularies_and_other_tokenizers_are_refused(target, tiny_target, target_folder, tmp_path):
+def test_other_vocabularies_and_other_tokenizers_are_refused(
+    target, tiny_target, target_folder, tmp_path
+):
     with pytest.raises(ValueError, match="has another vocabulary"):
         make_drafter(target, tiny_target(vocab_size=VOCAB + 1))
     Datastore.of(corpus(), "another").save(tmp_path / "store")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
-        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False)
+        SpeculativeLM.from_pretrained(
+            target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False
+        )
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
     with pytest.raises(ValueError, match="token 300"):
-        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False)
+        SpeculativeLM.from_pretrained(
+            target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False
+        )
     with pytest.raises(ValueError, match="corpus is empty"):
         Datastore.of([[], []])
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(258, 272), (272, 258), (272, 320)])
 @pytest.mark.parametrize("tree", ["chain:3", "branch:2x2", "drawn:chain:3"])
-def test_a_draft_model_may_pad_its_vocabulary_to_another_size(tiny_target, tokenizer, tmp_path, ours, theirs, tree):
+def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
+    tiny_target, tokenizer, tmp_path, ours, theirs, tree
+):
     """Tokens that it does not have are written, and prompts hold them."""
     for name, size in (("target", ours), ("draft", theirs)):
         tiny_target(vocab_size=size, seed=size).model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     draft = f"model:{tmp_path / 'draft'}"
-    lm = SpeculativeLM.from_pretrained(tmp_path / "target", dtype="float64", drafter=draft, tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        tmp_path / "target", dtype="float64", drafter=draft, tree=tree, fallback=False
+    )
     ids = torch.randint(0, ours, (3, 9), generator=torch.Generator().manual_seed(5))
     ids[:, -3:] = ours - 1
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "pad_token_id": 257, "eos_token_id": []}
+    settings = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 40,
+        "pad_token_id": 257,
+        "eos_token_id": [],
+    }
     for bias in ({}, {"sequence_bias": {(ours - 1,): 3.0}}):
         expected = lm.target.model.generate(ids, do_sample=False, **settings, **bias)
-        assert torch.equal(lm.generate(ids, do_sample=False, **settings, **bias).sequences, expected)
+        assert torch.equal(
+            lm.generate(ids, do_sample=False, **settings, **bias).sequences, expected
+        )
         sampled = lm.generate(ids, do_sample=True, max_batch_size=2, **settings, **bias).sequences
         assert sampled.shape == expected.shape and int(sampled.max()) < ours
 
@@ -409,19 +486,32 @@ def test_a_draft_model_may_pad_its_vocabulary_to_another_size(tiny_target, token
 def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenizer, tmp_path):
     for name, size in (("target", 272), ("draft", 258)):
         torch.manual_seed(size)
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
-        config = T5Config(vocab_size=size, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None)
+        sizes = {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 1,
+            "num_decoder_layers": 1,
+            "num_heads": 4,
+        }
+        config = T5Config(
+            vocab_size=size, **sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None
+        )
         model = T5ForConditionalGeneration(config)
         for parameter in model.parameters():
             parameter.data *= 3 if parameter.ndim > 1 else 1
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     draft = f"model:{tmp_path / 'draft'}"
-    lm = SpeculativeLM.from_pretrained(tmp_path / "target", dtype="float64", drafter=draft, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        tmp_path / "target", dtype="float64", drafter=draft, fallback=False
+    )
     ids = torch.tensor([[5, 271, 6, 265]])
     settings = {"max_new_tokens": 30, "do_sample": False, "sequence_bias": {(271,): 2.0}}
     expected = lm.target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    assert torch.equal(lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).sequences, expected)
+    assert torch.equal(
+        lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).sequences, expected
+    )
 
 
 @pytest.mark.parametrize("name", ["store", "a:b", "C:store", "12:4", "with space"])
@@ -430,11 +520,15 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[1, 2, 3, 4, 1, 2, 3]], hash_of).save(folder)
     for options, nodes in (("", 12), (":7", 7), (":7:3", 7), (":7:3:4", 7)):
-        lm = SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{folder}{options}", fallback=False)
+        lm = SpeculativeLM.from_pretrained(
+            target_folder, drafter=f"retrieval:{folder}{options}", fallback=False
+        )
         assert lm.drafter.max_nodes == nodes
     SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", fallback=False)
     with pytest.raises(ValueError, match="no datastore in"):
-        SpeculativeLM.from_pretrained(target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", fallback=False)
+        SpeculativeLM.from_pretrained(
+            target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", fallback=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -458,7 +552,9 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     ],
     ids=lambda tree: str(tree)[:30],
 )
-def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(target, tree, tmp_path, monkeypatch):
+def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(
+    target, tree, tmp_path, monkeypatch
+):
     """A stranger wrote it; nothing is read or allocated for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tree.json").write_text("[[0]]")
@@ -469,15 +565,25 @@ def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(target, tree, t
         with pytest.raises(ValueError, match=r"the tree in the head's config\.json cannot be used"):
             SpeculativeLM.from_pretrained(target, head=given, compile=False, fallback=False)
     assert time.monotonic() - began < 10
-    SpeculativeLM.from_pretrained(target, head=str(tmp_path / "head"), tree="chain:2", compile=False, fallback=False)
+    SpeculativeLM.from_pretrained(
+        target, head=str(tmp_path / "head"), tree="chain:2", compile=False, fallback=False
+    )
 
 
 @pytest.mark.parametrize("given", ["folder", "head object"])
 def test_a_head_object_has_the_tree_and_the_warnings_of_its_folder(target, given, tmp_path):
     head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
     measured = {"fastest": {machine_key(target.device, False): "chain:2"}}
-    save_head(head, tmp_path / "head", CheckpointMetadata(measured=measured, provenance={"weights": "others"}))
-    source = str(tmp_path / "head") if given == "folder" else DraftHead.from_pretrained(tmp_path / "head")
+    save_head(
+        head,
+        tmp_path / "head",
+        CheckpointMetadata(measured=measured, provenance={"weights": "others"}),
+    )
+    source = (
+        str(tmp_path / "head")
+        if given == "folder"
+        else DraftHead.from_pretrained(tmp_path / "head")
+    )
     with pytest.warns(UserWarning, match="may accept less here: weights 'others'"):
         lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, fallback=False)
     assert lm.drafter.max_nodes == 3 and lm.provenance == {"weights": "others"}

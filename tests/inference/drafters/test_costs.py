@@ -1,4 +1,5 @@
-"""What rounds cost: measured once for models of the same dimensions, and read between and beyond the sizes."""
+"""What rounds cost: measured once for models of the same dimensions, and read between and beyond
+the sizes."""
 
 from __future__ import annotations
 
@@ -32,9 +33,16 @@ def measured(nothing_measured, monkeypatch):
 
 
 def a_head(target, kind="medusa", **options):
-    sizes = {"medusa": {"num_heads": 2}, "hydra++": {"num_heads": 2}, "eagle": {"depth": 5}, "cut": {"depth": 3}}
+    sizes = {
+        "medusa": {"num_heads": 2},
+        "hydra++": {"num_heads": 2},
+        "eagle": {"depth": 5},
+        "cut": {"depth": 3},
+    }
     eagle3 = {"depth": 5, "feature_layers": [0, -1]}
-    head = build_head(kind, {**(eagle3 if kind == "eagle3" else sizes[kind]), **options}, target.info).to(target.dtype)
+    head = build_head(
+        kind, {**(eagle3 if kind == "eagle3" else sizes[kind]), **options}, target.info
+    ).to(target.dtype)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     return head.eval()
 
@@ -62,7 +70,8 @@ def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measure
     assert all(0 < seconds < 1 for seconds in (*found.forward.values(), found.draft))
     assert 0 <= found.reading < found.draft
     assert list(found.forward.values()) == sorted(found.forward.values())
-    again = measured_costs(tiny_target(dtype=torch.float32, seed=1), a_head(target, kind))  # other weights, as large
+    # other weights, as large
+    again = measured_costs(tiny_target(dtype=torch.float32, seed=1), a_head(target, kind))
     assert again == found and len(measured) == 1
     monkeypatch.setattr(machine, "_measured", {})
     assert measured_costs(target, head) == found and len(measured) == 1  # in another process
@@ -83,7 +92,9 @@ def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measure
 )
 def test_other_dimensions_are_measured_for_themselves(tiny_target, monkeypatch, measured, other):
     table = {"forward": TABLE.forward, "draft": 0.0}
-    monkeypatch.setattr(costs, "_measured", lambda *given: measured.append(given) or RoundCosts(**table))
+    monkeypatch.setattr(
+        costs, "_measured", lambda *given: measured.append(given) or RoundCosts(**table)
+    )
     measured_costs(tiny_target())
     target, head = other(tiny_target)
     measured_costs(target, head and a_head(target, head))
@@ -95,7 +106,9 @@ def test_nothing_is_measured_while_another_thread_generates(tiny_target, monkeyp
     target = tiny_target()
     held = []
     table = RoundCosts(TABLE.forward, 0.0)
-    monkeypatch.setattr(costs, "_measured", lambda *_: held.append(target.lock._is_owned()) or table)
+    monkeypatch.setattr(
+        costs, "_measured", lambda *_: held.append(target.lock._is_owned()) or table
+    )
     measured_costs(target)
     assert held == [True]
 
@@ -112,7 +125,12 @@ def compiled(target):
 
 def test_heads_of_other_sizes_are_measured_for_themselves(tiny_target, measured):
     target = tiny_target()
-    heads = [a_head(target), a_head(target, num_heads=1), a_head(target, num_layers=2), a_head(target, "eagle")]
+    heads = [
+        a_head(target),
+        a_head(target, num_heads=1),
+        a_head(target, num_layers=2),
+        a_head(target, "eagle"),
+    ]
     for head in (None, *heads, *heads):
         measured_costs(target, head)
     assert len(measured) == 5
@@ -173,13 +191,24 @@ def test_seconds_are_those_of_the_forwards_and_drafts(tiny_target, monkeypatch):
     assert found.forward == {1: 1.0, 2: 2.0, 4: 2.0, 8: 3.0, 16: 4.0, 32: 5.0}
     assert found.draft == pytest.approx(0.5, rel=0.01)  # with the token that is read before
     assert found.reading == pytest.approx(1 / 64, rel=0.01)
-    assert sorted(sizes) == [*SIZES] and len(drafts) == 2 * costs.DEPTH  # a second was over after the first ones
+    # a second was over after the first ones
+    assert sorted(sizes) == [*SIZES] and len(drafts) == 2 * costs.DEPTH
 
 
 def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
     """Every second forward takes three times as long."""
     target, clock, sizes = tiny_target(), [0.0], []
-    forward, cost = target.engine.forward_chain, {1: 0.01, 2: 0.01, 4: 0.02, 8: 0.03, 16: 0.04, 32: 0.05}
+    forward, cost = (
+        target.engine.forward_chain,
+        {
+            1: 0.01,
+            2: 0.01,
+            4: 0.02,
+            8: 0.03,
+            16: 0.04,
+            32: 0.05,
+        },
+    )
 
     def slow_forward(tokens_BN, *given):
         sizes.append(tokens_BN.shape[1])
@@ -192,7 +221,14 @@ def test_calls_that_were_disturbed_do_not_count(tiny_target, monkeypatch):
 
 
 def test_an_encoder_decoder_has_costs_too():
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 30,
+    }
     config = T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
     target = Seq2SeqTarget(T5ForConditionalGeneration(config).eval())
     assert all(0 < seconds < 1 for seconds in measured_costs(target).forward.values())
@@ -225,7 +261,9 @@ def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
         lm.observers.append(heard)
         assert lm.warmup() is lm, name
         assert heard.stats == [] and torch.equal(torch.get_rng_state(), state)
-        assert not any(each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter))
+        assert not any(
+            each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter)
+        )
         prompt = torch.arange(5)[None]
         written = lm.generate(prompt, max_new_tokens=6, do_sample=False).sequences
         stock = lm.target.model.generate(
@@ -250,7 +288,11 @@ def test_the_fastest_tree_is_the_one_with_most_tokens_a_second():
     costs = RoundCosts({1: 1.0, 4: 1.0, 8: 2.0}, draft=0.1, node=0.05, rest=0.5, plain_step=1.2)
     chain, wide, large = TreeShape.chain(2), DynamicShape(4, 2, 2), DynamicShape(8, 2, 2)
     lengths = {large: 2.4, chain: 1.8, wide: 2.0}
-    seconds = {chain: 1.0 + 0.2 + 0.1 + 0.5, wide: 1.0 + 0.2 + 0.15 + 0.5, large: 2.0 + 0.2 + 0.15 + 0.5}
+    seconds = {
+        chain: 1.0 + 0.2 + 0.1 + 0.5,
+        wide: 1.0 + 0.2 + 0.15 + 0.5,
+        large: 2.0 + 0.2 + 0.15 + 0.5,
+    }
     for tree, length in lengths.items():
         assert costs.rate(tree, length) == pytest.approx(length / seconds[tree])
     assert by_speed(lengths, costs) == [wide, chain, large]

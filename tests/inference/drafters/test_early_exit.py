@@ -29,8 +29,16 @@ def medusa(target, **options):
 def test_greedy_is_generate(tiny_target, tree, kind):
     target = tiny_target(vocab_size=VOCAB)
     drafters = {
-        "head": lambda: SpeculativeLM.from_pretrained(target, medusa(target), tree=tree, fallback=False).drafter,
-        "model": lambda: make_drafter(target, tiny_target(vocab_size=VOCAB, layers=1, seed=2), tree),
+        "head": (
+            lambda: (
+                SpeculativeLM.from_pretrained(
+                    target, medusa(target), tree=tree, fallback=False
+                ).drafter
+            )
+        ),
+        "model": lambda: make_drafter(
+            target, tiny_target(vocab_size=VOCAB, layers=1, seed=2), tree
+        ),
         "counts": lambda: make_drafter(target, "ngram:2", tree),
     }
     lm = SpeculativeLM(target, drafters[kind]())
@@ -45,7 +53,8 @@ def test_greedy_is_generate(tiny_target, tree, kind):
 
 
 def test_a_sure_draft_goes_on_and_an_unsure_one_stops(tiny_target):
-    """A model that drafts for itself: each length is where its own distribution first falls below the threshold."""
+    """A model that drafts for itself: each length is where its own distribution first falls below
+    the threshold."""
     target = tiny_target(vocab_size=VOCAB)
     threshold, length = 0.118, 5
     lm = SpeculativeLM(target, make_drafter(target, target, f"stop:{threshold}:chain:{length}"))
@@ -69,8 +78,13 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ac
     target = tiny_target(vocab_size=3)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.8)])
     drafter = make_drafter(target, tiny_target(vocab_size=3, layers=1, seed=3), tree)
-    rule, prompt, lengths = choose_rule(acceptance, drafter.kind, lossy=False), torch.tensor([1, 2, 1]), set()
-    new = 2 if acceptance == "point_mass" else 3  # which draws at every node, so that there are more branches
+    rule, prompt, lengths = (
+        choose_rule(acceptance, drafter.kind, lossy=False),
+        torch.tensor([1, 2, 1]),
+        set(),
+    )
+    # which draws at every node, so that there are more branches
+    new = 2 if acceptance == "point_mass" else 3
 
     def run(draw):
         rows, stats = tools.write(target, drafter, rule, [prompt], processors, draw, new)
@@ -85,19 +99,34 @@ def test_what_is_drawn_has_the_targets_distribution(tiny_target, tools, tree, ac
 
 @pytest.mark.parametrize(
     ("markov", "acceptance"),
-    [("vanilla", word) for word, rule in RULES.items() if not rule.lossy] + [("gated", "token"), ("rnn", "token")],
+    [("vanilla", word) for word, rule in RULES.items() if not rule.lossy]
+    + [("gated", "token"), ("rnn", "token")],
 )
-def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(tiny_target, tools, markov, acceptance):
-    """DSpark: the estimate sees the tokens drawn before, by which some chains end and others do not."""
+def test_a_block_that_ends_by_its_own_estimate_has_the_targets_distribution(
+    tiny_target, tools, markov, acceptance
+):
+    """DSpark: the estimate sees the tokens drawn before, by which some chains end and others do
+    not."""
     target = tiny_target(vocab_size=3, layers=3)
     torch.manual_seed(5)
-    head = build_head("dspark", {"block_size": 2, "markov": markov, "markov_rank": 4, "num_layers": 1}, target.info)
+    head = build_head(
+        "dspark",
+        {"block_size": 2, "markov": markov, "markov_rank": 4, "num_layers": 1},
+        target.info,
+    )
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     torch.nn.init.zeros_(head.confidence_head["proj"].bias)
-    torch.nn.init.normal_(head.confidence_head["proj"].weight[:, -4:], std=9.0)  # of the token before
-    drafter = tree_drafter(head.to(target.dtype).eval(), tree_policy("stop:0.5:drawn:chain:2"), target.modules)
-    rule, lengths, prompt = choose_rule(acceptance, drafter.kind, lossy=False), set(), torch.tensor([1, 2, 1])
+    # of the token before
+    torch.nn.init.normal_(head.confidence_head["proj"].weight[:, -4:], std=9.0)
+    drafter = tree_drafter(
+        head.to(target.dtype).eval(), tree_policy("stop:0.5:drawn:chain:2"), target.modules
+    )
+    rule, lengths, prompt = (
+        choose_rule(acceptance, drafter.kind, lossy=False),
+        set(),
+        torch.tensor([1, 2, 1]),
+    )
     new = 2 if acceptance == "point_mass" else 3
 
     def run(draw):

@@ -39,11 +39,17 @@ def test_all_paths_are_there_once(seed):
     assert torch.equal(joint.tokens_BN[:, : tree.tokens_BN.shape[1]][:, 0], torch.tensor(roots))
     for row, (head, source) in enumerate(zip(heads, sources, strict=True)):
         size = int(joint.sizes_B[row])
-        found = paths_of(joint.tokens_BN[row, :size].tolist(), joint.parents_BN[row, :size].tolist())
+        found = paths_of(
+            joint.tokens_BN[row, :size].tolist(), joint.parents_BN[row, :size].tolist()
+        )
         ours, theirs = (set(paths_of(each.tokens, each.parents)) for each in (head, source))
         assert len(found) == len(set(found)) and set(found) == ours | theirs
         assert found[: len(ours)] == paths_of(head.tokens, head.parents)
-        assert all(0 <= parent < node for node, parent in enumerate(joint.parents_BN[row, :size].tolist()) if node)
+        assert all(
+            0 <= parent < node
+            for node, parent in enumerate(joint.parents_BN[row, :size].tolist())
+            if node
+        )
         assert joint.max_depth >= max(map(len, found))
 
 

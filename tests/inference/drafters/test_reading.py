@@ -1,4 +1,5 @@
-"""Whether a head reads a prompt: by what that takes, what drafts would save, and how many tokens are still to come."""
+"""Whether a head reads a prompt: by what that takes, what drafts would save, and how many tokens
+are still to come."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from torch import Tensor
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
-from headstart.inference.drafters.adaptive import PROBE_STEPS, AdaptiveDrafter, Candidate, Speeds, prompt_size
+from headstart.inference.drafters.adaptive import (
+    PROBE_STEPS,
+    AdaptiveDrafter,
+    Candidate,
+    Speeds,
+    prompt_size,
+)
 from headstart.inference.drafters.answer_lengths import AnswerLengths
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.model_rows import ModelRows
@@ -25,9 +32,12 @@ SETTINGS: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_i
 
 
 class Text:
-    """Answers after prompts that a head takes `reading` seconds to read: how long they take, and what was read."""
+    """Answers after prompts that a head takes `reading` seconds to read: how long they take, and
+    what was read."""
 
-    def __init__(self, speeds: Speeds, cost: list[float], emitted: list[float], reading: float) -> None:
+    def __init__(
+        self, speeds: Speeds, cost: list[float], emitted: list[float], reading: float
+    ) -> None:
         self.speeds = speeds
         self.cost = cost
         self.emitted = emitted
@@ -113,7 +123,8 @@ def test_a_prompt_is_read_where_the_tokens_to_come_earn_it(
 
 
 def test_what_has_been_read_changes_nothing() -> None:
-    """A tree that leads by little goes on with few tokens to come, once its head has read the prompt."""
+    """A tree that leads by little goes on with few tokens to come, once its head has read the
+    prompt."""
     cost, emitted = TIE
     speeds = known(cost, emitted)
     for _ in range(2 * PROBE_STEPS):
@@ -138,7 +149,8 @@ def test_a_probe_pays_for_the_prompt_that_it_makes_a_head_read() -> None:
 
 
 def test_each_size_of_prompts_has_its_own_lengths() -> None:
-    """Two sizes in turns: good drafts on one, useless ones on the other, learned after an answer of each."""
+    """Two sizes in turns: good drafts on one, useless ones on the other, learned after an answer of
+    each."""
     good_size = 3
     useless_size = 5
     cost = [1.0, 1.2, 1.6]
@@ -182,7 +194,8 @@ def test_prompts_of_similar_lengths_are_of_one_size() -> None:
 
 
 class Clock:
-    """A forward takes a second, and a tenth of one for each node beyond the first; a token that is read `reading`."""
+    """A forward takes a second, and a tenth of one for each node beyond the first; a token that is
+    read `reading`."""
 
     def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, reading: float) -> None:
         self.now = 0.0
@@ -216,7 +229,8 @@ def prompt(tokens: int, seed: int = 0) -> Tensor:
 
 
 def of_itself(target: Target, clock: Clock, costs: RoundCosts | None = None) -> SpeculativeLM:
-    """The target drafts for itself, in chains of three: it is right about everything, if it has read everything."""
+    """The target drafts for itself, in chains of three: it is right about everything, if it has
+    read everything."""
     drafter = make_drafter(target, target, "chain:3")
     return SpeculativeLM(target, AdaptiveDrafter([drafter], costs=costs, clock=clock))
 
@@ -228,14 +242,17 @@ COSTS = RoundCosts({1: 1.0, 2: 1.1}, draft=0.0, reading=0.1)
 def test_a_long_prompt_is_read_for_long_answers_alone(
     target: Target, monkeypatch: pytest.MonkeyPatch, tokens: int, reads: bool
 ) -> None:
-    """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a token."""
+    """A prompt of 200 tokens takes 20 s to read; drafts are expected to save a quarter of one a
+    token."""
     clock = Clock(target, monkeypatch, 0.1)
     lm = of_itself(target, clock, COSTS)
     for seed in range(3):
         input_ids = prompt(200, seed)
         mask = torch.ones_like(input_ids)
         found = lm.generate(input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS)
-        stock = target.model.generate(input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS)
+        stock = target.model.generate(
+            input_ids, attention_mask=mask, max_new_tokens=tokens, **SETTINGS
+        )
         assert torch.equal(found.sequences, stock)
     assert (clock.read > 0) == reads
 
@@ -247,14 +264,17 @@ def test_what_reading_took_is_remembered(target: Target, monkeypatch: pytest.Mon
     read = []
     for seed in range(3):
         input_ids = prompt(100, seed)
-        lm.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=40, **SETTINGS)
+        lm.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=40, **SETTINGS
+        )
         read.append(clock.read)
     assert read[0] >= 100
     assert read[-1] == read[0]
 
 
 def test_answers_that_end_early_earn_less(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is 500 tokens; after answers of twenty no prompt is read whose reading costs as much."""
+    """The limit is 500 tokens; after answers of twenty no prompt is read whose reading costs as
+    much."""
     clock = Clock(target, monkeypatch, 0.1)
     lm = of_itself(target, clock, COSTS)
     input_ids = prompt(200)
@@ -272,7 +292,9 @@ def test_answers_that_end_early_earn_less(target: Target, monkeypatch: pytest.Mo
     assert read[-1] == read[2]
 
 
-def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head reads both prompts and the answer between them, when it drafts in the second turn."""
     clock = Clock(target, monkeypatch, 0.0)
     lm = of_itself(target, clock)
@@ -286,7 +308,11 @@ def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(target: Target, mo
     past = Conversation()
     first = prompt(9)
     found = lm.generate(
-        first, attention_mask=torch.ones_like(first), max_new_tokens=8, past_key_values=past, **SETTINGS
+        first,
+        attention_mask=torch.ones_like(first),
+        max_new_tokens=8,
+        past_key_values=past,
+        **SETTINGS,
     )
     chosen = 1
     second = torch.cat([found.sequences, prompt(7, 1)], dim=1)
@@ -320,12 +346,16 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids_BT, mask_BT
 
 
-def accepted(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) -> tuple[Tensor, list[list[int]]]:
+def accepted(
+    lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None
+) -> tuple[Tensor, list[list[int]]]:
     """New tokens, and the drafts that each round accepted."""
     ids_BT, mask_BT = padded(rows)
     settings = {**SETTINGS, "max_new_tokens": 20, "max_batch_size": slots}
     found = lm.generate(ids_BT, attention_mask=mask_BT, **settings)
-    return found.sequences[:, ids_BT.shape[1] :], [[record.accepted for record in row] for row in found.stats.rows]
+    return found.sequences[:, ids_BT.shape[1] :], [
+        [record.accepted for record in row] for row in found.stats.rows
+    ]
 
 
 @pytest.mark.parametrize("slots", [None, 2])
@@ -333,7 +363,8 @@ def accepted(lm: SpeculativeLM, rows: list[Tensor], slots: int | None = None) ->
 def test_a_head_with_a_window_reads_no_more_than_it_sees(
     target: Target, monkeypatch: pytest.MonkeyPatch, tree: str, slots: int | None
 ) -> None:
-    """In a batch of prompts shorter and longer than what is read, it drafts as after the whole prompt."""
+    """In a batch of prompts shorter and longer than what is read, it drafts as after the whole
+    prompt."""
     clock = Clock(target, monkeypatch, 0.0)
     head = a_head(target)
     rows = rows_of((30, 3, 40, 25, 60))

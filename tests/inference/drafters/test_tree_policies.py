@@ -1,4 +1,5 @@
-"""Trees of a head: against a slow reference, with heads whose drafts depend on the whole path, and inside the loop."""
+"""Trees of a head: against a slow reference, with heads whose drafts depend on the whole path, and
+inside the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class DraftTreeState(DraftState):
 
 
 class PathHead(DraftHead):
-    """Guesses by a table: random logits for every path, the root included; it speaks every third token from 1 on.
+    """Guesses by a table: random logits for every path, the root included; it speaks every third
+    token from 1 on.
 
     `blind` makes them depend on the depth alone and come once for all nodes, as a Medusa head's do.
     """
@@ -45,7 +47,9 @@ class PathHead(DraftHead):
     def logits(self, path):
         key = len(path) if self.blind else sum((token + 1) * 97**i for i, token in enumerate(path))
         random = torch.Generator().manual_seed(1000 * self.seed + key)
-        return (self.scale * torch.randn(self.vocab, generator=random, dtype=torch.float64)).to(self.dtype)
+        return (self.scale * torch.randn(self.vocab, generator=random, dtype=torch.float64)).to(
+            self.dtype
+        )
 
     def target_tokens(self, draft_tokens):
         return 3 * draft_tokens + 1
@@ -65,11 +69,16 @@ class PathHead(DraftHead):
         else:
             frontier = tuple(
                 tuple((*above[parent], token) for token, parent in zip(tokens, parents))
-                for above, tokens, parents in zip(state.frontier, tokens_BW.tolist(), parents_BW.tolist())
+                for above, tokens, parents in zip(
+                    state.frontier, tokens_BW.tolist(), parents_BW.tolist()
+                )
             )
         nodes = state.nodes + tokens_BW.shape[1]
         assert nodes <= self.allowed, "more nodes are expanded than were announced"
-        rows = [[self.logits(path) for path in (paths[:1] if self.blind else paths)] for paths in frontier]
+        rows = [
+            [self.logits(path) for path in (paths[:1] if self.blind else paths)]
+            for paths in frontier
+        ]
         logits_BWV = torch.stack([torch.stack(row) for row in rows])
         return logits_BWV, replace(state, depth=state.depth + 1, nodes=nodes, frontier=frontier)
 
@@ -100,7 +109,9 @@ def paths_of(tree, row):
     """Every node of a row as the tokens from the root to it; and what every tree must be."""
     size = int(tree.sizes_B[row])
     tokens, parents = tree.tokens_BN[row, :size].tolist(), tree.parents_BN[row, :size].tolist()
-    assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents) if node)
+    assert parents[0] == -1 and all(
+        0 <= parent < node for node, parent in enumerate(parents) if node
+    )
     paths = [(tokens[0],)]
     for token, parent in zip(tokens[1:], parents[1:]):
         paths.append((*paths[parent], token))
@@ -111,7 +122,8 @@ def paths_of(tree, row):
 
 
 def grown_slowly(head, root, shape):
-    """EAGLE-2, sections 4.1 and 4.2, in plain Python: every candidate with its value, and the tree of the best."""
+    """EAGLE-2, sections 4.1 and 4.2, in plain Python: every candidate with its value, and the tree
+    of the best."""
     width = min(shape.width, head.vocab)
 
     def children(path, value):
@@ -124,7 +136,9 @@ def grown_slowly(head, root, shape):
     candidates = dict(layer)
     for _ in range(shape.depth - 1):
         expanded = sorted(layer, key=lambda path: -layer[path])[:width]
-        layer = {path: value for own in expanded for path, value in children(own, layer[own]).items()}
+        layer = {
+            path: value for own in expanded for path, value in children(own, layer[own]).items()
+        }
         candidates |= layer
     best = sorted(candidates, key=lambda path: -candidates[path])[: shape.size - 1]
     return candidates, {(root,), *best}
@@ -136,7 +150,8 @@ def grown_slowly(head, root, shape):
 def random_dynamic_shape(seed):
     random = torch.Generator().manual_seed(seed)
     size, depth, width = (
-        int(torch.randint(low, high, (), generator=random)) for low, high in ((2, 30), (1, 5), (1, 6))
+        int(torch.randint(low, high, (), generator=random))
+        for low, high in ((2, 30), (1, 5), (1, 6))
     )
     return DynamicShape(size, depth, width)
 
@@ -174,14 +189,18 @@ def test_a_tree_of_all_candidates_is_as_large_as_they_are(depth, width):
     own = min(width, 5)
     assert tree.sizes_B.tolist() == [1 + own + (depth - 1) * own**2] * 2
     for row, root in enumerate((2, 5)):
-        assert set(paths_of(tree, row)) == grown_slowly(head, root, DynamicShape(1000, depth, width))[1]
+        assert (
+            set(paths_of(tree, row))
+            == grown_slowly(head, root, DynamicShape(1000, depth, width))[1]
+        )
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["by path", "by depth"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_child_that_is_certain_never_pushes_out_its_parent(seed, dtype, blind):
-    """Of a head that is certain, best children are worth exactly what their parents are, all the way down."""
+    """Of a head that is certain, best children are worth exactly what their parents are, all the
+    way down."""
     head = PathHead(6, max_depth=5, seed=seed, scale=3000.0, blind=blind, dtype=dtype)
     assert head.logits((2,)).float().log_softmax(-1).max() == 0
     for size in (6, 7, 9, 14):
@@ -201,12 +220,16 @@ def test_a_head_that_knows_nothing_still_gives_a_tree():
     tree = propose(head, DynamicShape(9, 3, 2))
     for row in range(2):
         paths = paths_of(tree, row)
-        assert len(paths) == 9 and [len(path) for path in paths] == [1] + [2] * 2 + [3] * 4 + [4] * 2
+        assert (
+            len(paths) == 9 and [len(path) for path in paths] == [1] + [2] * 2 + [3] * 4 + [4] * 2
+        )
 
 
 @pytest.mark.parametrize("policy", [DynamicShape(60, 5, 2), TreeShape.chain(5)])
 def test_trees_deeper_than_the_head_are_refused(policy):
-    with pytest.raises(ValueError, match="the tree is 5 deep, but the head drafts at most 4 tokens"):
+    with pytest.raises(
+        ValueError, match="the tree is 5 deep, but the head drafts at most 4 tokens"
+    ):
         tree_drafter(PathHead(6), policy, ENDS)
 
 
@@ -215,7 +238,9 @@ def test_trees_deeper_than_the_head_are_refused(policy):
     [((1, 3, 2), "not 1, 3 and 2"), ((4, 0, 2), "not 4, 0 and 2"), ((4, 3, 0), "not 4, 3 and 0")],
 )
 def test_limits_that_leave_no_tree_are_refused(numbers, message):
-    with pytest.raises(ValueError, match=f"a dynamic tree needs at least 2 nodes, depth 1 and width 1, {message}"):
+    with pytest.raises(
+        ValueError, match=f"a dynamic tree needs at least 2 nodes, depth 1 and width 1, {message}"
+    ):
         DynamicShape(*numbers)
 
 
@@ -250,7 +275,8 @@ SELECT = HeadDrafter.select
 
 
 def model_head(name, target, seed, **options):
-    """A head with random weights, in the target's own format; dimensions are small, and so is the vocabulary."""
+    """A head with random weights, in the target's own format; dimensions are small, and so is the
+    vocabulary."""
     torch.manual_seed(seed)
     given = {
         "eagle": {"depth": 4},
@@ -266,7 +292,8 @@ def model_head(name, target, seed, **options):
 
 
 def prompted(head, monkeypatch, texts, missing=6, strength=9):
-    """A head that runs as ever but is told the true tokens, so that deep paths are accepted; not every `missing`th."""
+    """A head that runs as ever but is told the true tokens, so that deep paths are accepted; not
+    every `missing`th."""
     drafted = head.target_tokens(torch.arange(head.draft_vocab_size)).tolist()
     observe, expand, committed, rows = head.observe, head.expand, [0] * len(texts), [*texts]
 
@@ -296,10 +323,14 @@ def prompted(head, monkeypatch, texts, missing=6, strength=9):
 
 def alone(target, row, **settings):
     """What the target writes for one row, unpadded."""
-    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[0, len(row) :]
+    return target.model.generate(row[None], attention_mask=torch.ones_like(row[None]), **settings)[
+        0, len(row) :
+    ]
 
 
-@pytest.mark.parametrize("tree", ["dynamic:14:4:4", "dynamic:30:3:7", "dynamic:5:4:1", "dynamic:8:2:3"])
+@pytest.mark.parametrize(
+    "tree", ["dynamic:14:4:4", "dynamic:30:3:7", "dynamic:5:4:1", "dynamic:8:2:3"]
+)
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
 def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name, tree):
     accepted = []
@@ -309,7 +340,10 @@ def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name
         random = torch.Generator().manual_seed(seed)
         rows = [torch.randint(VOCAB, (length,), generator=random) for length in (3 + 5 * seed, 9)]
         longest = max(map(len, rows))
-        padded, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
+        padded, mask = (
+            torch.zeros(2, longest, dtype=torch.int64),
+            torch.zeros(2, longest, dtype=torch.int64),
+        )
         for i, row in enumerate(rows):
             padded[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
         settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -326,12 +360,15 @@ def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa"])
 def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name):
-    """Nor do they run out of room: what a row commits past its last token must not cost another its place."""
+    """Nor do they run out of room: what a row commits past its last token must not cost another its
+    place."""
     target = tiny_target(vocab_size=VOCAB, seed=1, layers=3)
     rows = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(1))
     settings = {"do_sample": False, "pad_token_id": 0}
     # only every other row is told: the rest needs a round for almost each token
-    whole = [[*row.tolist(), *alone(target, row, max_new_tokens=33, **settings).tolist()] for row in rows]
+    whole = [
+        [*row.tolist(), *alone(target, row, max_new_tokens=33, **settings).tolist()] for row in rows
+    ]
     texts = [text if i % 2 else [] for i, text in enumerate(whole)]
     lengths = set()
     for eos in range(3):
@@ -339,7 +376,9 @@ def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name
         expected = [alone(target, row, **settings) for row in rows]
         head = prompted(model_head(name, target, 1), monkeypatch, texts)
         lm = SpeculativeLM.from_pretrained(target, head=head, tree="dynamic:20:4:4", fallback=False)
-        written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings).sequences[:, 6:]
+        written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings).sequences[
+            :, 6:
+        ]
         for found, wanted in zip(written, expected):
             lengths.add(len(wanted))
             assert torch.equal(found[: len(wanted)], wanted) and not found[len(wanted) :].any()
@@ -350,7 +389,9 @@ def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name
 @pytest.mark.parametrize("tree", ["dynamic:2:4:3", "dynamic:4:4:1"])
 def test_a_tree_may_have_fewer_nodes_than_it_may_be_deep(tiny_target, name, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=model_head(name, target, 0), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=model_head(name, target, 0), tree=tree, fallback=False
+    )
     rows = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
     settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings)
@@ -372,7 +413,9 @@ def joint_of(probs_of, vocab, length):
     return joint
 
 
-@pytest.mark.parametrize("shape", [DynamicShape(5, 3, 2), DynamicShape(6, 2, 3), DynamicShape(4, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [DynamicShape(5, 3, 2), DynamicShape(6, 2, 3), DynamicShape(4, 3, 1)], ids=str
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, seed, shape):
     """Every outcome of the draws at every node, with its probability."""
@@ -399,7 +442,9 @@ def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, se
     verdict = point_mass(many, scores, draws)
     emitted_BA = emitted_tokens(many, verdict)
     emitted = {}
-    for tokens, own, weight in zip(emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()):
+    for tokens, own, weight in zip(
+        emitted_BA.tolist(), verdict.lengths_B.tolist(), draws.weights.tolist()
+    ):
         emitted[tuple(tokens[:own])] = emitted.get(tuple(tokens[:own]), 0.0) + weight
     assert sum(emitted.values()) == pytest.approx(1) and max(map(len, emitted)) > 1
     # what a round emits, continued by the target itself
@@ -413,8 +458,12 @@ def test_a_round_through_a_dynamic_tree_emits_the_targets_distribution(tools, se
         assert found == pytest.approx(mass, abs=1e-9)
 
 
-@pytest.mark.parametrize(("name", "tree"), [("eagle3", "dynamic:3:2:2"), ("medusa", "dynamic:4:2:2")])
-def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(tiny_target, tools, name, tree):
+@pytest.mark.parametrize(
+    ("name", "tree"), [("eagle3", "dynamic:3:2:2"), ("medusa", "dynamic:4:2:2")]
+)
+def test_sampled_tokens_have_the_targets_distribution_through_dynamic_trees(
+    tiny_target, tools, name, tree
+):
     """The whole engine, prefill and rounds, by enumeration of every draw."""
     vocab = 3
     target = tiny_target(vocab_size=vocab, layers=2)

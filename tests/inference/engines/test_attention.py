@@ -1,4 +1,5 @@
-"""The attention that the target's layers are given: a model is left as it was, and asked in its own words."""
+"""The attention that the target's layers are given: a model is left as it was, and asked in its own
+words."""
 
 import copy
 import threading
@@ -28,17 +29,27 @@ def test_the_shape_is_the_one_that_transformers_expects():
 
 def test_what_it_does_not_do_is_refused():
     states = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="Linear asks for softcap: load it with attn_implementation='eager'"):
-        attention.attention(torch.nn.Linear(1, 1), states, states, states, causal_mask(3, 3), softcap=50.0)
+    with pytest.raises(
+        ValueError, match="Linear asks for softcap: load it with attn_implementation='eager'"
+    ):
+        attention.attention(
+            torch.nn.Linear(1, 1), states, states, states, causal_mask(3, 3), softcap=50.0
+        )
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_own():
-    """In whatever thread, and while a forward of ours runs: with the keys of a group for every head."""
+    """In whatever thread, and while a forward of ours runs: with the keys of a group for every
+    head."""
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 3, True
     query, key, value = torch.randn(1, 6, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     config = LlamaConfig(attn_implementation="sdpa")
-    text = {"config": config, "inputs_embeds": torch.zeros(1, 5, 8), "past_key_values": None, "position_ids": None}
+    text = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, 5, 8),
+        "past_key_values": None,
+        "position_ids": None,
+    }
     for mask in (None, create_causal_mask(attention_mask=torch.tensor([[0, 0, 1, 1, 1]]), **text)):
         own, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask)
         assert torch.equal(own, sdpa_attention_forward(module, query, key, value, mask)[0])
@@ -56,7 +67,9 @@ def test_a_hook_and_another_thread_see_the_model_as_it_was(tiny_target):
         seen.add((module.config._attn_implementation, target.model.config._attn_implementation))
         if not written:
             written.append(None)
-            thread = threading.Thread(target=lambda: written.append(target.model.generate(prompt, **settings)))
+            thread = threading.Thread(
+                target=lambda: written.append(target.model.generate(prompt, **settings))
+            )
             thread.start()
             thread.join()
 
@@ -85,10 +98,15 @@ def test_a_passage_sees_itself_and_all_before_it(monkeypatch, block, heads, grou
 
 @pytest.mark.parametrize("groups", [2, 8])
 def test_every_mask_begins_at_an_address_that_kernels_take(monkeypatch, groups):
-    """Over turns that begin anywhere: kernels on CUDA require that addresses are multiples of 16 bytes."""
+    """Over turns that begin anywhere: kernels on CUDA require that addresses are multiples of 16
+    bytes."""
     shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(
-        **shape, num_attention_heads=8, num_key_value_heads=groups, bos_token_id=None, eos_token_id=None
+        **shape,
+        num_attention_heads=8,
+        num_key_value_heads=groups,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
@@ -116,7 +134,11 @@ def test_a_model_whose_layers_have_hooks_that_move_inputs(tiny_target):
     prompt_11 = torch.tensor([[1, 2, 3, 4, 5, 6]])
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
     expected = target.model.generate(prompt_11, **settings)
-    hooked = dispatch_model(copy.deepcopy(target.model), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    hooked = dispatch_model(
+        copy.deepcopy(target.model), {"": "cpu"}, main_device="cpu", force_hooks=True
+    )
     for compile in (False, True):
-        lm = SpeculativeLM.from_pretrained(Target(hooked), drafter="prompt-lookup", compile=compile, fallback=False)
+        lm = SpeculativeLM.from_pretrained(
+            Target(hooked), drafter="prompt-lookup", compile=compile, fallback=False
+        )
         assert torch.equal(lm.generate(prompt_11, **settings).sequences, expected)

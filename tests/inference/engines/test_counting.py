@@ -33,19 +33,39 @@ SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
 def bart(vocab=VOCAB, layers=3):
-    sizes = {"vocab_size": vocab, "d_model": 32, "decoder_ffn_dim": 48, "decoder_attention_heads": 4}
-    sizes |= {"encoder_layers": layers, "decoder_layers": layers, "max_position_embeddings": POSITIONS}
-    return BartForCausalLM(BartConfig(**sizes, **SPECIAL, is_decoder=True, forced_eos_token_id=None))
+    sizes = {
+        "vocab_size": vocab,
+        "d_model": 32,
+        "decoder_ffn_dim": 48,
+        "decoder_attention_heads": 4,
+    }
+    sizes |= {
+        "encoder_layers": layers,
+        "decoder_layers": layers,
+        "max_position_embeddings": POSITIONS,
+    }
+    return BartForCausalLM(
+        BartConfig(**sizes, **SPECIAL, is_decoder=True, forced_eos_token_id=None)
+    )
 
 
 MODELS = {
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **SPECIAL)),
+    "bloom": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **SPECIAL)
+    ),
     "mpt": lambda: MptForCausalLM(
-        MptConfig(vocab_size=VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=POSITIONS, **SPECIAL)
+        MptConfig(
+            vocab_size=VOCAB, d_model=32, n_layers=3, n_heads=4, max_seq_len=POSITIONS, **SPECIAL
+        )
     ),
     "falcon, alibi": lambda: FalconForCausalLM(
         FalconConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, alibi=True, **SPECIAL
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            alibi=True,
+            **SPECIAL,
         )
     ),
     "gpt-neo, local layers": lambda: GPTNeoForCausalLM(
@@ -88,7 +108,9 @@ def scaled(model, dtype=torch.float64, scale=6):
 
 
 def prompt_of(length, seed=0):
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length))
+    return torch.randint(
+        1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length)
+    )
 
 
 def alone(model, prompt, new_tokens, **more):
@@ -152,7 +174,9 @@ def test_a_tree_of_lookups_is_cut_to_its_longest_path(tools):
     prompt = prompt_of(9)
     truth = alone(model, prompt, 24)
     shape = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)])
-    found, stats = decoded(SpeculativeLM(target, tools.Oracle(shape, [truth], VOCAB, wrong=0.0)), [prompt], 24)
+    found, stats = decoded(
+        SpeculativeLM(target, tools.Oracle(shape, [truth], VOCAB, wrong=0.0)), [prompt], 24
+    )
     assert found == [truth]
     assert max(record.drafted for record in stats.rows[0]) == 3
 
@@ -165,14 +189,18 @@ def test_drafts_end_at_the_last_position(tools, name):
     truth = alone(model, prompt, 12)
     lm = SpeculativeLM(Target(model), tools.Oracle(TreeShape.chain(9), [truth], VOCAB, wrong=0.0))
     assert decoded(lm, [prompt], 12)[0] == [truth]
-    lm = SpeculativeLM.from_pretrained(model, drafter="random", tree="drawn:chain:5", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="random", tree="drawn:chain:5", fallback=False, compile=False
+    )
     assert len(decoded(lm, [prompt], 12, do_sample=True)[0][0]) == 12
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_conversation_goes_on(name):
     model = scaled(MODELS[name]())
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="prompt-lookup", fallback=False, compile=False
+    )
     past = Conversation()
     text = prompt_of(6)
     for added in (3, 5, 1):
@@ -213,7 +241,8 @@ def test_samples_have_the_targets_distribution(tools, name, tree):
 
     found = tools.every_branch(run)
     for text, weight in tools.exactly(target, prompt_1T[0], 2, 0.8).items():
-        # BLOOM's softmax is in float32, whatever the model's dtype: a tree's sums differ there on some processors.
+        # BLOOM's softmax is in float32, whatever the model's dtype: a tree's sums differ there on
+        # some processors.
         assert found.get(text, 0.0) == pytest.approx(weight, abs=1e-7 if name == "bloom" else 1e-9)
 
 
@@ -226,7 +255,9 @@ def test_the_kernels_write_it_too(name):
         assert decoded(lm, [prompt], 20)[0] == [alone(model, prompt, 20)]
 
 
-@pytest.mark.parametrize("tree", ["dynamic:8:3:3", "branch:2x2", "drawn:branch:2x1", "chain:2|branch:2x1"])
+@pytest.mark.parametrize(
+    "tree", ["dynamic:8:3:3", "branch:2x2", "drawn:branch:2x1", "chain:2|branch:2x1"]
+)
 def test_a_tree_that_is_named_is_refused_with_the_reason(tree):
     target = Target(scaled(MODELS["bloom"]()))
     message = "'BloomForCausalLM', which takes no position_ids, .*; choose chain:LENGTH"

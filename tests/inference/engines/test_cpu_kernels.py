@@ -1,4 +1,5 @@
-"""Our kernels on a CPU: a float32 model's own logits from fewer bytes, each row alike whatever stands beside it."""
+"""Our kernels on a CPU: a float32 model's own logits from fewer bytes, each row alike whatever
+stands beside it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ KNOWN = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "sliding": MistralConfig(**SIZES, sliding_window=20),
-    "both kinds": Qwen2Config(**SIZES, sliding_window=20, use_sliding_window=True, max_window_layers=2),
+    "both kinds": Qwen2Config(
+        **SIZES, sliding_window=20, use_sliding_window=True, max_window_layers=2
+    ),
 }
 OTHERS = {
     "gemma3": Gemma3TextConfig(**SIZES, query_pre_attn_scalar=32, sliding_window=20),
@@ -65,7 +68,9 @@ OTHERS = {
 
 pytestmark = [
     pytest.mark.isa,
-    pytest.mark.skipif(cpu_kernels.library() is None, reason="no C++ compiler: there are no kernels"),
+    pytest.mark.skipif(
+        cpu_kernels.library() is None, reason="no C++ compiler: there are no kernels"
+    ),
 ]
 
 
@@ -140,13 +145,17 @@ def test_weights_that_need_not_be_exact_take_the_nearest_of_255_steps(name):
         assert torch.equal(found, weight)
     groups = weight.unflatten(1, (-1, 32))
     steps = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
-    assert ((found.unflatten(1, (-1, 32)) - groups).abs() <= 0.5001 * steps + 127 * 2.0**-11 * steps).all()
+    assert (
+        (found.unflatten(1, (-1, 32)) - groups).abs() <= 0.5001 * steps + 127 * 2.0**-11 * steps
+    ).all()
 
 
 @pytest.mark.parametrize("weight", [drawn(40, 48), drawn(40, 64) * 1e8])
 def test_weights_that_do_not_fit_into_eight_bits_stay_exact(weight):
     packed = pack(weight, rounded=True)
-    assert packed.format == "float32" and torch.equal(linear(packed, torch.eye(weight.shape[1])).T, weight)
+    assert packed.format == "float32" and torch.equal(
+        linear(packed, torch.eye(weight.shape[1])).T, weight
+    )
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -161,7 +170,10 @@ def test_linear_layers_of_any_number_of_rows(name, biased, threads):
         limit = 1e-6 * F.linear(rows.abs(), weight.abs()) + 1e-6
         for count in (*range(1, 16), 24, 25, 40):
             found = linear(packed, rows[:count])
-            assert found.shape == (count, outputs) and ((found - exact[:count]).abs() <= limit[:count]).all()
+            assert (
+                found.shape == (count, outputs)
+                and ((found - exact[:count]).abs() <= limit[:count]).all()
+            )
             assert torch.equal(found, alone[:count])
 
 
@@ -242,14 +254,23 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(monkeypatch, layers)
     padded = torch.zeros(4, 9, dtype=torch.int64)
     for row, length in enumerate(lengths):
         padded[row, :length] = torch.arange(1 + row, 1 + row + length)
-    settings = {"attention_mask": (padded > 0).long(), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    settings = {
+        "attention_mask": (padded > 0).long(),
+        "max_new_tokens": 1,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     original = cpu_decoder.linear
     monkeypatch.setattr(
-        cpu_decoder, "linear", lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more)
+        cpu_decoder,
+        "linear",
+        lambda packed, rows, *more: read.append(rows) or original(packed, rows, *more),
     )
     shown = []
     found = lm.generate(padded, **settings).sequences[:, -1]
-    assert isinstance(target.engine, CpuEngine) and sum(rows.shape[:-1].numel() for rows in read) == 4
+    assert (
+        isinstance(target.engine, CpuEngine) and sum(rows.shape[:-1].numel() for rows in read) == 4
+    )
     for row, length in enumerate(lengths):
         alone = target.model(padded[row : row + 1, :length], output_hidden_states=True)
         assert alone.logits[0, -1].argmax() == found[row]
@@ -268,7 +289,9 @@ def test_who_asks_the_model_for_its_states_does_not_change_ours(asked):
     target.compile()
     expected = model(text, output_hidden_states=True).hidden_states[-1]
     for _ in range(2):
-        found = target.engine.read_chunk(text, 8, target.engine.new_cache(1), (-1,), []).features_BNF
+        found = target.engine.read_chunk(
+            text, 8, target.engine.new_cache(1), (-1,), []
+        ).features_BNF
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -306,7 +329,10 @@ def test_a_prompt_is_read_alike_in_pieces_of_any_size():
     for size in (1, 7, 600):
         cache = target.engine.new_cache(2)
         parts = text[:, :30].split(size, dim=1) if size == 1 else text.split(size, dim=1)
-        outputs = [target.engine.read_chunk(part, 600, cache, (0,), list(range(part.shape[1]))) for part in parts]
+        outputs = [
+            target.engine.read_chunk(part, 600, cache, (0,), list(range(part.shape[1])))
+            for part in parts
+        ]
         found.append(torch.cat([output.logits_BNV for output in outputs], dim=1)[:, :30])
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
@@ -344,7 +370,9 @@ def test_heads_draft_in_the_kernels_nearly_as_with_weights_of_eight_bits(name, d
     head = head.to(dtype)
     assert any(isinstance(module, PackedLinear | PackedBlock) for module in packed.modules())
     target.compile()
-    features = torch.randn(2, 5, 64 * len(head.feature_layers), generator=torch.Generator().manual_seed(3)).to(dtype)
+    features = torch.randn(
+        2, 5, 64 * len(head.feature_layers), generator=torch.Generator().manual_seed(3)
+    ).to(dtype)
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
     found = []
     with torch.inference_mode():
@@ -366,7 +394,9 @@ def test_a_target_that_was_made_in_inference_mode_is_compiled():
         target = target_of(KNOWN["llama"])
         lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup")
     assert target.compiled
-    assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+    assert torch.equal(
+        lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings)
+    )
 
 
 def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
@@ -396,7 +426,10 @@ def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
         "return_dict_in_generate": True,
     }
     plain = SpeculativeLM.from_pretrained(target).generate(prompts, **settings)
-    for options in ({"head": head_of(target, "eagle3"), "tree": "dynamic:9:3:3"}, {"drafter": "prompt-lookup:6"}):
+    for options in (
+        {"head": head_of(target, "eagle3"), "tree": "dynamic:9:3:3"},
+        {"drafter": "prompt-lookup:6"},
+    ):
         found = SpeculativeLM.from_pretrained(target, **options).generate(prompts, **settings)
         assert torch.equal(found.sequences, plain.sequences)
         assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
@@ -405,7 +438,11 @@ def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
 def test_float32_text_is_that_of_generate():
     target = target_of(KNOWN["qwen3"])
     prompts = torch.randint(90, (4, 12), generator=torch.Generator().manual_seed(4))
-    settings = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 60, "do_sample": False}
+    settings = {
+        "attention_mask": torch.ones_like(prompts),
+        "max_new_tokens": 60,
+        "do_sample": False,
+    }
     expected = target.model.generate(prompts, **settings)
     for options in ({}, {"head": head_of(target, "eagle3")}, {"drafter": "prompt-lookup:6"}):
         lm = SpeculativeLM.from_pretrained(target, **options)
@@ -424,7 +461,9 @@ def test_weights_that_change_in_place_are_packed_again():
     assert target.engine is engine
     target.model.load_state_dict(other.model.state_dict())
     after = lm.generate(prompt, **settings).sequences
-    assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(after, before)
+    assert torch.equal(after, other.model.generate(prompt, **settings)) and not torch.equal(
+        after, before
+    )
 
 
 @pytest.fixture
@@ -476,7 +515,9 @@ def test_a_library_without_its_checksum_is_made_anew(fresh, checksum, monkeypatc
         path.write_bytes(checksum if isinstance(checksum, bytes) else checksum.encode())
     made = []
     compiled = cpu_kernels._compiled
-    monkeypatch.setattr(cpu_kernels, "_compiled", lambda *given: made.append(given) or compiled(*given))
+    monkeypatch.setattr(
+        cpu_kernels, "_compiled", lambda *given: made.append(given) or compiled(*given)
+    )
     for expected in (1, 1):  # the next process finds it
         cpu_kernels.library.cache_clear()
         assert cpu_kernels.library() is not None
@@ -490,7 +531,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(fresh, monkeypatch):
         assert cpu_kernels.library() is not None
 
 
-@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root gives a file to another user")
+@pytest.mark.skipif(
+    os.name != "posix" or os.getuid() != 0, reason="only root gives a file to another user"
+)
 @pytest.mark.parametrize("place", ["library", "folder", "folder above", "link"])
 def test_a_library_that_another_user_may_have_put_there_is_not_loaded(fresh, monkeypatch, place):
     assert cpu_kernels.library() is not None
@@ -508,7 +551,9 @@ def test_a_library_that_another_user_may_have_put_there_is_not_loaded(fresh, mon
         monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "linked"))
     before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     cpu_kernels.library.cache_clear()
-    with pytest.warns(UserWarning, match=r"no library is loaded from .*, where another user may put one"):
+    with pytest.warns(
+        UserWarning, match=r"no library is loaded from .*, where another user may put one"
+    ):
         loaded = cpu_kernels.library()
     os.chown(fresh, 0, 0)
     assert loaded is not None and not Path(loaded._name).is_relative_to(fresh)
@@ -530,7 +575,9 @@ def test_folders_of_the_user_and_of_root_are_trusted_and_sticky_ones_too(tmp_pat
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/c++", "false", "cat /nowhere"])
-def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, monkeypatch, compiler):
+def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(
+    fresh, monkeypatch, compiler
+):
     monkeypatch.setenv("CXX", compiler)
     target = target_of(KNOWN["llama"])
     prompt = torch.tensor([[5, 6, 7, 8]])
@@ -541,16 +588,18 @@ def test_without_a_compiler_a_warning_says_so_once_and_all_runs_as_it_is(fresh, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpeculativeLM.from_pretrained(target)
-        assert torch.equal(lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings))
+        assert torch.equal(
+            lm.generate(prompt, **settings).sequences, target.model.generate(prompt, **settings)
+        )
 
 
 def test_nothing_of_torchs_compiler_is_imported(target_folder):
     code = (
-        "import sys, torch\n"
-        "from headstart.inference import SpeculativeLM\n"
-        f"lm = SpeculativeLM.from_pretrained({str(target_folder)!r}, drafter='prompt-lookup')\n"
-        "lm.generate(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 3), max_new_tokens=4)\n"
-        "print({'torch._inductor.compile_fx'} & set(sys.modules))"
+        "import sys, torch\nfrom headstart.inference import SpeculativeLM\nlm ="
+        f" SpeculativeLM.from_pretrained({str(target_folder)!r},"
+        " drafter='prompt-lookup')\nlm.generate(torch.tensor([[1, 2, 3]]),"
+        " attention_mask=torch.ones(1, 3),"
+        " max_new_tokens=4)\nprint({'torch._inductor.compile_fx'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -1,4 +1,5 @@
-"""Encoder-decoders: a T5 with random weights, with a smaller one or with counts as its draft, one row and chains."""
+"""Encoder-decoders: a T5 with random weights, with a smaller one or with counts as its draft, one
+row and chains."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import itertools
 import pytest
 import torch
 import transformers as tf
-from transformers import FSMTConfig, FSMTForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM, TreeShape
@@ -80,7 +86,8 @@ def test_greedy_is_generate(target, name):
             output = lm.generate(ids, attention_mask=given, **settings)
             assert torch.equal(output.sequences, expected)
             if name == "itself":
-                assert output.stats.acceptance_length > 2.5  # it may want to end where that is forbidden
+                # it may want to end where that is forbidden
+                assert output.stats.acceptance_length > 2.5
 
 
 @pytest.mark.parametrize("name", ["smaller", "smaller, drawn", "lookup"])
@@ -92,13 +99,26 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
 
     def run(branch):
         tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
-        drafter = make_drafter(target, "prompt-lookup:2:1:1") if name == "lookup" else make_drafter(target, small, tree)
+        drafter = (
+            make_drafter(target, "prompt-lookup:2:1:1")
+            if name == "lookup"
+            else make_drafter(target, small, tree)
+        )
         lm = SpeculativeLM(target, drafter)
         outputs = target.encode(ids, None)
         small.encode(ids, None)
-        settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "min_new_tokens": 2, "temperature": 0.7}
+        settings = {
+            "max_new_tokens": 2,
+            "do_sample": True,
+            "top_k": 0,
+            "min_new_tokens": 2,
+            "temperature": 0.7,
+        }
         found = target.model.generate(
-            ids, encoder_outputs=outputs, custom_generate=lm.decoding_method(Call(branch)), **settings
+            ids,
+            encoder_outputs=outputs,
+            custom_generate=lm.decoding_method(Call(branch)),
+            **settings,
         )
         return tuple(found.sequences[0, 1:].tolist())
 
@@ -106,7 +126,10 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
     for text in itertools.product((0, 2), repeat=2):  # 1 ends a text, which is not allowed yet
         weight, written = 1.0, [0]
         for token in text:
-            logits = target.model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits[0, -1] / 0.7
+            logits = (
+                target.model(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits[0, -1]
+                / 0.7
+            )
             logits[1] = -torch.inf
             weight *= float(logits.softmax(-1)[token])
             written.append(token)
@@ -120,7 +143,9 @@ def test_several_chains_are_chosen_from_and_a_text_that_was_not_shown_is_refused
     expected = target.model.generate(ids, **settings)
     assert torch.equal(lm.generate(ids, **settings).sequences, expected)
     with pytest.raises(ValueError, match="was not shown its input"):
-        target.model.generate(ids, custom_generate=lm.decoding_method(Call(RandomSampler())), **settings)
+        target.model.generate(
+            ids, custom_generate=lm.decoding_method(Call(RandomSampler())), **settings
+        )
 
 
 def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
@@ -128,7 +153,11 @@ def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
     big.save_pretrained(tmp_path / "big")
     small.save_pretrained(tmp_path / "small")
     lm = SpeculativeLM.from_pretrained(
-        tmp_path / "big", dtype=torch.float64, drafter=f"model:{tmp_path / 'small'}", tree="chain:2", fallback=False
+        tmp_path / "big",
+        dtype=torch.float64,
+        drafter=f"model:{tmp_path / 'small'}",
+        tree="chain:2",
+        fallback=False,
     )
     ids = source(6)
     settings = {"max_new_tokens": 12, "do_sample": False}
@@ -139,8 +168,13 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     lm = SpeculativeLM(target)
     with pytest.raises(ValueError, match="one row at a time, not 2: one relative bias"):
         lm.generate(source(4).expand(2, -1), max_new_tokens=3)
-    with pytest.raises(ValueError, match="checks chains alone, so the nodes of a tree cannot be placed; choose chain"):
-        SpeculativeLM(target, make_drafter(target, "random", "branch:2x2")).generate(source(4), max_new_tokens=3)
+    with pytest.raises(
+        ValueError,
+        match="checks chains alone, so the nodes of a tree cannot be placed; choose chain",
+    ):
+        SpeculativeLM(target, make_drafter(target, "random", "branch:2x2")).generate(
+            source(4), max_new_tokens=3
+        )
     assert lm.generate(source(4), max_new_tokens=3).sequences.shape[1] <= 4  # it stays usable
     decoder_only = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
@@ -151,7 +185,12 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     with pytest.raises(ValueError, match="for which there are no draft heads"):
         SpeculativeLM.from_pretrained(target, head)
     sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
-    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "src_vocab_size": 12, "tgt_vocab_size": 12}
+    sizes |= {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "src_vocab_size": 12,
+        "tgt_vocab_size": 12,
+    }
     fsmt = FSMTForConditionalGeneration(FSMTConfig(**sizes))
     with pytest.raises(ValueError, match="of type 'fsmt'; choose from t5, mt5"):
         SpeculativeLM.from_pretrained(fsmt)
@@ -180,7 +219,15 @@ OTHERS = {
     "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**SIZES)),
     "blenderbot": lambda: tf.BlenderbotForConditionalGeneration(tf.BlenderbotConfig(**SIZES)),
     "umt5": lambda: tf.UMT5ForConditionalGeneration(
-        tf.UMT5Config(vocab_size=40, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        tf.UMT5Config(
+            vocab_size=40,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        )
     ),
 }
 
@@ -192,7 +239,9 @@ def other(name):
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.15)
     start = model.config.decoder_start_token_id
-    model.generation_config = tf.GenerationConfig(decoder_start_token_id=start, pad_token_id=0, eos_token_id=1)
+    model.generation_config = tf.GenerationConfig(
+        decoder_start_token_id=start, pad_token_id=0, eos_token_id=1
+    )
     return model
 
 
@@ -203,7 +252,12 @@ def test_other_families_write_what_generate_writes(tools, name):
     target = Seq2SeqTarget(model)
     for length in (3, 17):
         ids = source(length, vocab=40)
-        settings = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "no_repeat_ngram_size": 1}
+        settings = {
+            "max_new_tokens": 30,
+            "min_new_tokens": 30,
+            "do_sample": False,
+            "no_repeat_ngram_size": 1,
+        }
         expected = model.generate(ids, **settings)
         truth = expected[0, 1:].tolist()
         assert len(set(truth)) > 3

@@ -1,4 +1,5 @@
-"""What must hold on any instruction set: `make check-isa` runs these as on a processor without AVX-512."""
+"""What must hold on any instruction set: `make check-isa` runs these as on a processor without
+AVX-512."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from headstart.scripts.measuring.comparison import first_difference
 pytestmark = pytest.mark.isa
 VOCAB, PROMPT = 97, 9
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-5}
-"""Logits of a tree and of single steps may differ by so much of the largest logit: by ties, in bfloat16."""
+"""Logits of a tree and of single steps may differ by so much of the largest logit: by ties, in
+bfloat16."""
 
 
 def asked_for():
@@ -30,7 +32,10 @@ def test_the_process_acts_like_one_without_avx512():
 
 
 def test_hardware_names_the_instruction_set():
-    assert f", {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread" in hardware()
+    assert (
+        f", {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} thread"
+        in hardware()
+    )
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "prompt-lookup"])
@@ -40,7 +45,9 @@ def test_greedy_is_generate(tiny_target, dtype, drafter):
     head = None
     if drafter != "prompt-lookup":
         torch.manual_seed(1)
-        options = {"eagle3": {"depth": 3, "feature_layers": [0, -1]}, "medusa": {"num_heads": 3}}[drafter]
+        options = {"eagle3": {"depth": 3, "feature_layers": [0, -1]}, "medusa": {"num_heads": 3}}[
+            drafter
+        ]
         head = build_head(drafter, options, target.info).to(dtype)
         head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
     lm = SpeculativeLM.from_pretrained(target, head, drafter=None if head else drafter)
@@ -48,7 +55,10 @@ def test_greedy_is_generate(tiny_target, dtype, drafter):
     for seed in range(6):
         ids = torch.randint(VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
         settings["attention_mask"] = torch.ones_like(ids)
-        expected, found = target.model.generate(ids, **settings), lm.generate(ids, **settings).sequences
+        expected, found = (
+            target.model.generate(ids, **settings),
+            lm.generate(ids, **settings).sequences,
+        )
         parting = first_difference(target, expected, found, PROMPT)
         if parting is not None:
             largest = target.model(expected).logits.abs().max()

@@ -20,8 +20,15 @@ def tokens(*shape, seed=0):
 
 
 def tiny_mistral(**options):
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    return MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, **options))
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
+    return MistralForCausalLM(
+        MistralConfig(**sizes, num_key_value_heads=4, num_hidden_layers=2, **options)
+    )
 
 
 def path_to(parents, node):
@@ -36,15 +43,23 @@ def test_a_tree_forward_is_a_causal_forward_for_every_path(tiny_target, tools, l
     prompts = [tokens(1, length, seed=length)[0] for length in lengths]
     guesses = tokens(len(lengths), shape.size, seed=7)
     tree = DraftTree(
-        guesses, torch.tensor([shape.parents] * len(lengths)), torch.tensor([shape.size] * len(lengths)), shape.depth
+        guesses,
+        torch.tensor([shape.parents] * len(lengths)),
+        torch.tensor([shape.size] * len(lengths)),
+        shape.depth,
     )
     cache = target.engine.new_cache(len(lengths))
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     with torch.no_grad():
-        halves, kept = (padded[:, : max(lengths) // 2], padded[:, max(lengths) // 2 :]), [*range(padded.shape[1])]
+        halves, kept = (
+            (padded[:, : max(lengths) // 2], padded[:, max(lengths) // 2 :]),
+            [*range(padded.shape[1])],
+        )
         read = []
         for chunk in (half for half in halves if half.shape[1]):
-            read.append(target.engine.read_chunk(chunk, max(lengths), cache, layers, kept[: chunk.shape[1]]))
+            read.append(
+                target.engine.read_chunk(chunk, max(lengths), cache, layers, kept[: chunk.shape[1]])
+            )
         logits_BTV = torch.cat([chunk.logits_BNV for chunk in read], dim=1)
         features_BTF = torch.cat([chunk.features_BNF for chunk in read], dim=1)
         cache.lengths_B = torch.tensor(lengths)
@@ -66,7 +81,8 @@ def test_windows_count_positions_and_not_places_in_the_tree():
     torch.manual_seed(0)
     target = Target(tiny_mistral(sliding_window=3).double())
     own = tokens(1, 7)
-    parents = (-1, 0, 0, 0, 2, 4, 5, 6)  # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
+    # nodes 2, 4, 5, 6, 7 are a path deeper than the window is wide
+    parents = (-1, 0, 0, 0, 2, 4, 5, 6)
     guesses = tokens(1, len(parents), seed=1)
     tree = DraftTree(guesses, torch.tensor([parents]), torch.tensor([len(parents)]), max_depth=5)
     cache = target.engine.new_cache(1)
@@ -75,14 +91,18 @@ def test_windows_count_positions_and_not_places_in_the_tree():
         logits_NV = target.engine.forward_tree(tree, 7, cache, ()).logits_BNV[0]
         for node in range(len(parents)):
             text = torch.cat([own[0], guesses[0, path_to(parents, node)]])
-            assert torch.allclose(logits_NV[node], target.model(text[None]).logits[0, -1], atol=1e-12)
+            assert torch.allclose(
+                logits_NV[node], target.model(text[None]).logits[0, -1], atol=1e-12
+            )
 
 
 def test_reading_for_training_gives_the_features_of_decoding(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     text = tokens(2, 12)
     with torch.no_grad():
-        decoded = target.engine.read_chunk(text, 12, target.engine.new_cache(2), (0, -1), []).features_BNF
+        decoded = target.engine.read_chunk(
+            text, 12, target.engine.new_cache(2), (0, -1), []
+        ).features_BNF
     features_BTF, last_BTD = target.read(text, (0, -1))
     assert torch.allclose(features_BTF, decoded, atol=1e-12)
     assert torch.equal(last_BTD, features_BTF[..., 32:])
@@ -93,12 +113,16 @@ def test_the_last_state_is_the_one_that_the_lm_head_reads(tiny_target):
     text = tokens(1, 6)
     _, last_BTD = target.read(text, ())
     with torch.no_grad():
-        assert torch.allclose(target.modules.lm_head(last_BTD), target.model(text).logits, atol=1e-12)
+        assert torch.allclose(
+            target.modules.lm_head(last_BTD), target.model(text).logits, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("layer", [-2, 1, 7])
 def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
-    with pytest.raises(ValueError, match=f"feature layer {layer} is out of range .* choose from 0 to 0"):
+    with pytest.raises(
+        ValueError, match=f"feature layer {layer} is out of range .* choose from 0 to 0"
+    ):
         tiny_target(layers=2).check_layers((layer,))
 
 
@@ -106,10 +130,15 @@ def test_layers_out_of_range_are_refused_with_the_range(tiny_target, layer):
     ("model", "reason"),
     [
         (
-            lambda: T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=8, num_layers=1, num_heads=1)),
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=9, d_model=8, num_layers=1, num_heads=1)
+            ),
             "encoder-decoder",
         ),
-        (lambda: tiny_mistral(attn_implementation="flex_attention"), "attention 'flex_attention', whose CPU kernels"),
+        (
+            lambda: tiny_mistral(attn_implementation="flex_attention"),
+            "attention 'flex_attention', whose CPU kernels",
+        ),
     ],
 )
 def test_models_that_cannot_be_asked_for_trees_are_refused_with_the_reason(model, reason):

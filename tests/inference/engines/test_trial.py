@@ -1,4 +1,5 @@
-"""Before its first token an architecture is tried: faults that no config tells are refused, and known models pass."""
+"""Before its first token an architecture is tried: faults that no config tells are refused, and
+known models pass."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "pad_token_id": 0,
 }
-SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": [],
+}
 PROMPT = torch.tensor([[7, 8, 9, 7, 8]])
 
 
@@ -66,11 +72,15 @@ def kept(folder: Path) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 3, 12, 300, 1000])
-def test_known_models_pass_in_every_format(dtype: torch.dtype, attention: str, window: int | None) -> None:
+def test_known_models_pass_in_every_format(
+    dtype: torch.dtype, attention: str, window: int | None
+) -> None:
     Target(mistral(window, dtype, attention)).check_decoding()
 
 
-def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_is_tried_once_a_machine(
+    nothing_tried: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[int] = []
     tree_difference = trial.tree_difference
 
@@ -95,8 +105,12 @@ def test_an_architecture_is_tried_once_a_machine(nothing_tried: Path, monkeypatc
     assert len(tried) == len(kept(nothing_tried)) == 5
 
 
-def test_a_target_without_a_drafter_is_tried_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model_engine.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible)
+def test_a_target_without_a_drafter_is_tried_at_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        model_engine.NEAR, "sliding_attention", lambda target, positions, slots, visible: visible
+    )
     lm = SpeculativeLM(Target(mistral(300)))
     with pytest.raises(ValueError, match="cannot be decoded with drafts"):
         lm.generate(PROMPT, **SETTINGS)
@@ -111,7 +125,10 @@ def test_a_window_that_we_forget_is_refused_however_long_it_is(
     target = Target(mistral(window, dtype))
     target.attention_kinds = ("full_attention",)
     monkeypatch.setattr(Target, "kinds", staticmethod(lambda model: ("full_attention",)))
-    message = "MistralForCausalLM .* gives other logits than generate .* rounding in .* another version of transformers"
+    message = (
+        "MistralForCausalLM .* gives other logits than generate .* rounding in .* another version"
+        " of transformers"
+    )
     for _ in range(2):  # a refusal is not kept: it is tried again
         with pytest.raises(ValueError, match=message):
             target.check_decoding()
@@ -119,7 +136,9 @@ def test_a_window_that_we_forget_is_refused_however_long_it_is(
 
 
 @pytest.mark.parametrize("window", [4, 8, 300])
-def test_a_window_that_the_model_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_a_window_that_the_model_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
     """As Moshi's, which its config has and its mask has not."""
     model = build_model(VOCAB, dtype=torch.float32)
     model.config.sliding_window = window
@@ -153,15 +172,20 @@ def test_positions_by_the_place_in_the_cache_are_refused() -> None:
         Target(wrapped_attention(mistral(None, attention="eager"), by_slot)).check_decoding()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError]
+)
 def test_what_fails_in_the_model_is_a_refusal_by_name(error: type[Exception]) -> None:
     def fail(named: dict[str, Any]) -> dict[str, Any]:
         mask = named.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dtype.is_floating_point:  # ours; its own is None or of booleans
+        # ours; its own is None or of booleans
+        if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
             raise error("the sizes do not match")
         return named
 
-    with pytest.raises(ValueError, match=f"MistralForCausalLM .* fails in the model with {error.__name__}.* sizes"):
+    with pytest.raises(
+        ValueError, match=f"MistralForCausalLM .* fails in the model with {error.__name__}.* sizes"
+    ):
         Target(wrapped_attention(mistral(None), fail)).check_decoding()
 
 
@@ -172,7 +196,9 @@ def test_a_model_whose_own_generate_fails_is_told(monkeypatch: pytest.MonkeyPatc
         raise KeyError("pixel_values")
 
     monkeypatch.setattr(model, "generate", generate)
-    with pytest.raises(ValueError, match=r"cannot be tried: its own generate fails .* KeyError: 'pixel_values'"):
+    with pytest.raises(
+        ValueError, match=r"cannot be tried: its own generate fails .* KeyError: 'pixel_values'"
+    ):
         Target(model).check_decoding()
 
 
@@ -196,7 +222,8 @@ def test_a_model_that_says_nothing_passes_and_is_not_kept_if_its_logits_are_not_
 
 
 def test_the_user_s_model_stays_as_it_is() -> None:
-    """Windows are shortened in a copy, and the trial runs in eval mode without the caller's random numbers."""
+    """Windows are shortened in a copy, and the trial runs in eval mode without the caller's random
+    numbers."""
     model = mistral(300).train()
     before = model.config.to_dict()
     torch.manual_seed(3)
@@ -224,11 +251,15 @@ def test_models_that_see_a_text_in_their_own_way_are_refused(
     if architecture == "gpt_neo":
         kinds = [[["global", "local"], 1]]
         sizes = {"num_layers": 2, "num_heads": 4, "hidden_size": 32, "vocab_size": VOCAB}
-        config = tf.GPTNeoConfig(**sizes, attention_types=kinds, window_size=8, max_position_embeddings=512)
+        config = tf.GPTNeoConfig(
+            **sizes, attention_types=kinds, window_size=8, max_position_embeddings=512
+        )
         model = tf.GPTNeoForCausalLM(config)
     elif architecture == "moshi":
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
-        config = tf.MoshiConfig(**sizes, vocab_size=VOCAB, sliding_window=20, max_position_embeddings=64)
+        config = tf.MoshiConfig(
+            **sizes, vocab_size=VOCAB, sliding_window=20, max_position_embeddings=64
+        )
         model = tf.MoshiForCausalLM(config)
     else:
         model = tf.DogeForCausalLM(tf.DogeConfig(**SMALL, head_dim=8))

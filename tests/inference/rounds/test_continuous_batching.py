@@ -52,7 +52,12 @@ def prompts(count, vocab=VOCAB):
 def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""
     rows = prompts(11)
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": [3, 7, 11], "repetition_penalty": 1.2}
+    settings = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "eos_token_id": [3, 7, 11],
+        "repetition_penalty": 1.2,
+    }
     settings |= {"pad_token_id": 0}
     alone = [written_alone(target.model, row, **settings) for row in rows]
     assert len({len(row) for row in alone}) > 3  # they end at different times
@@ -62,7 +67,9 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     monkeypatch.setattr(target.engine, "least_padding", apart)
     widths, original = [], target.engine.forward_tree
     monkeypatch.setattr(
-        target.engine, "forward_tree", lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest)
+        target.engine,
+        "forward_tree",
+        lambda tree, *rest: widths.append(len(tree.tokens_BN)) or original(tree, *rest),
     )
     padded, mask = padded_batch(rows)
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
@@ -80,12 +87,16 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     """Every branch of two texts, the second of which begins where the first has ended."""
     target = tiny_target(vocab_size=3)
     head = head_of("medusa", target)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:1" if drawn else "chain:1", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head, tree="drawn:chain:1" if drawn else "chain:1", fallback=False
+    )
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     rows = prompts(2, vocab=3)
 
     def run(sampler):
-        texts, _ = tools.write(target, lm.drafter, lm.drafting.sampling_rule, rows, processors, sampler, 2, slots=1)
+        texts, _ = tools.write(
+            target, lm.drafter, lm.drafting.sampling_rule, rows, processors, sampler, 2, slots=1
+        )
         return tuple(texts[0] + texts[1])
 
     found = tools.every_branch(run)
@@ -94,7 +105,11 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
         ids = torch.cat([prompt, torch.tensor(tokens)])[None]
         with torch.no_grad():
             scores = (target.model(ids).logits / 0.7).softmax(-1)
-        return float(torch.stack([scores[0, len(prompt) - 1 + i, token] for i, token in enumerate(tokens)]).prod())
+        return float(
+            torch.stack(
+                [scores[0, len(prompt) - 1 + i, token] for i, token in enumerate(tokens)]
+            ).prod()
+        )
 
     assert len(found) == 81 and sum(found.values()) == pytest.approx(1)
     for tokens, weight in found.items():
@@ -107,7 +122,8 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     [
         ([10, 10, 10, 10], 0, [[0, 1, 2, 3]]),
         ([10, 74, 10], 0, [[1], [0, 2]]),
-        ([10, 41, 10], 0, [[0, 1, 2]]),  # two rows of 31 tokens of padding do not pay for another forward
+        # two rows of 31 tokens of padding do not pay for another forward
+        ([10, 41, 10], 0, [[0, 1, 2]]),
         ([200, 10, 400, 12, 11], 0, [[2], [0], [1, 3, 4]]),
         ([110, 174, 110], 100, [[0, 1, 2]]),  # nor 64 tokens for a hundred that would be read again
         ([110, 275, 110], 100, [[1], [0, 2]]),
@@ -115,7 +131,10 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
 )
 def test_prompts_are_read_apart_where_that_saves_padding(target, lengths, shared, expected):
     first = torch.zeros(shared, dtype=torch.int64)
-    rows = [torch.cat([first, torch.full((length - shared,), row + 1)]) for row, length in enumerate(lengths)]
+    rows = [
+        torch.cat([first, torch.full((length - shared,), row + 1)])
+        for row, length in enumerate(lengths)
+    ]
     sequences = Sequences(rows, 4, frozenset())
     assert similar_lengths(sequences, [*range(len(rows))], target) == expected
 
@@ -132,14 +151,25 @@ def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, n
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2")
     read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape) or original(tokens, *rest)
+        target.engine,
+        "read_chunk",
+        lambda tokens, *rest: read.append(tokens.shape) or original(tokens, *rest),
     )
     padded, mask = padded_batch(rows)
-    lm.generate(padded, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=[], pad_token_id=0)
+    lm.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=2,
+        do_sample=False,
+        eos_token_id=[],
+        pad_token_id=0,
+    )
     assert read == [(1, 90), (3, 6)]
     assert max(batch for batch, tokens in observed if tokens > 10) == 1
 
 
 def test_no_slot_is_refused(target):
     with pytest.raises(ValueError, match="max_batch_size must be at least 1, not 0"):
-        SpeculativeLM(target).generate(torch.ones(1, 2, dtype=torch.int64), max_batch_size=0, max_new_tokens=3)
+        SpeculativeLM(target).generate(
+            torch.ones(1, 2, dtype=torch.int64), max_batch_size=0, max_new_tokens=3
+        )

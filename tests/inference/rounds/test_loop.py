@@ -13,7 +13,9 @@ from headstart.inference.trees.verify import RULES
 def test_every_number_that_was_drawn_is_used_once():
     numbers_BU = torch.arange(14.0).reshape(2, 7)
     sampler = PrecomputedSampler(uniform_BU=numbers_BU)
-    used = [sampler.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))]
+    used = [
+        sampler.uniform(shape, numbers_BU.device) for shape in ((2, 3, 1), (2,), (2, 1), (2, 2))
+    ]
     assert torch.equal(torch.cat([part.reshape(2, -1) for part in used], dim=1), numbers_BU)
     with pytest.raises(RuntimeError):
         sampler.uniform((2,), numbers_BU.device)

@@ -1,4 +1,5 @@
-"""NaN and inf in heads, in drafted tokens and in what they leave behind: the text is the target's all the same."""
+"""NaN and inf in heads, in drafted tokens and in what they leave behind: the text is the target's
+all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 from helpers import Oracle, every_branch, exactly, write
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+)
 
 from headstart.heads import HEADS, build_head
 from headstart.heads.layers.masked_attention import masked_attention
@@ -27,7 +34,13 @@ from headstart.inference.trees.verify import RULES
 VOCAB, NEW, BAD = 24, 9, 0
 """`BAD`: a token that the target never says, and whose embedding was never trained."""
 PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1}
-TREES = ("dynamic:8:3:3", "branch:2x1", "stop:0.1:chain:3", "drawn:branch:2x1", "independent:branch:2x1")
+TREES = (
+    "dynamic:8:3:3",
+    "branch:2x1",
+    "stop:0.1:chain:3",
+    "drawn:branch:2x1",
+    "independent:branch:2x1",
+)
 
 
 def model_of(dtype=torch.float32, layers=3) -> LlamaForCausalLM:
@@ -67,18 +80,25 @@ def head_of(target, kind, **options):
 
 
 def rows_of(*lengths):
-    return [torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    return [
+        torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+        for length in lengths
+    ]
 
 
 def stock(model, row, **settings):
     """What `generate` writes for one row alone."""
     ids = row[None]
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN | settings)[0, len(row) :].tolist()
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN | settings)[
+        0, len(row) :
+    ].tolist()
 
 
 def ours(lm, rows, **settings):
     ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=BAD)
-    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    mask = pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side="left"
+    )
     output = lm.generate(ids, attention_mask=mask, **PLAIN | settings)
     return output.sequences[:, ids.shape[1] :].tolist(), output.stats
 
@@ -128,7 +148,9 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
         assert ours(lm, rows)[0] == greedy, tree
         if not tree.startswith(("drawn", "independent")):
             assert ours(lm, rows, **seeded())[0] == sampled, tree
-    lm = SpeculativeLM.from_pretrained(target, head, tree=TREES[0], drafter="prompt-lookup", compile=compile)
+    lm = SpeculativeLM.from_pretrained(
+        target, head, tree=TREES[0], drafter="prompt-lookup", compile=compile
+    )
     assert ours(lm, rows)[0] == greedy
 
 
@@ -143,7 +165,9 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
     ],
 )
 @pytest.mark.parametrize(("depth", "value"), [(0, math.nan), (1, math.inf)])
-def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(tiny_target, tree, rule, depth, value):
+def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(
+    tiny_target, tree, rule, depth, value
+):
     """At one depth alone, so that finite ones come before or after it."""
     target = tiny_target(vocab_size=3)
     head = build_head("medusa", {"num_heads": 2}, target.info).to(target.dtype)
@@ -154,7 +178,9 @@ def test_sampling_keeps_its_distribution_where_draft_logits_are_not_finite(tiny_
     prompt = torch.tensor([2, 1])
 
     def texts(branch):
-        return tuple(write(target, drafter, RULES[rule].verify, [prompt], processors, branch, 2)[0][0])
+        return tuple(
+            write(target, drafter, RULES[rule].verify, [prompt], processors, branch, 2)[0][0]
+        )
 
     found = every_branch(texts)
     expected = exactly(target, prompt, 2, 3.0)
@@ -209,7 +235,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", ["float64", "sdpa", "eager", "kernels", "bfloat16 kernels"])
 def test_a_draft_for_which_the_target_computes_nan_leaves_nothing_behind(options, shape, value):
-    dtype = {"float64": torch.float64, "bfloat16 kernels": torch.bfloat16}.get(options, torch.float32)
+    dtype = {"float64": torch.float64, "bfloat16 kernels": torch.bfloat16}.get(
+        options, torch.float32
+    )
     model = model_of(dtype)
     spoil(model, value)
     if options == "eager":
@@ -241,7 +269,10 @@ def test_a_conversation_goes_on_where_nan_was_left_after_its_text():
         lm = SpeculativeLM.from_pretrained(target, compile=compile)
         row, past = rows_of(9)[0], Conversation()
         [first], _ = ours(lm, [row], past_key_values=past)
-        for more in (torch.cat([row, torch.tensor([*first, 4, 5])]), torch.cat([row[:6], torch.tensor([3, 3])])):
+        for more in (
+            torch.cat([row, torch.tensor([*first, 4, 5])]),
+            torch.cat([row[:6], torch.tensor([3, 3])]),
+        ):
             cache = past.cache
             with torch.inference_mode():
                 for states in (*cache.keys, *cache.values):
@@ -250,7 +281,8 @@ def test_a_conversation_goes_on_where_nan_was_left_after_its_text():
 
 
 def test_a_path_is_cut_before_a_node_that_is_not_finite(tiny_target, monkeypatch):
-    """Where attention skips what is masked, NaN stays in one path: what was accepted before it stands."""
+    """Where attention skips what is masked, NaN stays in one path: what was accepted before it
+    stands."""
     target = tiny_target(vocab_size=VOCAB)
     row = rows_of(6)[0]
     truth = stock(target.model, row)
@@ -286,7 +318,9 @@ def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_targ
     """Token 2 is never said, is drafted, and its embedding is NaN."""
     model = tiny_target(vocab_size=3, layers=1).model
     weight_VD = model.lm_head.weight.data
-    model.lm_head = torch.nn.Linear(weight_VD.shape[1], 3, dtype=torch.float64).requires_grad_(False)
+    model.lm_head = torch.nn.Linear(weight_VD.shape[1], 3, dtype=torch.float64).requires_grad_(
+        False
+    )
     model.lm_head.weight.data.copy_(weight_VD)
     model.lm_head.bias.data.copy_(torch.tensor([0.0, 0.0, -torch.inf]))
     model.get_input_embeddings().weight.data[2] = math.nan
@@ -298,7 +332,9 @@ def test_sampling_keeps_its_distribution_where_a_draft_spoils_the_tree(tiny_targ
     prompt, new_tokens, repeated = torch.tensor([1, 0]), 2, []
 
     def texts(branch):
-        [row], stats = write(target, drafter, RULES[rule].verify, [prompt], processors, branch, new_tokens)
+        [row], stats = write(
+            target, drafter, RULES[rule].verify, [prompt], processors, branch, new_tokens
+        )
         repeated.extend(record for record in stats.rows[0] if record.fallback == "not_finite")
         return tuple(row)
 
@@ -354,7 +390,13 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
     model = model_of()
     model.get_input_embeddings().weight.data[BAD] = math.nan
     target = Target(model)
-    options = {"feature_layers": [0, 1]} if kind == "eagle3" else {"num_layers": 2} if kind in ("eagle", "cut") else {}
+    options = (
+        {"feature_layers": [0, 1]}
+        if kind == "eagle3"
+        else {"num_layers": 2}
+        if kind in ("eagle", "cut")
+        else {}
+    )
     head = head_of(target, kind, **options)
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
@@ -370,14 +412,18 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
         """Logits of a healthy sibling of a broken draft, and of the next round's first drafts."""
         token = BAD if broken else 7
         state = head.begin(target.modules, 1, 40, 3, 9)
-        state = head.observe(state, prompt_1TF, torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([6]))
+        state = head.observe(
+            state, prompt_1TF, torch.tensor([[5, 6, 7, 8, 9, 3]]), torch.tensor([6])
+        )
         _, state = head.expand(state, torch.tensor([[3]]), torch.tensor([[-1]]))
         logits_BWV, state = head.expand(state, torch.tensor([[token, 4]]), torch.tensor([[0, 0]]))
         sibling_V = logits_BWV[0, -1]
         _, state = head.expand(state, torch.tensor([[2, token]]), torch.tensor([[0, 1]]))
         features_1AF = accepted_1AF.clone()
         features_1AF[:, 2] = math.nan if broken else 0
-        state = head.observe(state, features_1AF, torch.tensor([[4, 2, token, token]]), torch.tensor([2]))
+        state = head.observe(
+            state, features_1AF, torch.tensor([[4, 2, token, token]]), torch.tensor([2])
+        )
         first_BWV, state = head.expand(state, torch.tensor([[2]]), torch.tensor([[-1]]))
         second_BWV, _ = head.expand(state, torch.tensor([[6, 5]]), torch.tensor([[0, 0]]))
         return sibling_V, first_BWV, second_BWV
@@ -399,7 +445,8 @@ def test_a_draft_model_drafts_again_after_a_token_that_is_nan_for_it(tiny_target
     def expanded(state, tokens_BW, parents_BW):
         logits_BWV, state = expand(state, tokens_BW, parents_BW)
         calls.append(1)
-        if len(calls) == 2:  # in the first round it drafts the token beside the best one, and reads both
+        # in the first round it drafts the token beside the best one, and reads both
+        if len(calls) == 2:
             logits_BWV = logits_BWV.clone()
             logits_BWV[..., BAD] = logits_BWV.amax(-1) + 1
         return logits_BWV, state
@@ -442,13 +489,17 @@ def test_nan_of_a_processor_is_not_said_to_be_the_targets(tiny_target):
             return torch.full_like(scores, math.nan)
 
     target = tiny_target(vocab_size=VOCAB)
-    with pytest.raises(ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"):
+    with pytest.raises(
+        ValueError, match=r"processors' scores for new token 0 of row 0 contain NaN"
+    ):
         ours(SpeculativeLM(target), rows_of(4), logits_processor=LogitsProcessorList([Broken()]))
 
 
 def test_a_temperature_that_overflows_is_named(tiny_target):
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"temperature 1e-45 is below 1e-38, so that scores are infinite"):
+    with pytest.raises(
+        ValueError, match=r"temperature 1e-45 is below 1e-38, so that scores are infinite"
+    ):
         ours(SpeculativeLM(target), rows_of(4), do_sample=True, temperature=1e-45)
 
 
@@ -476,7 +527,11 @@ def test_a_masked_key_as_large_as_float16_goes_is_not_seen(tiny_target):
     target = tiny_target(vocab_size=VOCAB, dtype=torch.float16)
     seen_BNS = torch.ones(1, 2, 6, dtype=torch.bool).tril(3)
     mask = target.engine._masks({"full_attention": seen_BNS})
-    query, key, value = torch.full((1, 4, 2, 8), 30.0), torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
+    query, key, value = (
+        torch.full((1, 4, 2, 8), 30.0),
+        torch.zeros(1, 2, 6, 8),
+        torch.zeros(1, 2, 6, 8),
+    )
     key[:, :, -2:], value[:, :, -2:] = 60000.0, 1.0
     out = masked_attention(*(each.half() for each in (query, key, value)), mask)
     assert bool((out[:, :, 0] == 0).all())

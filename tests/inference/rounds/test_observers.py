@@ -1,4 +1,5 @@
-"""Observers: they are told everything that a round computed, once and in order, and decoding notices nothing."""
+"""Observers: they are told everything that a round computed, once and in order, and decoding
+notices nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def target():
 
 def decoder(target, kind="medusa", tree="chain:3", **options):
     head = head_for(target, kind, **({"feature_layers": [0, -1]} if kind == "eagle3" else {}))
-    return SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, lossy=True, **options)
+    return SpeculativeLM.from_pretrained(
+        target, head, tree=tree, fallback=False, lossy=True, **options
+    )
 
 
 def prompts(rows):
@@ -31,11 +34,18 @@ def prompts(rows):
     return {"inputs": ids, "attention_mask": mask}
 
 
-SETTINGS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_batch_size": 2}
+SETTINGS = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "eos_token_id": [],
+    "pad_token_id": 0,
+    "max_batch_size": 2,
+}
 
 
 class Reader(RoundObserver):
-    """Keeps the features of all rows, in layers that the drafter may not read, and the order of what it is told."""
+    """Keeps the features of all rows, in layers that the drafter may not read, and the order of
+    what it is told."""
 
     def __init__(self, *layers):
         self.feature_layers = layers
@@ -65,7 +75,9 @@ class Reader(RoundObserver):
     def round(self, finished):
         self.told.append("round")
         self.keep(
-            self.call.sequences.active, finished.verdict.features_BAF, [len(tokens) for tokens in finished.tokens]
+            self.call.sequences.active,
+            finished.verdict.features_BAF,
+            [len(tokens) for tokens in finished.tokens],
         )
         assert finished.output.features_BNF.shape[-1] == finished.verdict.features_BAF.shape[-1]
 
@@ -88,7 +100,9 @@ def test_an_observer_reads_the_targets_states_and_changes_nothing(target, kind, 
     assert reader.told.count("round") == len(found.stats.round_seconds)
     if not layers:
         return
-    for row, (ids_T, mask_T) in enumerate(zip(found.sequences, prompts(5)["attention_mask"], strict=True)):
+    for row, (ids_T, mask_T) in enumerate(
+        zip(found.sequences, prompts(5)["attention_mask"], strict=True)
+    ):
         text_T = ids_T[int((1 - mask_T).sum()) :]
         states_TF = torch.cat(reader.states[row])[: len(text_T) - 1]
         assert len(states_TF) == len(text_T) - 1
@@ -123,7 +137,9 @@ class Again(RoundObserver):
         if isinstance(numbers, torch.Tensor):
             by_position = numbers.ndim == 3
             numbers = (
-                PositionSampler(exponential_BNV=numbers) if by_position else PrecomputedSampler(uniform_BU=numbers)
+                PositionSampler(exponential_BNV=numbers)
+                if by_position
+                else PrecomputedSampler(uniform_BU=numbers)
             )
         verdict = self.rule(finished.verified, finished.scores_BNV, numbers)
         assert torch.equal(verdict.lengths_B, finished.verdict.lengths_B)
@@ -133,7 +149,12 @@ class Again(RoundObserver):
 
 @pytest.mark.parametrize(
     ("tree", "acceptance"),
-    [("branch:2x2", "auto"), ("branch:2x2", "typical"), ("drawn:branch:2x1", "auto"), ("drawn:chain:3", "token")],
+    [
+        ("branch:2x2", "auto"),
+        ("branch:2x2", "typical"),
+        ("drawn:branch:2x1", "auto"),
+        ("drawn:chain:3", "token"),
+    ],
 )
 def test_a_rounds_scores_and_random_numbers_decide_it(target, tree, acceptance):
     lm = decoder(target, "eagle3", tree, acceptance=acceptance)
@@ -159,7 +180,9 @@ def test_the_end_is_told_to_all_that_know_of_the_begin_whatever_ended_the_call(t
         assert isinstance(before.errors[0], ZeroDivisionError)
     ended = Ended()
     lm.observers[:] = [ended]
-    for number, _ in enumerate(lm.stream(prompts(1)["inputs"], **{**SETTINGS, "max_new_tokens": 500})):
+    for number, _ in enumerate(
+        lm.stream(prompts(1)["inputs"], **{**SETTINGS, "max_new_tokens": 500})
+    ):
         if number == 2:  # after the prompt's and the first round's tokens
             break
     assert isinstance(ended.errors[0], StreamClosed) and 0 < ended.stats[0].rounds < 100
@@ -172,7 +195,8 @@ def test_a_round_that_an_error_ended_is_not_counted(target):
 
     def broken(ids, scores):
         is_second_row = ids[0, 0] == prompts(2)["inputs"][1, 3]
-        return 1 / 0 if is_second_row and ids.shape[1] == 6 + 7 else False  # at its seventh new token
+        # at its seventh new token
+        return 1 / 0 if is_second_row and ids.shape[1] == 6 + 7 else False
 
     lm = decoder(target)
     ended = Ended()

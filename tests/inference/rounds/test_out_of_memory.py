@@ -25,7 +25,9 @@ TREES = {
 @pytest.mark.parametrize("fallback", [False, True])
 def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes, fallback):
     target = tiny_target(vocab_size=40)
-    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree=tree, fallback=fallback)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=head_for(target, "eagle"), tree=tree, fallback=fallback
+    )
     expected = SpeculativeLM(target).generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     sizes = limited(monkeypatch, lm, nodes)
     with warnings.catch_warnings(record=True) as told:
@@ -40,16 +42,23 @@ def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes,
     records = [record for row in found.stats.rows for record in row]
     if not fallback:
         assert set(sizes) - set(failed) == {TREES[tree][nodes]}
-        assert all(record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "") for record in records)
+        assert all(
+            record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
+            for record in records
+        )
 
 
 def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
-    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=head_for(target, "eagle"), tree="chain:3", fallback=False
+    )
 
     def sampled():
         generator = torch.Generator().manual_seed(5)
-        return lm.generate(PROMPTS, max_new_tokens=20, do_sample=True, generator=generator).sequences
+        return lm.generate(
+            PROMPTS, max_new_tokens=20, do_sample=True, generator=generator
+        ).sequences
 
     expected = sampled()
     limited(monkeypatch, lm, 2)
@@ -59,7 +68,9 @@ def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
 
 def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
-    lm = SpeculativeLM.from_pretrained(target, head=head_for(target, "eagle"), tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head=head_for(target, "eagle"), tree="chain:3", fallback=False
+    )
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     sizes, past = limited(monkeypatch, lm, 2), Conversation()
     with pytest.warns(UserWarning, match="memory ran out"):
@@ -68,7 +79,9 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     with pytest.warns(UserWarning, match="memory ran out"):
         lm.generate(PROMPTS[:1], max_new_tokens=8, do_sample=False, past_key_values=past)
     monkeypatch.undo()
-    longer = lm.generate(expected[:1, :16], max_new_tokens=10, do_sample=False, past_key_values=past).sequences
+    longer = lm.generate(
+        expected[:1, :16], max_new_tokens=10, do_sample=False, past_key_values=past
+    ).sequences
     assert torch.equal(longer, expected[:1])
     assert max(sizes) == 4
 
@@ -88,7 +101,9 @@ def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_tar
 
     monkeypatch.setattr(type(head), "expand", fails)
     with pytest.warns(UserWarning, match="memory ran out"):
-        assert torch.equal(lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected)
+        assert torch.equal(
+            lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences, expected
+        )
     limited(monkeypatch, lm, 0)
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="memory ran out"):
         lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)

@@ -1,4 +1,5 @@
-"""A seeded text is a function of the target and the seed: neither drafts nor the batch's order change it."""
+"""A seeded text is a function of the target and the seed: neither drafts nor the batch's order
+change it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from headstart.inference.trees.sampling import PositionSampler, RandomSampler
 
 VOCAB, NEW = 20, 24
 ROWS = [torch.tensor(row) for row in ([1, 2, 3], [4, 5, 6, 7, 8], [9])]
-SETTINGS = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 7, "pad_token_id": 0}
+SETTINGS = {
+    "max_new_tokens": NEW,
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 7,
+    "pad_token_id": 0,
+}
 NO_ENDS = {"eos_token_id": None}
 ENDS = {"eos_token_id": [3, 7, 11]}  # rows end at different times, and others take their places
 
@@ -30,7 +37,9 @@ def sampled(target, drafter, slots=None, **settings):
     generator = torch.Generator().manual_seed(5)
     lm = SpeculativeLM(target, drafter)
     settings = {**SETTINGS, **settings}
-    output = lm.generate(input_ids, attention_mask=mask, generator=generator, max_batch_size=slots, **settings)
+    output = lm.generate(
+        input_ids, attention_mask=mask, generator=generator, max_batch_size=slots, **settings
+    )
     return output.sequences[:, input_ids.shape[1] :].tolist(), output.stats
 
 
@@ -53,7 +62,8 @@ def numbers(seed, place):
 
 
 def raced(target, row, seed):
-    """The text by the definition: each token is the first of a race in which token v arrives at rate p_v."""
+    """The text by the definition: each token is the first of a race in which token v arrives at
+    rate p_v."""
     text = row.tolist()
     for place in range(NEW):
         scores = target.model(torch.tensor([text])).logits[0, -1] / SETTINGS["temperature"]
@@ -66,7 +76,9 @@ DRAFTERS = {
     "no drafts": lambda target, tools: None,
     "a chain": lambda target, tools: make_drafter(target, target, "chain:3"),
     "a tree": lambda target, tools: make_drafter(target, target, "branch:3x2x1"),
-    "a tree that reaches past the end": lambda target, tools: make_drafter(target, target, f"chain:{NEW + 2}"),
+    "a tree that reaches past the end": lambda target, tools: make_drafter(
+        target, target, f"chain:{NEW + 2}"
+    ),
     "a dynamic tree": lambda target, tools: make_drafter(target, target, "dynamic:9:4:3"),
     "lookup": lambda target, tools: make_drafter(target, "prompt-lookup"),
     "random": lambda target, tools: make_drafter(target, "random", "branch:4x4"),
@@ -77,10 +89,15 @@ DRAFTERS = {
 @pytest.mark.parametrize("slots", [None, 1, 2])
 @torch.inference_mode()
 def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools, name, slots):
-    """Independent numbers, each raced with once: the distribution is the target's, whatever the drafts are."""
-    seeds = torch.randint(-(2**63), 2**63 - 1, (len(ROWS),), generator=torch.Generator().manual_seed(5))
+    """Independent numbers, each raced with once: the distribution is the target's, whatever the
+    drafts are."""
+    seeds = torch.randint(
+        -(2**63), 2**63 - 1, (len(ROWS),), generator=torch.Generator().manual_seed(5)
+    )
     texts, stats = sampled(target, DRAFTERS[name](target, tools), slots, **NO_ENDS)
-    assert texts == [raced(target, row, seed) for row, seed in zip(ROWS, seeds.tolist(), strict=True)]
+    assert texts == [
+        raced(target, row, seed) for row, seed in zip(ROWS, seeds.tolist(), strict=True)
+    ]
     if "tree" in name or "chain" in name:
         assert stats.acceptance_length > 1.2  # so drafts decided
 
@@ -88,8 +105,16 @@ def test_every_token_is_drawn_by_the_numbers_of_its_row_and_place(target, tools,
 @pytest.mark.parametrize("kernels", [False, True])
 def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
     """Kolmogorov and Smirnov, correlations between neighbours, and how often a race is won."""
-    monkeypatch.setattr(cpu_kernels, "in_use", lambda device: kernels and cpu_kernels.library() is not None)
-    noise = PositionNoise(RandomSampler(torch.Generator().manual_seed(0)), [[0] * 7] * 50, 40, 200, torch.device("cpu"))
+    monkeypatch.setattr(
+        cpu_kernels, "in_use", lambda device: kernels and cpu_kernels.library() is not None
+    )
+    noise = PositionNoise(
+        RandomSampler(torch.Generator().manual_seed(0)),
+        [[0] * 7] * 50,
+        40,
+        200,
+        torch.device("cpu"),
+    )
     noise.move_to(range(50))
     found_BKV = noise.next(40)
     count, sorted_N = found_BKV.numel(), found_BKV.flatten().double().sort().values
@@ -100,7 +125,10 @@ def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
         (found_BKV[:, 1:], found_BKV[:, :-1]),
         (found_BKV[..., 1:], found_BKV[..., :-1]),
     ):
-        assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 3.5 / one.numel() ** 0.5
+        assert (
+            torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs()
+            < 3.5 / one.numel() ** 0.5
+        )
     probs_V = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03, 0.0]).expand(50, 40 * 33, -1)
     wins_V = (
         PositionSampler(exponential_BNV=found_BKV[..., :198].reshape(50, -1, 6))
@@ -109,7 +137,8 @@ def test_numbers_are_exponential_and_independent(monkeypatch, kernels):
         .bincount(minlength=6)
     )
     expected_V = probs_V[0, 0] * wins_V.sum()
-    assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5  # chi squared, 4 degrees
+    # chi squared, 4 degrees
+    assert wins_V[5] == 0 and ((wins_V - expected_V)[:5] ** 2 / expected_V[:5]).sum() < 18.5
 
 
 def test_kernels_and_torch_compute_the_same_numbers(monkeypatch):

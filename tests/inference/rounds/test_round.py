@@ -1,6 +1,7 @@
 """The contract of a round: every drafter beside everything that limits what a target verifies.
 
-The text is the target's, and drafters and observers learn which of the proposed nodes were verified.
+The text is the target's, and drafters and observers learn which of the proposed nodes were
+verified.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ import itertools
 import pytest
 import torch
 from helpers import head_for, limited, padded_batch, written_alone
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from headstart.inference import Drafter, DraftTree, RoundObserver, SpeculativeLM, Target
 from headstart.inference.rounds.limits import Limits, chain_of, first_nodes
@@ -34,7 +42,12 @@ LONGROPE = {
     "long_factor": [20.0, 30.0, 8.0, 5.0],
     "original_max_position_embeddings": BORDER,
 }
-PHI = {**WIDER, "rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER, "sliding_window": None}
+PHI = {
+    **WIDER,
+    "rope_parameters": LONGROPE,
+    "original_max_position_embeddings": BORDER,
+    "sliding_window": None,
+}
 MODELS = {
     "none": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
     "memory": lambda: LlamaForCausalLM(LlamaConfig(**WIDER)),
@@ -43,7 +56,16 @@ MODELS = {
     "border, read again": lambda: Phi3ForCausalLM(Phi3Config(**PHI)),
 }
 """By what limits the target."""
-DRAFTERS = ("lookahead", "lookahead:2:3:2", "prompt-lookup", "ngram:2", "random", "head", "head and lookup", "mine")
+DRAFTERS = (
+    "lookahead",
+    "lookahead:2:3:2",
+    "prompt-lookup",
+    "ngram:2",
+    "random",
+    "head",
+    "head and lookup",
+    "mine",
+)
 NODES = 3
 """Nodes for which memory suffices."""
 
@@ -99,10 +121,14 @@ def decoder(target, drafter, limit):
     if drafter == "mine":
         return SpeculativeLM(target, Mine())
     if drafter == "head":
-        return SpeculativeLM.from_pretrained(target, head_for(target, "eagle"), tree=tree, fallback=False)
+        return SpeculativeLM.from_pretrained(
+            target, head_for(target, "eagle"), tree=tree, fallback=False
+        )
     if drafter == "head and lookup":
         head = head_for(target, "eagle")
-        return SpeculativeLM.from_pretrained(target, head, tree=tree, drafter="prompt-lookup", fallback=False)
+        return SpeculativeLM.from_pretrained(
+            target, head, tree=tree, drafter="prompt-lookup", fallback=False
+        )
     if drafter in ("ngram:2", "random"):
         return SpeculativeLM.from_pretrained(target, drafter=drafter, tree=tree, fallback=False)
     return SpeculativeLM.from_pretrained(target, drafter=drafter, fallback=False)
@@ -119,7 +145,12 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
     part = [3, 9, 4, 1, 5]
     one_row = limit == "border, read again" or target.engine.one_row
     prompts = [torch.tensor(part * 2), torch.tensor(part)][: 1 if one_row else 2]
-    settings = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 4}
+    settings = {
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "no_repeat_ngram_size": 4,
+    }
     expected = [written_alone(target.model, prompt, **settings) for prompt in prompts]
     sampled = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": 0}
 
@@ -135,13 +166,16 @@ def test_every_drafter_beside_every_limit(monkeypatch, drafter, limit):
         written = lm.generate(input_ids, attention_mask=mask, **settings)
         assert [row[input_ids.shape[1] :].tolist() for row in written.sequences] == expected
     assert torch.equal(seeded(lm), plain)
-    never_cut = limit == "none" or (limit == "chains" and drafter in ("lookahead", "lookahead:2:3:2", "head"))
+    never_cut = limit == "none" or (
+        limit == "chains" and drafter in ("lookahead", "lookahead:2:3:2", "head")
+    )
     branches = drafter not in ("ngram:2", "random") or limit != "chains"
     assert (checking.cut > 0) == (not never_cut and branches), checking.cut
 
 
 def test_lookahead_learns_again_when_its_whole_window_is_verified(monkeypatch):
-    """A window that was not verified stays as it is; on a target that checks chains the newest n-gram is drafted."""
+    """A window that was not verified stays as it is; on a target that checks chains the newest
+    n-gram is drafted."""
     chains = decoder(target_with("chains"), "lookahead", "chains")
     repeated = torch.tensor([[3, 9, 4, 1, 5] * 3])
     stats = chains.generate(repeated, max_new_tokens=20, do_sample=False).stats
@@ -170,7 +204,9 @@ class Features(RoundObserver):
 def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     """Also those that the drafter, which then drafts no more, had asked for."""
     target = target_with("memory")
-    lm = SpeculativeLM.from_pretrained(target, head_for(target, "medusa"), tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head_for(target, "medusa"), tree="chain:2", fallback=False
+    )
     limited(monkeypatch, lm, 1)
     features = Features()
     lm.observers.append(features)
@@ -194,16 +230,24 @@ def tree_of(parents):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    return DraftTree(torch.arange(len(parents))[None] + 10, nodes, torch.tensor([len(parents)]), max(depths))
+    return DraftTree(
+        torch.arange(len(parents))[None] + 10, nodes, torch.tensor([len(parents)]), max(depths)
+    )
 
 
 def test_a_cut_names_the_nodes_that_it_keeps():
     target = target_with("chains")
     tree = tree_of([-1, 0, 0, 2, 3])
     chain, path = chain_of(target, tree, 4)
-    assert path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
+    assert (
+        path == [0, 2, 3, 4] and chain.tokens_BN.tolist() == [[10, 12, 13, 14]] and chain.in_order
+    )
     first, nodes = first_nodes(tree, 3)
-    assert list(nodes) == [0, 1, 2] and first.parents_BN.tolist() == [[-1, 0, 0]] and first.max_depth == 2
+    assert (
+        list(nodes) == [0, 1, 2]
+        and first.parents_BN.tolist() == [[-1, 0, 0]]
+        and first.max_depth == 2
+    )
     assert first_nodes(tree, 5) == (tree, None)
     limits = Limits(target, 5)
     with pytest.warns(UserWarning, match="trees of 5 nodes; this generation goes on with 2"):
@@ -219,7 +263,9 @@ def test_cuts_of_random_trees_are_trees():
     random = torch.Generator().manual_seed(0)
     target = target_with("chains")
     for nodes, most in itertools.product(range(2, 12), (1, 2, 5, 20)):
-        parents = [-1] + [int(torch.randint(node, (), generator=random)) for node in range(1, nodes)]
+        parents = [-1] + [
+            int(torch.randint(node, (), generator=random)) for node in range(1, nodes)
+        ]
         tree = tree_of(parents)
         verified, kept = Limits(target, most).cut(tree, [4])
         kept = range(nodes) if kept is None else kept

@@ -1,4 +1,5 @@
-"""A text that several calls go on with: the answers of fresh calls, the same drafts, and nothing is read twice."""
+"""A text that several calls go on with: the answers of fresh calls, the same drafts, and nothing is
+read twice."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def decoder(target, kind, tree="dynamic:9:3:3", **options):
         head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
-        return SpeculativeLM.from_pretrained(target, head, tree=tree, **{"fallback": False} | options)
+        return SpeculativeLM.from_pretrained(
+            target, head, tree=tree, **{"fallback": False} | options
+        )
     if kind == "a model":
         return SpeculativeLM(target, make_drafter(target, target, "branch:2x2"))
     return SpeculativeLM.from_pretrained(target, drafter=kind, **{"fallback": False} | options)
@@ -83,7 +86,9 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind, ends):
     lm, fresh, past = decoder(target, kind), decoder(target, kind), Conversation()
     read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+        target.engine,
+        "read_chunk",
+        lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest),
     )
     asked, text, best = prompts(TURNS), None, 0.0
     before: list[int] = []
@@ -104,8 +109,13 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind, ends):
 
 @pytest.mark.parametrize("kind", ["eagle3", "cut"])
 def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
-    """Drafts are asked for in the third turn first, whose state is that of a head that has read all at once."""
-    lm, eager, past = decoder(target, kind, "chain:3", fallback=True), decoder(target, kind, "chain:3"), Conversation()
+    """Drafts are asked for in the third turn first, whose state is that of a head that has read all
+    at once."""
+    lm, eager, past = (
+        decoder(target, kind, "chain:3", fallback=True),
+        decoder(target, kind, "chain:3"),
+        Conversation(),
+    )
     choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
 
     def choose(self, *_):
@@ -149,8 +159,15 @@ def test_what_cannot_be_gone_on_with_is_refused(target):
     lm = decoder(target, None)
     rows = torch.ones(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="past_key_values takes one row, not a batch of 2"):
-        lm.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, past_key_values=Conversation())
-    with pytest.raises(ValueError, match=r"past_key_values is a dict, which drafts cannot continue"):
+        lm.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            max_new_tokens=3,
+            past_key_values=Conversation(),
+        )
+    with pytest.raises(
+        ValueError, match=r"past_key_values is a dict, which drafts cannot continue"
+    ):
         lm.generate(rows[:1], max_new_tokens=3, past_key_values={})
 
 
@@ -167,7 +184,9 @@ class Reads(Drafter):
         self.seen += int(chunk.lengths_B[0])
 
     def propose(self, roots_B):
-        return DraftTree.of_shape(TreeShape.chain(1), torch.stack([roots_B, (roots_B + 1) % VOCAB], dim=1))
+        return DraftTree.of_shape(
+            TreeShape.chain(1), torch.stack([roots_B, (roots_B + 1) % VOCAB], dim=1)
+        )
 
 
 @pytest.mark.filterwarnings("error")
@@ -183,16 +202,22 @@ def test_a_chat_reads_only_what_is_new(target_folder, tokenizer, monkeypatch):
     lm = SpeculativeLM.from_pretrained(target_folder, drafter="prompt-lookup", dtype="float64")
     read, original = [], lm.target.engine.read_chunk
     monkeypatch.setattr(
-        lm.target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest)
+        lm.target.engine,
+        "read_chunk",
+        lambda tokens, *rest: read.append(tokens.shape[1]) or original(tokens, *rest),
     )
     chat = lm.chat(tokenizer, system="Be brief.", max_new_tokens=9, do_sample=False)
     for question in ("What is a tree?", "And a chain?"):
         asked = [*chat.messages, {"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         expected = lm.generate(prompt["input_ids"], max_new_tokens=9, do_sample=False).sequences[0]
         read.clear()
         answer = "".join(chat.stream(question))
-        assert answer == tokenizer.decode(expected[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == tokenizer.decode(
+            expected[prompt["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         assert chat.messages == [*asked, {"role": "assistant", "content": answer}]
     assert sum(read) < prompt["input_ids"].shape[1] - len("<|im_start|>What is a tree?")
     tokenizer_without = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
@@ -203,7 +228,8 @@ def test_a_chat_reads_only_what_is_new(target_folder, tokenizer, monkeypatch):
 @pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "a model", None])
 @pytest.mark.parametrize("slots", [None, 2])
 def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
-    """A long beginning that all have, and prompts that are alike; every row writes what it writes alone."""
+    """A long beginning that all have, and prompts that are alike; every row writes what it writes
+    alone."""
     beginning = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [[*beginning, *more] for more in ([1], [2, 3, 4], [1], [2, 3, 4], [5, 6])]
     width = max(map(len, rows))
@@ -213,7 +239,9 @@ def test_what_prompts_share_is_read_once(target, monkeypatch, kind, slots):
     expected = [turn(alone, row) for row in rows]
     read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+        target.engine,
+        "read_chunk",
+        lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest),
     )
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
@@ -228,10 +256,16 @@ def test_rows_of_one_prompt_are_drawn_apart(target, monkeypatch):
     lm = decoder(target, "eagle3")
     read, original = [], target.engine.read_chunk
     monkeypatch.setattr(
-        target.engine, "read_chunk", lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest)
+        target.engine,
+        "read_chunk",
+        lambda tokens, *rest: read.append(tokens.numel()) or original(tokens, *rest),
     )
     output = lm.generate(
-        torch.tensor([[1, 2, 3]]), max_new_tokens=NEW, do_sample=True, num_return_sequences=4, pad_token_id=0
+        torch.tensor([[1, 2, 3]]),
+        max_new_tokens=NEW,
+        do_sample=True,
+        num_return_sequences=4,
+        pad_token_id=0,
     )
     assert sum(read) == 3 and len(set(map(tuple, output.sequences.tolist()))) == 4
 
@@ -242,4 +276,6 @@ def test_a_cache_of_transformers_is_refused_by_either_name(target):
         ("past_key_values", "is a DynamicCache of transformers, which drafts cannot continue"),
     ):
         with pytest.raises(ValueError, match=words):
-            decoder(target, None).generate(torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()})
+            decoder(target, None).generate(
+                torch.ones(1, 3, dtype=torch.int64), **{name: DynamicCache()}
+            )

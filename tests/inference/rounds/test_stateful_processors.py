@@ -1,4 +1,5 @@
-"""Logits processors that keep a state are called as in plain decoding: once a token, in order, on accepted text."""
+"""Logits processors that keep a state are called as in plain decoding: once a token, in order, on
+accepted text."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ from headstart.inference.trees.tree import DraftTree
 from headstart.inference.trees.verify import RULES, greedy
 
 VOCAB = 40
-ROWS = [torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)]
+ROWS = [
+    torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in (3, 12, 1, 7)
+]
 SHAPE = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
 PLAIN = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 ENDS = {"repetition_penalty": 1.4, "min_new_tokens": 6, "eos_token_id": [8, 15, 22, 39]}
 
 
 class Cycle(LogitsProcessor):
-    """Allows tokens of 0 to 9, 10 to 19, 20 to 29 and 30 to 39 in turn; counts its calls, as a matcher does."""
+    """Allows tokens of 0 to 9, 10 to 19, 20 to 29 and 30 to 39 in turn; counts its calls, as a
+    matcher does."""
 
     def __init__(self):
         self.state, self.started, self.seen = 0, False, []
@@ -49,7 +53,9 @@ class Cycle(LogitsProcessor):
             self.state = (self.state + 1) % 4
         self.started = True
         allowed = torch.full_like(scores, -torch.inf)
-        allowed[:, self.state * 10 : self.state * 10 + 10] = scores[:, self.state * 10 : self.state * 10 + 10]
+        allowed[:, self.state * 10 : self.state * 10 + 10] = scores[
+            :, self.state * 10 : self.state * 10 + 10
+        ]
         return allowed
 
 
@@ -86,7 +92,8 @@ def a_head(target, kind="eagle3"):
 
 @pytest.mark.parametrize("others", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}])
 def test_the_calls_are_those_of_generate(tiny_target, tools, others):
-    """Also with processors of transformers' own before it, up to an end token, and with a criterion."""
+    """Also with processors of transformers' own before it, up to an end token, and with a
+    criterion."""
     target, row = tiny_target(vocab_size=VOCAB), ROWS[1]
     free = stock(target, row, Cycle(), **others)
 
@@ -115,7 +122,9 @@ def test_the_calls_are_those_of_generate(tiny_target, tools, others):
     assert len(expected) == 11
 
 
-@pytest.mark.parametrize(("side", "slots", "others"), [("left", None, {}), ("right", 2, ENDS), ("left", 1, ENDS)])
+@pytest.mark.parametrize(
+    ("side", "slots", "others"), [("left", None, {}), ("right", 2, ENDS), ("left", 1, ENDS)]
+)
 def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, others):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     truths = [stock(target, row, Cycle(), **others) for row in ROWS]
@@ -129,8 +138,17 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, ot
         {"head": a_head(target), "tree": "drawn:branch:2x2"},
     ):
         lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
-        given = {**PLAIN, **others, "logits_processor": LogitsProcessorList([Cycle()]), "max_batch_size": slots}
-        written = lm.generate(input_ids, attention_mask=mask, **given).sequences[:, input_ids.shape[1] :].tolist()
+        given = {
+            **PLAIN,
+            **others,
+            "logits_processor": LogitsProcessorList([Cycle()]),
+            "max_batch_size": slots,
+        }
+        written = (
+            lm.generate(input_ids, attention_mask=mask, **given)
+            .sequences[:, input_ids.shape[1] :]
+            .tolist()
+        )
         assert [row + [0] * (20 - len(row)) for row in written] == truths
 
 
@@ -140,13 +158,24 @@ def test_sampled_text_is_that_of_a_processor_without_a_state(tiny_target, tree):
     lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, fallback=False)
     texts = []
     for processor in (Cycle(), CycleByText(row.shape[1]), Cycle()):
-        given = {**PLAIN, "do_sample": True, "temperature": 1.5, "generator": torch.Generator().manual_seed(5)}
-        texts.append(lm.generate(row, **given, logits_processor=LogitsProcessorList([processor])).sequences.tolist())
+        given = {
+            **PLAIN,
+            "do_sample": True,
+            "temperature": 1.5,
+            "generator": torch.Generator().manual_seed(5),
+        }
+        texts.append(
+            lm.generate(
+                row, **given, logits_processor=LogitsProcessorList([processor])
+            ).sequences.tolist()
+        )
     assert texts[0] == texts[1] == texts[2]
     if not tree.startswith("drawn"):  # the text of a seed is the same whatever was drafted
         plain = SpeculativeLM(target)
         given["generator"] = torch.Generator().manual_seed(5)
-        assert texts[0] == plain.generate(row, **given, logits_processor=[Cycle()]).sequences.tolist()
+        assert (
+            texts[0] == plain.generate(row, **given, logits_processor=[Cycle()]).sequences.tolist()
+        )
 
 
 def chain_tree(rows, depth, draws):
@@ -156,10 +185,14 @@ def chain_tree(rows, depth, draws):
     parents_BN = torch.arange(-1, depth).expand(rows, -1)
     sizes_B = torch.full((rows,), depth + 1)
     shape = TreeShape.chain(depth)
-    return DraftTree(tokens_BN, parents_BN, sizes_B, depth, "sampled_chain", probs_BNV, shape, False, True)
+    return DraftTree(
+        tokens_BN, parents_BN, sizes_B, depth, "sampled_chain", probs_BNV, shape, False, True
+    )
 
 
-@pytest.mark.parametrize("name", ["greedy", *[name for name, rule in RULES.items() if rule.top_down]])
+@pytest.mark.parametrize(
+    "name", ["greedy", *[name for name, rule in RULES.items() if rule.top_down]]
+)
 def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_target, name):
     target, prompts, moved = tiny_target(vocab_size=VOCAB), ROWS[:2], 0
     rule = greedy if name == "greedy" else RULES[name].verify
@@ -179,12 +212,22 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
         sequences = Sequences(prompts, 50, frozenset())
         for row in range(2):
             sequences.rows[row] = [int(tree.tokens_BN[row, 0])]
-        sampler = PrecomputedSampler(uniform_BU=torch.rand(2, 99, generator=draws, dtype=torch.float64))
+        sampler = PrecomputedSampler(
+            uniform_BU=torch.rand(2, 99, generator=draws, dtype=torch.float64)
+        )
         scores_BNV = process(logits_BNV, tree, sequences.text, [0, 1])
-        score_accepted(Decoding(target, Verification(rule), process, sampler), tree, scores_BNV, sequences, sampler)
+        score_accepted(
+            Decoding(target, Verification(rule), process, sampler),
+            tree,
+            scores_BNV,
+            sequences,
+            sampler,
+        )
         ours = rule(tree, scores_BNV, sampler.from_start())
         whole = rule(tree, logits_BNV + shift_VV[tree.tokens_BN], sampler.from_start())
-        assert torch.equal(ours.lengths_B, whole.lengths_B) and torch.equal(ours.next_tokens_B, whole.next_tokens_B)
+        assert torch.equal(ours.lengths_B, whole.lengths_B) and torch.equal(
+            ours.next_tokens_B, whole.next_tokens_B
+        )
         moved += int((ours.lengths_B > 1).sum())
         assert process.calls == int(ours.lengths_B.sum())
     assert moved > 10
@@ -194,11 +237,21 @@ def test_scoring_one_by_one_leads_to_the_verdict_of_scoring_all_nodes(tiny_targe
 def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(tiny_target, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target), tree="drawn:chain:2", acceptance=acceptance, lossy=True, fallback=False
+        target,
+        head=a_head(target),
+        tree="drawn:chain:2",
+        acceptance=acceptance,
+        lossy=True,
+        fallback=False,
     )
     sampled = {**PLAIN, "do_sample": True}
-    for own in ({"logits_processor": [Cycle()]}, {"prefix_allowed_tokens_fn": lambda row, text: [1, 2, 3]}):
-        with pytest.raises(ValueError, match=f"'{acceptance}' needs the scores of rejected drafts.* or 'token'"):
+    for own in (
+        {"logits_processor": [Cycle()]},
+        {"prefix_allowed_tokens_fn": lambda row, text: [1, 2, 3]},
+    ):
+        with pytest.raises(
+            ValueError, match=f"'{acceptance}' needs the scores of rejected drafts.* or 'token'"
+        ):
             lm.generate(ROWS[0][None], **sampled, **own)
     lm.generate(ROWS[0][None], **sampled)  # they are fine without
     lm.generate(ROWS[0][None], **PLAIN, logits_processor=[Cycle()])
@@ -220,12 +273,15 @@ def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(tiny_target):
 
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
     one = stock(target, ROWS[0], Cycle())
-    assert lm.generate(ROWS[0][None], logits_processor=[Locked()], **PLAIN).sequences[0, 3:].tolist() == one
+    assert (
+        lm.generate(ROWS[0][None], logits_processor=[Locked()], **PLAIN).sequences[0, 3:].tolist()
+        == one
+    )
     with pytest.raises(ValueError, match=r"Locked cannot be copied for each of 4 rows .*for_row"):
         lm.generate(input_ids, attention_mask=mask, logits_processor=[Locked()], **PLAIN)
-    written = lm.generate(input_ids, attention_mask=mask, logits_processor=[Rows()], **PLAIN).sequences[
-        :, input_ids.shape[1] :
-    ]
+    written = lm.generate(
+        input_ids, attention_mask=mask, logits_processor=[Rows()], **PLAIN
+    ).sequences[:, input_ids.shape[1] :]
     assert written.tolist() == [stock(target, row, Cycle()) for row in ROWS]
 
 
@@ -254,8 +310,12 @@ def test_a_constraint_may_keep_a_state(tiny_target, tools):
     (theirs, their_calls), (ours, our_calls) = counting(), counting()
     given = {"attention_mask": torch.ones_like(row[None]), **PLAIN}
     expected = target.model.generate(row[None], prefix_allowed_tokens_fn=theirs, **given)
-    lm = SpeculativeLM(target, tools.Oracle(SHAPE, [expected[0, len(row) :].tolist()], VOCAB, wrong=0.1))
-    assert torch.equal(lm.generate(row[None], prefix_allowed_tokens_fn=ours, **given).sequences, expected)
+    lm = SpeculativeLM(
+        target, tools.Oracle(SHAPE, [expected[0, len(row) :].tolist()], VOCAB, wrong=0.1)
+    )
+    assert torch.equal(
+        lm.generate(row[None], prefix_allowed_tokens_fn=ours, **given).sequences, expected
+    )
     assert our_calls == their_calls
 
 
@@ -291,14 +351,17 @@ def test_memory_that_runs_out_after_a_call_is_told(tiny_target, monkeypatch):
 
 
 def test_logits_that_are_no_numbers_are_shown_to_no_processor(tiny_target):
-    """It could not be shown the same text again; only where `remove_invalid_values` mends them it sees them."""
+    """It could not be shown the same text again; only where `remove_invalid_values` mends them it
+    sees them."""
     cycle = Cycle()
     process = TreeLogitsProcessor(LogitsProcessorList([cycle]), [0])
     broken_V = torch.full((VOCAB,), torch.nan)
     assert process.score_next(0, torch.tensor([1]), broken_V).isnan().all()
     assert cycle.seen == [] and process.calls == 0
     mending = TreeLogitsProcessor(LogitsProcessorList([InfNanRemoveLogitsProcessor(), cycle]), [0])
-    assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [[1]]
+    assert not mending.score_next(0, torch.tensor([1]), broken_V).isnan().any() and cycle.seen == [
+        [1]
+    ]
 
 
 def test_numbers_of_a_round_are_drawn_once(tiny_target):
@@ -307,24 +370,34 @@ def test_numbers_of_a_round_are_drawn_once(tiny_target):
     draws = RandomSampler(torch.Generator().manual_seed(1))
     fixed = Verification(RULES["token"].verify).drawn(tree, torch.zeros(1, 4, VOCAB), draws)
     first, again = fixed.from_start(), fixed.from_start()
-    assert torch.equal(first.uniform((1, 2), torch.device("cpu")), again.uniform((1, 2), torch.device("cpu")))
+    assert torch.equal(
+        first.uniform((1, 2), torch.device("cpu")), again.uniform((1, 2), torch.device("cpu"))
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(tiny_target, tokenizer, rows, dtype):
+def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(
+    tiny_target, tokenizer, rows, dtype
+):
     xgrammar = pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor as Grammar
 
     target = tiny_target(dtype=dtype)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=258, stop_token_ids=[257])
     compiler = xgrammar.GrammarCompiler(info)
-    grammars = [compiler.compile_regex(text) for text in (r"(yes|no), [a-z ]{5,40}\.", r"[0-9]+(, [0-9]+){3,9}")][:rows]
+    grammars = [
+        compiler.compile_regex(text)
+        for text in (r"(yes|no), [a-z ]{5,40}\.", r"[0-9]+(, [0-9]+){3,9}")
+    ][:rows]
     prompts = torch.randint(0, 256, (rows, 9), generator=torch.Generator().manual_seed(3))
     given = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 256, "eos_token_id": 257}
     expected = [
         target.model.generate(
-            row[None], attention_mask=torch.ones_like(row[None]), logits_processor=[Grammar(one)], **given
+            row[None],
+            attention_mask=torch.ones_like(row[None]),
+            logits_processor=[Grammar(one)],
+            **given,
         )
         for row, one in zip(prompts, grammars)
     ]

@@ -1,4 +1,5 @@
-"""What "fastest" takes: the fastest of the dtypes that are exact, by a probe that runs once a machine."""
+"""What "fastest" takes: the fastest of the dtypes that are exact, by a probe that runs once a
+machine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 from headstart.inference.targets import dtypes
-from headstart.inference.targets.dtypes import against_float32, chosen_dtype, dtype_named, fits, own_dtype
+from headstart.inference.targets.dtypes import (
+    against_float32,
+    chosen_dtype,
+    dtype_named,
+    fits,
+    own_dtype,
+)
 from headstart.inference.tuning import machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -28,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("nothing_measured")
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Says how long formats take over float32: `taken({torch.bfloat16: 0.5})`; the list of what was timed."""
+    """Says how long formats take over float32: `taken({torch.bfloat16: 0.5})`; the list of what was
+    timed."""
     timed = []
 
     def say(ratios):
@@ -75,7 +83,10 @@ def test_the_fastest_that_is_right_is_taken(checkpoint, taken, own, ratios, expe
         for _ in range(2):
             assert chosen_dtype("fastest", checkpoint[own], CPU) == expected
             assert Target.from_pretrained(checkpoint[own], device_map="cpu").dtype == expected
-            assert SpeculativeLM.from_pretrained(checkpoint[own], device_map="cpu").target.dtype == expected
+            assert (
+                SpeculativeLM.from_pretrained(checkpoint[own], device_map="cpu").target.dtype
+                == expected
+            )
     assert timed == list(ratios)  # once
 
 
@@ -84,20 +95,29 @@ def test_auto_is_what_transformers_takes(checkpoint, taken, name):
     timed = taken({BF16: 9.0, F16: 9.0})
     expected = AutoModelForCausalLM.from_pretrained(checkpoint[name], dtype="auto").dtype
     assert Target.from_pretrained(checkpoint[name], "auto", "cpu").dtype == expected
-    assert SpeculativeLM.from_pretrained(checkpoint[name], dtype="auto", device_map="cpu").target.dtype == expected
+    assert (
+        SpeculativeLM.from_pretrained(checkpoint[name], dtype="auto", device_map="cpu").target.dtype
+        == expected
+    )
     assert expected == {"silent": F32, "silent bfloat16": BF16}.get(name, name) and timed == []
 
 
 @pytest.mark.parametrize(("own", "ratio", "lines"), [(BF16, 1.0, 1), (BF16, 0.5, 0), (F32, 1.0, 0)])
-def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(checkpoint, taken, caplog, own, ratio, lines):
+def test_a_dtype_that_is_not_the_checkpoints_is_told_in_one_line(
+    checkpoint, taken, caplog, own, ratio, lines
+):
     taken({BF16: ratio})
     dtypes.log_once.cache_clear()
     for _ in range(2):
         Target.from_pretrained(checkpoint[own], device_map="cpu")
-    messages = [record.getMessage() for record in caplog.records if record.name == "headstart.inference"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "headstart.inference"
+    ]
     assert len(messages) == lines
     if lines:
-        assert "float32" in messages[0] and "bfloat16" in messages[0] and "dtype='auto'" in messages[0]
+        assert (
+            "float32" in messages[0] and "bfloat16" in messages[0] and "dtype='auto'" in messages[0]
+        )
 
 
 @pytest.mark.parametrize("own", [F32, F64, BF16, F16])
@@ -112,17 +132,29 @@ def test_a_gguf_file_is_right_in_float32_only(tmp_path, taken, device):
     (tmp_path / "model.gguf").write_bytes(b"")
     timed = taken({BF16: 0.5})
     assert chosen_dtype("fastest", tmp_path / "model.gguf", device) == F32 and timed == []
-    assert chosen_dtype("bfloat16", tmp_path / "model.gguf", device) == BF16  # whoever names one gets it
+    # whoever names one gets it
+    assert chosen_dtype("bfloat16", tmp_path / "model.gguf", device) == BF16
 
 
-def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(checkpoint, taken, tmp_path):
+def test_weights_that_are_quantized_stay_in_the_format_they_were_quantized_for(
+    checkpoint, taken, tmp_path
+):
     config = json.loads((checkpoint[BF16] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "x"}})
+    )
     assert taken({BF16: 2.0}) == [] and chosen_dtype("fastest", tmp_path, CPU) == BF16
 
 
 def test_an_encoder_decoder_is_asked_too(tmp_path, taken):
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 30}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 30,
+    }
     T5ForConditionalGeneration(T5Config(**sizes)).to(BF16).save_pretrained(tmp_path)
     taken({BF16: 2.0})
     target = SpeculativeLM.from_pretrained(tmp_path, device_map="cpu").target
@@ -159,7 +191,9 @@ def told(call):
         (BF16, F16, {F16: 2.0, BF16: 0.5}, "4.0 times as long in float16 as in bfloat16"),
     ],
 )
-def test_whoever_names_a_format_gets_it_with_one_warning_if_it_is_slow(checkpoint, taken, own, named, ratios, words):
+def test_whoever_names_a_format_gets_it_with_one_warning_if_it_is_slow(
+    checkpoint, taken, own, named, ratios, words
+):
     timed = taken(ratios)
 
     def load():
@@ -184,7 +218,11 @@ def test_a_slow_format_that_nobody_named_is_not_told(checkpoint, taken, tmp_path
 @pytest.mark.parametrize("name", ["float8", "bf16", "int8", "Tensor", torch.int8])
 def test_an_unknown_format_is_named_with_the_valid_ones(checkpoint, name):
     with pytest.raises(
-        ValueError, match=r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from fastest, auto, float"
+        ValueError,
+        match=(
+            r"unknown dtype '?(float8|bf16|int8|Tensor|torch\.int8)'?; choose from fastest, auto,"
+            r" float"
+        ),
     ):
         Target.from_pretrained(checkpoint[F32], name)
     assert dtype_named("float64") == F64
@@ -198,9 +236,13 @@ def test_a_loaded_model_keeps_its_format_and_another_is_refused_with_both(tiny_t
     for call in (
         lambda: SpeculativeLM.from_pretrained(model, dtype="float32"),
         lambda: SpeculativeLM.from_pretrained(Target(model), dtype="float32"),
-        lambda: model.generate(torch.ones(1, 2, dtype=torch.int64), custom_generate=method, max_new_tokens=2),
+        lambda: model.generate(
+            torch.ones(1, 2, dtype=torch.int64), custom_generate=method, max_new_tokens=2
+        ),
     ):
-        with pytest.raises(ValueError, match=r"dtype float32 was given.* loaded already, in torch\.bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"dtype float32 was given.* loaded already, in torch\.bfloat16"
+        ):
             call()
 
 
@@ -208,8 +250,19 @@ def test_only_a_format_that_was_asked_for_is_another_than_the_heads(checkpoint, 
     taken({BF16: 0.5})
     target = Target.from_pretrained(checkpoint[BF16], device_map="cpu")
     head = build_head("medusa", {"num_heads": 2}, target.info)
-    save_head(head, tmp_path / "head", CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}))
-    assert told(lambda: SpeculativeLM.from_pretrained(checkpoint[BF16], tmp_path / "head", device_map="cpu")) == []
+    save_head(
+        head,
+        tmp_path / "head",
+        CheckpointMetadata(provenance={**target.provenance, "dtype": "float32"}),
+    )
+    assert (
+        told(
+            lambda: SpeculativeLM.from_pretrained(
+                checkpoint[BF16], tmp_path / "head", device_map="cpu"
+            )
+        )
+        == []
+    )
     (found,) = told(lambda: SpeculativeLM.from_pretrained(target.model, tmp_path / "head"))
     assert "dtype 'float32' (trained against) and 'bfloat16' (in use)" in found
 

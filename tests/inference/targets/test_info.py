@@ -1,4 +1,5 @@
-"""What a config says of a model's layers: facts by layer, kinds of attention, and what cannot run trees."""
+"""What a config says of a model's layers: facts by layer, kinds of attention, and what cannot run
+trees."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ def llama(**options: Any) -> tf.LlamaForCausalLM:
 
 def granite_hybrid(kinds: list[str]) -> Any:
     """A tiny Granite 4, whose class is stateful whatever its layers are."""
-    state = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_groups": 1}
+    state = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "mamba_n_groups": 1,
+    }
     experts = {"num_local_experts": 0, "shared_intermediate_size": 48}
     config = tf.GraniteMoeHybridConfig(**SMALL, **state, **experts, layer_types=kinds)
     return tf.GraniteMoeHybridForCausalLM(config)
@@ -47,7 +54,10 @@ def granite_hybrid(kinds: list[str]) -> Any:
         (None, {}),
         ({"rope_type": "default", "rope_theta": 5.0}, {"rope_type": "default", "rope_theta": 5.0}),
         ({"full_attention": None, "sliding_attention": {"rope_theta": 5.0}}, {}),
-        ({"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 7.0}),
+        (
+            {"full_attention": {"rope_theta": 7.0}, "sliding_attention": {"rope_theta": 5.0}},
+            {"rope_theta": 7.0},
+        ),
         ({"sliding_attention": {"rope_theta": 5.0}}, {"rope_theta": 5.0}),
     ],
 )
@@ -63,8 +73,16 @@ def test_facts_that_differ_by_layer_are_the_first_layers() -> None:
     if not hasattr(tf, "Gemma4ForCausalLM"):
         pytest.skip("this version of transformers has no Gemma 4")
     kinds = ["sliding_attention", "full_attention"] * 2
-    given = {**SMALL, "layer_types": kinds, "sliding_window": 8, "head_dim": 8, "global_head_dim": 16}
-    gemma = tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**given, vocab_size_per_layer_input=40, num_kv_shared_layers=0))
+    given = {
+        **SMALL,
+        "layer_types": kinds,
+        "sliding_window": 8,
+        "head_dim": 8,
+        "global_head_dim": 16,
+    }
+    gemma = tf.Gemma4ForCausalLM(
+        tf.Gemma4TextConfig(**given, vocab_size_per_layer_input=40, num_kv_shared_layers=0)
+    )
     assert Target(gemma).info.head_dim == 8
 
 
@@ -87,7 +105,12 @@ def test_a_stretch_that_is_fixed_changes_nowhere() -> None:
     """HunYuan calls it dynamic."""
     config = tf.LlamaConfig(**SMALL)
     model = tf.LlamaForCausalLM(config)
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
+    config.rope_parameters = {
+        "rope_type": "dynamic",
+        "rope_theta": 1e4,
+        "factor": 1.0,
+        "alpha": 1000.0,
+    }
     target = Target(model)
     assert target.attention_kinds == ("full_attention",)
     assert target.segments is None
@@ -104,13 +127,21 @@ def test_a_model_that_reads_in_both_directions_is_refused(value: Any) -> None:
 
 
 def test_a_causal_mask_in_the_blocks_counts_places_in_the_cache() -> None:
-    """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in GPT-BigCode."""
+    """Indexed by the cache's length, as in GPT-Neo; not one that only the body holds, as in
+    GPT-BigCode."""
     config = tf.GPTNeoConfig(
-        vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]], window_size=8
+        vocab_size=40,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global"], 2]],
+        window_size=8,
     )
     neo = Target(tf.GPTNeoForCausalLM(config))
     assert "places in the cache" in neo.counted
     assert neo.engine.chains_only
     model = llama()
-    model.model.register_buffer("bias", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False)
+    model.model.register_buffer(
+        "bias", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=False
+    )
     assert not Target(model).counted

@@ -1,4 +1,5 @@
-"""Whatever a version of transformers calls the cache and counts as a hidden state, heads read the right block."""
+"""Whatever a version of transformers calls the cache and counts as a hidden state, heads read the
+right block."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ VOCAB = 40
 LAYERS = 4
 TOKENS_BT = torch.tensor([[3, 9, 27, 1, 5], [8, 2, 4, 6, 7]])
 NAME = next(
-    name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(LlamaForCausalLM.forward).parameters
 )
 """The cache's name in the installed transformers."""
 
@@ -43,7 +46,9 @@ def all_of_them(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor, 
 
 def one_block_late(states: tuple[Tensor, ...], chosen: list[int]) -> tuple[Tensor | None, ...]:
     """Entries of no known meaning."""
-    return tuple(state if i in chosen else None for i, state in enumerate((*states[1:], states[-1])))
+    return tuple(
+        state if i in chosen else None for i, state in enumerate((*states[1:], states[-1]))
+    )
 
 
 @dataclass
@@ -55,8 +60,11 @@ class Output(ModelOutput):
     hidden_states: Any = None
 
 
-def wrapped(counting=with_embedding, taken: str = "kv_states", returns_cache: bool = True) -> LlamaForCausalLM:
-    """A tiny Llama whose cache is called kv_states, and which counts hidden states by `counting`."""
+def wrapped(
+    counting=with_embedding, taken: str = "kv_states", returns_cache: bool = True
+) -> LlamaForCausalLM:
+    """A tiny Llama whose cache is called kv_states, and which counts hidden states by
+    `counting`."""
     model = build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
     own = model.forward
 
@@ -85,7 +93,9 @@ def wrapped(counting=with_embedding, taken: str = "kv_states", returns_cache: bo
 
     if taken != "kv_states":
         parameters = inspect.signature(forward).parameters.values()
-        renamed = [each.replace(name=taken) if each.name == "kv_states" else each for each in parameters]
+        renamed = [
+            each.replace(name=taken) if each.name == "kv_states" else each for each in parameters
+        ]
         forward.__signature__ = inspect.Signature(renamed)
     model.forward = forward
     return model
@@ -109,7 +119,11 @@ def block_outputs(model: LlamaForCausalLM, tokens_BT: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them, None])
 @pytest.mark.parametrize("layers", [(0,), (1,), (0, 2), (2, -1), (-1,), (1, 1), ()])
 def test_features_are_the_states_after_the_blocks_bit_for_bit(counting, layers):
-    model = build_model(VOCAB, layers=LAYERS, dtype=torch.float32) if counting is None else wrapped(counting)
+    model = (
+        build_model(VOCAB, layers=LAYERS, dtype=torch.float32)
+        if counting is None
+        else wrapped(counting)
+    )
     target = Target(model)
     expected = block_outputs(model, TOKENS_BT)
     with torch.no_grad():
@@ -119,7 +133,9 @@ def test_features_are_the_states_after_the_blocks_bit_for_bit(counting, layers):
     assert torch.equal(features_BTF, torch.cat(wanted, dim=-1) if wanted else last_BTD[..., :0])
     assert torch.equal(last_BTD, expected[-1])
     with torch.inference_mode():
-        decoded = target.engine.forward_chain(TOKENS_BT, 0, target.engine.new_cache(len(TOKENS_BT)), layers)
+        decoded = target.engine.forward_chain(
+            TOKENS_BT, 0, target.engine.new_cache(len(TOKENS_BT)), layers
+        )
     torch.testing.assert_close(decoded.features_BNF, features_BTF, rtol=1e-4, atol=1e-4)
 
 
@@ -130,7 +146,9 @@ def test_a_model_of_one_block_has_one_feature_layer():
     assert torch.equal(Target(model).read(TOKENS_BT, (-1,))[0], expected)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("eagle3", {"feature_layers": [0, 1, 2]}), ("medusa", {})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("eagle3", {"feature_layers": [0, 1, 2]}), ("medusa", {})]
+)
 @pytest.mark.parametrize("counting", [with_embedding, without_embedding, all_of_them])
 def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options):
     plain = Target(build_model(VOCAB, layers=LAYERS, dtype=torch.float32))
@@ -144,21 +162,32 @@ def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options)
         head.initialize(target.modules, torch.ones(VOCAB))
         lm = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False)
         sampling = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        outputs.append(lm.generate(TOKENS_BT, attention_mask=torch.ones_like(TOKENS_BT), **sampling))
+        outputs.append(
+            lm.generate(TOKENS_BT, attention_mask=torch.ones_like(TOKENS_BT), **sampling)
+        )
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert outputs[0].stats.rounds == outputs[1].stats.rounds  # features of another block would be accepted less
+    # features of another block would be accepted less
+    assert outputs[0].stats.rounds == outputs[1].stats.rounds
 
 
 def test_hidden_states_that_are_no_blocks_are_refused():
-    with pytest.raises(ValueError, match=r"5 hidden states for 4 blocks, .* none of them is the state after the first"):
+    with pytest.raises(
+        ValueError,
+        match=r"5 hidden states for 4 blocks, .* none of them is the state after the first",
+    ):
         Target(wrapped(one_block_late)).read(TOKENS_BT, (1,))
 
 
 def test_a_model_without_a_cache_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM returns no KV cache: none of its outputs \(logits\)"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM returns no KV cache: none of its outputs \(logits\)"
+    ):
         Target(wrapped(returns_cache=False)).engine.new_cache(1)
 
 
 def test_a_cache_that_is_taken_by_another_name_is_refused():
-    with pytest.raises(ValueError, match=r"returns its KV cache as 'kv_states' and takes none of that name; .* memory"):
+    with pytest.raises(
+        ValueError,
+        match=r"returns its KV cache as 'kv_states' and takes none of that name; .* memory",
+    ):
         Target(wrapped(taken="memory")).engine.new_cache(1)

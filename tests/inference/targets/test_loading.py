@@ -1,4 +1,5 @@
-"""What is loaded: text models and multimodal ones; and where it came from, the commit of a Hub id."""
+"""What is loaded: text models and multimodal ones; and where it came from, the commit of a Hub
+id."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny Mistral 3, which transformers' causal mapping does not have."""
     text = tf.MistralConfig(**SMALL, head_dim=8, sliding_window=None)
     config = tf.Mistral3Config(
-        text_config=text, vision_config=tf.PixtralVisionConfig(**VISION), image_token_id=5, spatial_merge_size=1
+        text_config=text,
+        vision_config=tf.PixtralVisionConfig(**VISION),
+        image_token_id=5,
+        spatial_merge_size=1,
     )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("pixtral")
@@ -84,8 +88,12 @@ def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fastest", torch.float64])
-def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(pixtral: Path, dtype: Any) -> None:
-    lm = SpeculativeLM.from_pretrained(pixtral, dtype=dtype, device_map="cpu", drafter="prompt-lookup")
+def test_a_multimodal_model_loads_by_its_folder_and_decodes_as_a_text_model(
+    pixtral: Path, dtype: Any
+) -> None:
+    lm = SpeculativeLM.from_pretrained(
+        pixtral, dtype=dtype, device_map="cpu", drafter="prompt-lookup"
+    )
     assert type(lm.target.model).__name__ == "Mistral3ForConditionalGeneration"
     prompt = torch.tensor([[7, 8, 9, 7, 8, 9, 7]])
     settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": []}
@@ -104,8 +112,14 @@ def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtra
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
-        ({"model_type": "vit"}, "a model of type 'vit' is no target: transformers .* neither as a causal"),
-        ({"model_type": "frobnicate"}, "no target model at .*model type `frobnicate`.*transformers 5"),
+        (
+            {"model_type": "vit"},
+            "a model of type 'vit' is no target: transformers .* neither as a causal",
+        ),
+        (
+            {"model_type": "frobnicate"},
+            "no target model at .*model type `frobnicate`.*transformers 5",
+        ),
         ({}, "no target model at .*Unrecognized model"),
     ],
 )

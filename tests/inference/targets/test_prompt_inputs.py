@@ -1,4 +1,5 @@
-"""Prompts with images: the target reads them itself, and drafts follow as `generate` would place them."""
+"""Prompts with images: the target reads them itself, and drafts follow as `generate` would place
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ VISION = {
     "patch_size": 4,
 }
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
-QWEN = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+QWEN = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
 
 
@@ -49,7 +55,11 @@ def llava():
         image_token_index=IMAGE,
         vision_feature_layer=-1,
     )
-    return tf.LlavaForConditionalGeneration(config), lambda count: {"pixel_values": pixels(count, 3, 16, 16)}, 16
+    return (
+        tf.LlavaForConditionalGeneration(config),
+        lambda count: {"pixel_values": pixels(count, 3, 16, 16)},
+        16,
+    )
 
 
 def mistral3():
@@ -62,7 +72,10 @@ def mistral3():
     )
 
     def images(count):
-        return {"pixel_values": pixels(count, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]] * count)}
+        return {
+            "pixel_values": pixels(count, 3, 16, 16),
+            "image_sizes": torch.tensor([[16, 16]] * count),
+        }
 
     return tf.Mistral3ForConditionalGeneration(config), images, 4
 
@@ -71,14 +84,20 @@ def gemma3():
     config = tf.Gemma3Config(
         vision_config=tf.SiglipVisionConfig(**VISION, vision_use_head=False),
         text_config=tf.Gemma3TextConfig(
-            **TEXT, sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+            **TEXT,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
         mm_tokens_per_image=4,
         image_token_index=IMAGE,
         boi_token_index=START,
         eoi_token_index=END,
     )
-    return tf.Gemma3ForConditionalGeneration(config), lambda count: {"pixel_values": pixels(count, 3, 16, 16)}, 4
+    return (
+        tf.Gemma3ForConditionalGeneration(config),
+        lambda count: {"pixel_values": pixels(count, 3, 16, 16)},
+        4,
+    )
 
 
 def grids(count):
@@ -96,7 +115,9 @@ def qwen2_vl():
         "patch_size": 4,
     }
     config = tf.Qwen2VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE}, vision_config={**vision, "spatial_merge_size": 2}, **QWEN
+        text_config={**TEXT, "rope_parameters": MROPE},
+        vision_config={**vision, "spatial_merge_size": 2},
+        **QWEN,
     )
 
     def images(count):
@@ -106,14 +127,22 @@ def qwen2_vl():
 
 
 def qwen2_5_vl():
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+    }
     vision |= {
         "out_hidden_size": TEXT["hidden_size"],
         "window_size": 16,
         "fullatt_block_indexes": [1],
         "spatial_merge_size": 2,
     }
-    config = tf.Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": MROPE}, vision_config=vision, **QWEN)
+    config = tf.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": MROPE}, vision_config=vision, **QWEN
+    )
 
     def images(count):
         return {"pixel_values": pixels(count * 32, 3 * 2 * 4 * 4), "image_grid_thw": grids(count)}
@@ -122,7 +151,13 @@ def qwen2_5_vl():
 
 
 def qwen3_vl():
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+    }
     vision |= {
         "out_hidden_size": TEXT["hidden_size"],
         "deepstack_visual_indexes": [0, 1],
@@ -130,7 +165,9 @@ def qwen3_vl():
     }
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
     rope = {**MROPE, "mrope_interleaved": True}
-    config = tf.Qwen3VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **QWEN)
+    config = tf.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, **QWEN
+    )
 
     def images(count):
         return {"pixel_values": pixels(count * 32, 3 * 2 * 4 * 4), "image_grid_thw": grids(count)}
@@ -186,7 +223,9 @@ def settings(new_tokens=24):
 
 
 def truth_of(model, inputs, **more):
-    return model.generate(**inputs, **settings(), **more)[0, inputs["input_ids"].shape[1] :].tolist()
+    return model.generate(**inputs, **settings(), **more)[
+        0, inputs["input_ids"].shape[1] :
+    ].tolist()
 
 
 TREE = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 0, 0, 0)])
@@ -196,7 +235,8 @@ TREE = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_drafts_after_images_are_those_of_generate(tools, name, count, monkeypatch):
-    monkeypatch.setattr("headstart.inference.rounds.prefill.PREFILL_TOKENS", 9)  # an image is never cut
+    # an image is never cut
+    monkeypatch.setattr("headstart.inference.rounds.prefill.PREFILL_TOKENS", 9)
     model, prompt = build(name)
     inputs = prompt(count)
     truth = truth_of(model, inputs)
@@ -218,14 +258,21 @@ def test_with_the_engine_and_drafter_that_a_user_gets(name, dtype):
     plain = {name: prompt(0)[name] for name in ("input_ids", "attention_mask")}
     for inputs in (prompt(1), plain, prompt(2, seed=3), plain):
         output = lm.generate(**inputs, **settings())
-        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
+        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(
+            model, inputs
+        )
 
 
 @pytest.mark.isa
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernels_go_on_after_images(name, monkeypatch):
     """With widths that a decoder in the kernels has."""
-    widths = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    widths = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     monkeypatch.setitem(MROPE, "mrope_section", [4, 6, 6])
     for key, value in {**widths, "head_dim": 32}.items():
         monkeypatch.setitem(TEXT, key, value)
@@ -236,7 +283,9 @@ def test_the_kernels_go_on_after_images(name, monkeypatch):
     for count in (1, 2):
         inputs = prompt(count)
         output = lm.generate(**inputs, **settings())
-        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
+        assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(
+            model, inputs
+        )
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
@@ -244,7 +293,9 @@ def test_a_head_reads_the_features_of_a_prompt_with_images(name):
     model, prompt = build(name)
     target = Target(model)
     head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
-    lm = SpeculativeLM.from_pretrained(target, head, tree="dynamic:8:3:3", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        target, head, tree="dynamic:8:3:3", fallback=False, compile=False
+    )
     inputs = prompt(2)
     output = lm.generate(**inputs, **settings())
     assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
@@ -278,16 +329,23 @@ def test_targets_with_states_or_without_position_ids_read_text_alone(build_text_
 
 def test_what_does_not_fit_a_prompt_is_refused():
     model, prompt = build("llava")
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="prompt-lookup", fallback=False, compile=False
+    )
     inputs = prompt(1)
     alone = {name: value for name, value in inputs.items() if name != "pixel_values"}
     with pytest.raises(ValueError, match=r"16 image tokens \(51\) and no images came with it"):
         lm.generate(**alone, max_new_tokens=3)
     with pytest.raises(ValueError, match=r"the prompt has no image token \(51\)"):
         lm.generate(**prompt(0) | {"pixel_values": inputs["pixel_values"]}, max_new_tokens=3)
-    two = {"input_ids": inputs["input_ids"].expand(2, -1), "attention_mask": inputs["attention_mask"].expand(2, -1)}
+    two = {
+        "input_ids": inputs["input_ids"].expand(2, -1),
+        "attention_mask": inputs["attention_mask"].expand(2, -1),
+    }
     with pytest.raises(ValueError, match=r"(pixel_values|images or the like) came with 2 rows"):
-        lm.generate(**two, pixel_values=inputs["pixel_values"].expand(2, -1, -1, -1), max_new_tokens=3)
+        lm.generate(
+            **two, pixel_values=inputs["pixel_values"].expand(2, -1, -1, -1), max_new_tokens=3
+        )
     padded = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
     padded["attention_mask"][0, 0] = 0
     with pytest.raises(ValueError, match="must not be padded"):

@@ -1,4 +1,5 @@
-"""Quantised targets: as far as their packages are here they write what `generate` writes, else the package is named."""
+"""Quantised targets: as far as their packages are here they write what `generate` writes, else the
+package is named."""
 
 from __future__ import annotations
 
@@ -38,18 +39,27 @@ def folder(tmp_path):
 
 def named_in_its_config(folder, quantization):
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
 
 
 def check_identity(lm):
     prompt = torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(0))
-    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    settings = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     expected = lm.target.model.generate(prompt, **settings)
     assert torch.equal(lm.generate(prompt, **settings).sequences, expected)
 
 
 def needs(package):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed"
+    )
 
 
 # Checkpoints whose weights are packed, as the formats' packages write them.
@@ -118,7 +128,10 @@ FLOAT_BY_TOKEN = BY_TOKEN | {"type": "float"}
     [
         (packed_by_compressed_tensors, compressed("pack-quantized", 4, "int", "group")),
         (int8_by_compressed_tensors, compressed("int-quantized", 8, "int", "channel", BY_TOKEN)),
-        (fp8_by_compressed_tensors, compressed("float-quantized", 8, "float", "channel", FLOAT_BY_TOKEN)),
+        (
+            fp8_by_compressed_tensors,
+            compressed("float-quantized", 8, "float", "channel", FLOAT_BY_TOKEN),
+        ),
     ],
     ids=["w4a16", "w8a8", "fp8"],
 )
@@ -176,14 +189,17 @@ def torchao():
 )
 def test_weights_that_are_quantized_on_loading(folder, quantization):
     given = quantization()
-    lm = SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", fallback=False, quantization_config=given)
+    lm = SpeculativeLM.from_pretrained(
+        folder, drafter="prompt-lookup", fallback=False, quantization_config=given
+    )
     assert lm.target.provenance["quantization"] is not None
     check_identity(lm)
 
 
 def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
     named_in_its_config(
-        folder, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        folder,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     )
     check_identity(SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", fallback=False))
 
@@ -192,7 +208,10 @@ def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
 @pytest.mark.parametrize(
     ("quantization", "packages"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}, ("optimum", "gptqmodel")),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False},
+            ("optimum", "gptqmodel"),
+        ),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, ("gptqmodel",)),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
@@ -201,7 +220,9 @@ def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
     ],
 )
 def test_a_missing_package_is_named(folder, quantization, packages):
-    missing = [name for name in packages if importlib.util.find_spec(name.replace(".", "_")) is None]
+    missing = [
+        name for name in packages if importlib.util.find_spec(name.replace(".", "_")) is None
+    ]
     if not missing:
         pytest.skip(f"{', '.join(packages)} is installed")
     named_in_its_config(folder, quantization)

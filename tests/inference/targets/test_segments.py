@@ -1,4 +1,5 @@
-"""Targets that compute tokens by where a forward lies: longrope and dynamic angles, Llama 4's chunks and steps."""
+"""Targets that compute tokens by where a forward lies: longrope and dynamic angles, Llama 4's
+chunks and steps."""
 
 from __future__ import annotations
 
@@ -56,11 +57,19 @@ LLAMA4 = {
     "floor_scale": BORDER,
     "attention_chunk_size": 10,
 }
-PHIMOE = {**PHI, "num_local_experts": 2, "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}}
+PHIMOE = {
+    **PHI,
+    "num_local_experts": 2,
+    "rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
+}
 MODELS = {
     "longrope": lambda: LlamaForCausalLM(LlamaConfig(**BASE, rope_parameters=LONGROPE)),
-    "longrope, read again at the border": lambda: Phi3ForCausalLM(Phi3Config(**PHI, sliding_window=None)),
-    "longrope, with experts": lambda: PhimoeForCausalLM(PhimoeConfig(**PHIMOE, sliding_window=None)),
+    "longrope, read again at the border": lambda: Phi3ForCausalLM(
+        Phi3Config(**PHI, sliding_window=None)
+    ),
+    "longrope, with experts": lambda: PhimoeForCausalLM(
+        PhimoeConfig(**PHIMOE, sliding_window=None)
+    ),
     "dynamic": lambda: LlamaForCausalLM(LlamaConfig(**BASE, rope_parameters=DYNAMIC)),
     "llama 4": lambda: Llama4ForCausalLM(Llama4TextConfig(**LLAMA4)),
     "llama 4, all chunked": lambda: Llama4ForCausalLM(
@@ -83,7 +92,9 @@ def build(name, dtype=torch.float64):
 
 
 def prompt_of(length, seed=0):
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length))
+    return torch.randint(
+        1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed + length)
+    )
 
 
 def alone(model, prompt, new_tokens, **more):
@@ -156,7 +167,12 @@ def test_batches_of_rows_on_both_sides(name, drafter):
         head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
         given = {"head": head, "tree": "dynamic:8:3:3"}
     lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
-    for lengths in ((4, 7, 5), (5, BORDER + 3), (BORDER + 3, 2 * BORDER + 5), (BORDER - 2, 3, BORDER + 1, BORDER)):
+    for lengths in (
+        (4, 7, 5),
+        (5, BORDER + 3),
+        (BORDER + 3, 2 * BORDER + 5),
+        (BORDER - 2, 3, BORDER + 1, BORDER),
+    ):
         prompts = [prompt_of(length) for length in lengths]
         truths = [alone(model, prompt, 14) for prompt in prompts]
         assert decoded(lm, prompts, 14)[0] == truths, lengths
@@ -167,8 +183,11 @@ def test_batches_of_rows_on_both_sides(name, drafter):
 def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
     monkeypatch.setattr("headstart.inference.rounds.prefill.SHARED_TOKENS", 8)
     model = build(name)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
-    for length in (12, BORDER - 2, 40):  # a common beginning is read once where that changes nothing
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="prompt-lookup", fallback=False, compile=False
+    )
+    # a common beginning is read once where that changes nothing
+    for length in (12, BORDER - 2, 40):
         start = prompt_of(length)
         prompts = [torch.cat([start, prompt_of(8, seed)]) for seed in (1, 2)]
         prompts.append(prompts[0])
@@ -179,10 +198,21 @@ def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_conversation_that_crosses_the_border_and_comes_back(name):
     model = build(name)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="prompt-lookup", fallback=False, compile=False
+    )
     past = Conversation()
     version = lm.target.version
-    for length, new_tokens in ((8, 6), (20, 20), (19, 4), (30, 20), (34, 4), (9, 5), (20, 20), (23, 9)):
+    for length, new_tokens in (
+        (8, 6),
+        (20, 20),
+        (19, 4),
+        (30, 20),
+        (34, 4),
+        (9, 5),
+        (20, 20),
+        (23, 9),
+    ):
         prompt = prompt_of(60)[:length]
         truth = alone(model, prompt, new_tokens)
         settings = {"max_new_tokens": new_tokens, "do_sample": False, **PENALTIES}
@@ -195,7 +225,9 @@ def test_a_conversation_that_crosses_the_border_and_comes_back(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_generation_does_not_depend_on_those_before_it(name):
     model = build(name)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(
+        model, drafter="prompt-lookup", fallback=False, compile=False
+    )
     short, long = prompt_of(6), prompt_of(2 * BORDER)
     expected = decoded(lm, [short], 8)[0], decoded(lm, [long], 8)[0]
     alone(model, prompt_of(100), 40)  # of the user's own, beyond all positions
@@ -215,7 +247,13 @@ def test_rounds_near_the_border_are_plain_and_say_so(tools, name):
 
 def test_the_kernels_read_a_prompt_beyond_the_border_whole(monkeypatch):
     monkeypatch.setattr("headstart.inference.engines.cpu.PIECE", 8)
-    config = {**BASE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    config = {
+        **BASE,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
     factors = {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**config, rope_parameters={**LONGROPE, **factors})).eval()
@@ -228,9 +266,16 @@ def test_the_kernels_read_a_prompt_beyond_the_border_whole(monkeypatch):
 
 
 def test_factors_for_a_part_of_the_dimensions_are_none_for_a_head():
-    """As Phi-4-mini's: a head rotates all dimensions, for which there are more pairs than factors."""
-    factors = {"short_factor": [1.0, 1.2, 1.4], "long_factor": [2.0, 3.0, 4.0], "partial_rotary_factor": 0.75}
-    model = Phi3ForCausalLM(Phi3Config(**{**PHI, "rope_parameters": {**LONGROPE, **factors}}, sliding_window=None))
+    """As Phi-4-mini's: a head rotates all dimensions, for which there are more pairs than
+    factors."""
+    factors = {
+        "short_factor": [1.0, 1.2, 1.4],
+        "long_factor": [2.0, 3.0, 4.0],
+        "partial_rotary_factor": 0.75,
+    }
+    model = Phi3ForCausalLM(
+        Phi3Config(**{**PHI, "rope_parameters": {**LONGROPE, **factors}}, sliding_window=None)
+    )
     target = Target(model.double().eval().requires_grad_(False))
     head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
     lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", fallback=False, compile=False)
@@ -241,7 +286,11 @@ def test_factors_for_a_part_of_the_dimensions_are_none_for_a_head():
 def test_segments_of_a_text():
     longrope = Segments(24, None, by_last=True)
     assert [longrope.of(position) for position in (0, 23, 24, 1000)] == [0, 0, 1, 1]
-    assert longrope.together([3, 20], 4) and not longrope.together([3, 20], 5) and longrope.together([25, 100], 500)
+    assert (
+        longrope.together([3, 20], 4)
+        and not longrope.together([3, 20], 5)
+        and longrope.together([25, 100], 500)
+    )
     assert not longrope.reads_whole(24) and longrope.reads_whole(25)
     steps = Segments(23, 24, by_last=False)
     assert [steps.of(position) for position in (22, 23, 46, 47)] == [0, 1, 1, 2]

@@ -7,19 +7,25 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.inference import SpeculativeLM
 
-PLAIN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEMPLATES = {
     "as it is": PLAIN + START,
     "stripped": PLAIN.replace("m['content']", "m['content'] | trim") + START,
-    "past answers dropped": PLAIN.replace(
-        "{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
-    )
-    + START,
+    "past answers dropped": (
+        PLAIN.replace(
+            "{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+        )
+        + START
+    ),
     "past answers cut": PLAIN.replace("m['content']", "m['content'][:3]") + START,
     "the last message first": "{{ messages[-1]['content'] }}: " + PLAIN + START,
     "only the last message": "{{ messages[-1]['content'] }}" + START,
-    "a start that depends on the turn": PLAIN + START.replace("assistant", "assistant {{ messages | length }}"),
+    "a start that depends on the turn": (
+        PLAIN + START.replace("assistant", "assistant {{ messages | length }}")
+    ),
 }
 
 
@@ -40,7 +46,12 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cle
         tokenizer = cleaning(tokenizer)
     tokenizer.chat_template = TEMPLATES[name]
     lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
-    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": [257, 10], "pad_token_id": 257}
+    settings = {
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "eos_token_id": [257, 10],
+        "pad_token_id": 257,
+    }
     chat = lm.chat(tokenizer, "be brief", **settings)
     for turn in range(4):
         pieces = list(chat.stream(f"message {turn} . ok ?"))
@@ -66,11 +77,20 @@ def test_an_answer_that_is_left_is_not_recorded_and_stop_strings_end_one(tiny_ta
     assert left.messages == []
     assert left.say("hello") == answer
     letters = range(4, len(answer) - 2)
-    stop = next(answer[at] for at in letters if answer[at].isascii() and answer.index(answer[at]) == at)
+    stop = next(
+        answer[at] for at in letters if answer[at].isascii() and answer.index(answer[at]) == at
+    )
     for where in ("call", "settings", "model"):
         model = target.model
         model.generation_config.stop_strings = [stop] if where == "model" else None
         given = {"stop_strings": [stop]} if where == "settings" else {}
-        chat = lm.chat(tokenizer, max_new_tokens=60, do_sample=False, eos_token_id=[], pad_token_id=257, **given)
+        chat = lm.chat(
+            tokenizer,
+            max_new_tokens=60,
+            do_sample=False,
+            eos_token_id=[],
+            pad_token_id=257,
+            **given,
+        )
         said = chat.say("hello", **({"stop_strings": [stop]} if where == "call" else {}))
         assert said == answer[: answer.index(stop) + 1]

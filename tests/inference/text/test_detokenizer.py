@@ -51,14 +51,17 @@ def test_a_tokenizer_that_looks_far_back_still_gives_the_whole_text(tokenizer):
 
 def cleaning(tokenizer):
     """One that removes spaces before punctuation, as for models that are not BPE."""
-    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+    )
     other.clean_up_tokenization_spaces = True
     other.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     return other
 
 
 def byte_fallback():
-    """As of Llama 2: pieces with ▁ for a space, the first of which is dropped, and bytes for other characters."""
+    """As of Llama 2: pieces with ▁ for a space, the first of which is dropped, and bytes for other
+    characters."""
     pieces = [
         "<unk>",
         "<s>",
@@ -72,10 +75,17 @@ def byte_fallback():
         "é",
         "!",
     ]
-    tokenizer = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
@@ -84,10 +94,14 @@ def byte_fallback():
 def word_pieces():
     """As of BERT."""
     pieces = ["[UNK]", "un", "##want", "##ed", ".", ",", "'", "s", "[SEP]"]
-    tokenizer = Tokenizer(models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(["[SEP]"])
-    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[SEP]")
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[SEP]"
+    )
     other.clean_up_tokenization_spaces = True
     return other
 
@@ -118,11 +132,15 @@ def streamed(tokenizer, tokens, sizes):
 def test_what_is_streamed_is_the_text_whatever_comes_later(tokenizer, name):
     make, vocab = TOKENIZERS[name]
     tokenizer, draws = make(tokenizer), torch.Generator().manual_seed(0)
-    texts = [torch.randint(vocab, (length,), generator=draws).tolist() for length in [1, 2, 5, 20, 60] * 12]
+    texts = [
+        torch.randint(vocab, (length,), generator=draws).tolist()
+        for length in [1, 2, 5, 20, 60] * 12
+    ]
     if name != "word pieces":
         for text in (*TEXTS, PUNCTUATION, PUNCTUATION[::-1], "word 's é 日本 !" * 3):
             texts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if name == "byte fallback":  # two bytes that are a letter until a third comes, after what has no text
+    # two bytes that are a letter until a third comes, after what has no text
+    if name == "byte fallback":
         texts += [[3 + 0xC3, 3 + 0xA9, between, 3 + 0xE2, 261] for between in (2, 999, 3 + 0x41)]
     for _ in range(60):  # every letter of what is cleaned, in any order
         letters = torch.randint(9, (24,), generator=draws).tolist()

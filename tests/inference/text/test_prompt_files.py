@@ -1,4 +1,5 @@
-"""Files of prompts: every form that they come in, and what is said of a file that cannot be read."""
+"""Files of prompts: every form that they come in, and what is said of a file that cannot be
+read."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from headstart.inference.text.prompt_files import read_prompt_rows, read_prompts
 ROWS = [
     {"prompt": "one"},
     {"turns": ["two", "not asked"]},
-    {"messages": [{"role": "user", "content": "three"}, {"role": "assistant", "content": "its answer"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "three"},
+            {"role": "assistant", "content": "its answer"},
+        ]
+    },
     {"conversations": [{"from": "human", "value": "four"}], "system": "be brief"},
     {"prompt": "five", "completion": "its answer"},
 ]
@@ -55,8 +61,16 @@ def test_other_columns_stay(tmp_path):
     ("name", "content", "words"),
     [
         ("p.jsonl", b'{"prompt": "one"}\n{"prompt"\n', r"p\.jsonl, line 2: not JSON"),
-        ("p.jsonl", b'{"prompt": "one"}\n{"text": "two"}\n', r"p\.jsonl, line 2: no conversation in any format"),
-        ("p.json", b'[{"prompt": "one"}, {"text": "two"}]', r"p\.json, row 1: no conversation in any format"),
+        (
+            "p.jsonl",
+            b'{"prompt": "one"}\n{"text": "two"}\n',
+            r"p\.jsonl, line 2: no conversation in any format",
+        ),
+        (
+            "p.json",
+            b'[{"prompt": "one"}, {"text": "two"}]',
+            r"p\.json, row 1: no conversation in any format",
+        ),
         ("p.json", b'[{"prompt": "one"', r"begins with '\[' and is no JSON array"),
         ("p.jsonl", '{"prompt": "one"}'.encode("utf-16"), "UTF-16 or UTF-32; convert it to UTF-8"),
         ("p.jsonl.gz", b"not packed", "cannot be read"),

@@ -1,4 +1,5 @@
-"""Processors over trees: each node with the scores that `generate` would compute for its own text."""
+"""Processors over trees: each node with the scores that `generate` would compute for its own
+text."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_draws_follow_the_probabilities_and_never_an_impossible_class():
 
 
 def test_a_draw_of_exactly_zero_falls_on_the_first_possible_class(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=torch.float64))
+    monkeypatch.setattr(
+        torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=torch.float64)
+    )
     assert RandomSampler().categorical(torch.tensor([[0.0, 0.0, 0.7, 0.3]])).tolist() == [2]
     assert RandomSampler().accept(torch.tensor([0.0, 1e-9])).tolist() == [False, True]
 
@@ -51,7 +54,9 @@ def test_distinct_draws_come_one_after_the_other_without_replacement():
 
 def test_the_same_generator_draws_the_same():
     probs = torch.rand(3, 4, 7).softmax(-1)
-    first, second = (RandomSampler(torch.Generator().manual_seed(5)).categorical(probs) for _ in range(2))
+    first, second = (
+        RandomSampler(torch.Generator().manual_seed(5)).categorical(probs) for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
@@ -118,11 +123,17 @@ def path(tree, place, node):
 def test_every_node_is_scored_as_generate_scores_its_text(name):
     processors, texts, tree = LogitsProcessorList(PROCESSORS[name]), Texts(), tree_of_two_rows()
     logits = torch.randn(2, 6, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scores = TreeLogitsProcessor(processors, texts.paddings)(logits.clone(), tree, texts.text, texts.active)
+    scores = TreeLogitsProcessor(processors, texts.paddings)(
+        logits.clone(), tree, texts.text, texts.active
+    )
     judged = 0
     for place, row in enumerate(texts.active):
         for node in range(int(tree.sizes_B[place])):
-            parents = [n for n in range(node + 1) if bool(tree.structure.ancestors_BNN[place, node, n]) and n != node]
+            parents = [
+                n
+                for n in range(node + 1)
+                if bool(tree.structure.ancestors_BNN[place, node, n]) and n != node
+            ]
             steps = list(zip(parents, [*parents[1:], node]))
             if any(scores[place, a, tree.tokens_BN[place, b]] == -torch.inf for a, b in steps):
                 continue  # cannot be reached
@@ -143,9 +154,12 @@ def test_every_node_is_scored_as_generate_scores_its_text(name):
     ],
 )
 def test_lengths_are_counted_as_generate_counted_them_over_the_padded_prompt(processor, count):
-    """Both rows have written one token after a padded prompt of five: they must be treated alike."""
+    """Both rows have written one token after a padded prompt of five: they must be treated
+    alike."""
     texts, tree = Texts(), tree_of_two_rows()
-    logits = torch.randn(1, 1, V, generator=torch.Generator().manual_seed(0)).expand(2, 6, -1).clone()
+    logits = (
+        torch.randn(1, 1, V, generator=torch.Generator().manual_seed(0)).expand(2, 6, -1).clone()
+    )
     scores = TreeLogitsProcessor(LogitsProcessorList([processor()]), texts.paddings)(
         logits, tree, texts.text, texts.active
     )
@@ -179,7 +193,9 @@ def test_a_constraint_is_asked_for_its_row_about_the_root_alone():
 def test_repetition_penalty_does_not_see_what_generate_says_is_padding():
     texts, tree = Texts(), tree_of_two_rows()
     logits = torch.randn(2, 6, V, generator=torch.Generator().manual_seed(0))
-    told = LogitsProcessorList([known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor(texts.paddings))])
+    told = LogitsProcessorList(
+        [known.RepetitionPenaltyLogitsProcessor(1.5, torch.tensor(texts.paddings))]
+    )
     alone = LogitsProcessorList([known.RepetitionPenaltyLogitsProcessor(1.5)])
     assert torch.equal(
         TreeLogitsProcessor(told, texts.paddings)(logits.clone(), tree, texts.text, texts.active),
@@ -187,7 +203,9 @@ def test_repetition_penalty_does_not_see_what_generate_says_is_padding():
     )
 
 
-@pytest.mark.parametrize(("given", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
 @pytest.mark.parametrize("processors", [[], [known.RepetitionPenaltyLogitsProcessor(1.5)]])
 def test_scores_are_at_least_float32(given, expected, processors):
     logits = torch.zeros(2, 6, V, dtype=given)
@@ -200,8 +218,12 @@ def test_scores_are_at_least_float32(given, expected, processors):
 def test_drafts_are_warped_as_the_target_is_but_for_what_reads_the_text():
     logits = torch.randn(2, V)
     processors = [known.RepetitionPenaltyLogitsProcessor(1.5), *PROCESSORS["top-k, top-p, min-p"]]
-    expected = LogitsProcessorList(PROCESSORS["top-k, top-p, min-p"])(None, logits.clone()).softmax(-1)
-    assert torch.equal(TreeLogitsProcessor(LogitsProcessorList(processors), [0]).draft_probs(logits), expected)
+    expected = LogitsProcessorList(PROCESSORS["top-k, top-p, min-p"])(None, logits.clone()).softmax(
+        -1
+    )
+    assert torch.equal(
+        TreeLogitsProcessor(LogitsProcessorList(processors), [0]).draft_probs(logits), expected
+    )
 
 
 def test_every_processor_that_is_run_without_its_text_is_shown_above_not_to_need_it():
@@ -211,7 +233,9 @@ def test_every_processor_that_is_run_without_its_text_is_shown_above_not_to_need
 
 def test_a_temperature_that_makes_scores_infinite_is_refused():
     TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-30)]), [0])
-    with pytest.raises(ValueError, match="temperature 1e-45 is below 1e-38, so that scores are infinite"):
+    with pytest.raises(
+        ValueError, match="temperature 1e-45 is below 1e-38, so that scores are infinite"
+    ):
         TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-45)]), [0])
 
 
@@ -238,5 +262,7 @@ def test_a_processor_of_the_users_own_may_write_to_the_scores():
     ],
 )
 def test_a_processor_that_needs_more_than_a_rows_text_is_refused_by_name(processor):
-    with pytest.raises(ValueError, match=f"{type(processor).__name__} is not supported; choose from Epsilon"):
+    with pytest.raises(
+        ValueError, match=f"{type(processor).__name__} is not supported; choose from Epsilon"
+    ):
         TreeLogitsProcessor(LogitsProcessorList([processor]), [0])

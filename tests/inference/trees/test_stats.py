@@ -11,7 +11,8 @@ from headstart.inference.trees.stats import RoundRecord
 
 
 def stats():
-    """Two rows in three rounds: a chain of 3, a plain round, and a chain of 2 whose text ends early."""
+    """Two rows in three rounds: a chain of 3, a plain round, and a chain of 2 whose text ends
+    early."""
     rows = [
         [RoundRecord(3, 4, 3, 0), RoundRecord(0, 1, 0, 1), RoundRecord(2, 2, 2, 2)],
         [RoundRecord(1, 2, 3, 0), RoundRecord(0, 1, 0, 1)],
@@ -21,7 +22,9 @@ def stats():
 
 
 def test_a_tokens_time_is_its_share_of_the_round():
-    assert sorted(stats().token_seconds) == pytest.approx(sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2))
+    assert sorted(stats().token_seconds) == pytest.approx(
+        sorted([0.1] * 4 + [0.2] * 2 + [0.1] * 2 + [0.1] * 2)
+    )
 
 
 def rounds(*pairs):
@@ -48,7 +51,9 @@ def test_no_round_gives_nan_and_not_a_crash():
 
 
 def test_the_interval_is_that_of_a_ratio_over_prompts():
-    assert Stats([rounds((1, 2)), rounds((1, 2), (1, 2))]).acceptance_length_interval == pytest.approx((2, 2))
+    assert Stats(
+        [rounds((1, 2)), rounds((1, 2), (1, 2))]
+    ).acceptance_length_interval == pytest.approx((2, 2))
     rows = [rounds((1, 2)), rounds((1, 2), (1, 2), (1, 2)), rounds((3, 4))]
     stats = Stats(rows, max_depth=3)
     mean = 12 / 5
@@ -58,17 +63,24 @@ def test_the_interval_is_that_of_a_ratio_over_prompts():
 
 
 def test_merging_adds_rows_and_times_and_keeps_every_tokens_time():
-    left, right = Stats([rounds((0, 1))], 1, {"draft": 1.0}), Stats([rounds((2, 3))], 2, {"draft": 2.0, "target": 1.0})
+    left, right = (
+        Stats([rounds((0, 1))], 1, {"draft": 1.0}),
+        Stats([rounds((2, 3))], 2, {"draft": 2.0, "target": 1.0}),
+    )
     merged = Stats.merged([left, right])
     assert merged.acceptance_length == 2
     assert merged.max_depth == 2
     assert merged.seconds == {"draft": 3.0, "target": 1.0}
-    assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(stats().token_seconds * 2)
+    assert sorted(Stats.merged([stats(), stats()]).token_seconds) == sorted(
+        stats().token_seconds * 2
+    )
 
 
 def test_parts_of_a_round_are_those_of_its_whole_batch():
     """Two rows share two rounds: a round's mean time is not divided among its rows."""
     rows = [[RoundRecord(1, 2, number=0), RoundRecord(1, 2, number=1)] for _ in range(2)]
     stats = Stats(rows=rows, round_seconds=[0.5, 0.7], seconds={"draft": 0.4, "target": 0.8})
-    assert stats.round_parts["draft"] == pytest.approx(0.2) and stats.round_parts["target"] == pytest.approx(0.4)
+    assert stats.round_parts["draft"] == pytest.approx(0.2) and stats.round_parts[
+        "target"
+    ] == pytest.approx(0.4)
     assert Stats().round_parts == {}

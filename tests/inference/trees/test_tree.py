@@ -17,7 +17,9 @@ def ancestors(parents, node):
 def test_masks_depths_and_levels_agree_with_a_walk(tools, seed):
     shape = tools.random_shape(seed)
     parents = shape.parents
-    tree = DraftTree(torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth)
+    tree = DraftTree(
+        torch.zeros(1, shape.size), torch.tensor([parents]), torch.tensor([shape.size]), shape.depth
+    )
     for node in range(shape.size):
         seen = set(tree.structure.ancestors_BNN[0, node].nonzero().flatten().tolist())
         assert seen == ancestors(parents, node)
@@ -76,7 +78,13 @@ def test_words_for_policies(text, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", [DynamicShape(24, 6, 8), TreeShape.chain(3), TreeShape(()), TreeShape.from_paths([[0], [2], [2, 1]])]
+    "policy",
+    [
+        DynamicShape(24, 6, 8),
+        TreeShape.chain(3),
+        TreeShape(()),
+        TreeShape.from_paths([[0], [2], [2, 1]]),
+    ],
 )
 def test_a_policy_is_taken_as_it_is_and_its_word_is_read_back(policy):
     assert tree_policy(policy) is policy
@@ -90,11 +98,15 @@ def test_paths_may_be_given_themselves():
 
 @pytest.mark.parametrize("text", ["dynamic:1", "dynamic:24:0", "dynamic:24:6:0"])
 def test_dynamic_trees_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "):
+    with pytest.raises(
+        ValueError, match="a dynamic tree needs at least 2 nodes, depth 1 and width 1, not "
+    ):
         tree_policy(text)
 
 
-@pytest.mark.parametrize("content", ["[3]", "null", "[[0], 1]", '{"paths": [[0]]}', "[[0]", "[[0, 0]]", '[["0"]]', ""])
+@pytest.mark.parametrize(
+    "content", ["[3]", "null", "[[0], 1]", '{"paths": [[0]]}', "[[0]", "[[0, 0]]", '[["0"]]', ""]
+)
 def test_files_that_hold_no_tree_are_refused(content, tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(content, encoding="utf-8")
@@ -105,10 +117,21 @@ def test_files_that_hold_no_tree_are_refused(content, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("medusa", "chain", "chain:x", "chain:-1", "chain:1:2", "chain:", "root:3", "missing.json"),
+        *(
+            "medusa",
+            "chain",
+            "chain:x",
+            "chain:-1",
+            "chain:1:2",
+            "chain:",
+            "root:3",
+            "missing.json",
+        ),
         *("dynamic:x", "dynamic:", "dynamic:24:6:8:1", "dynamic:-3", "dynamic:2.5", "Dynamic:24"),
     ],
 )
 def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):
-    with pytest.raises(ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"):
+    with pytest.raises(
+        ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"
+    ):
         tree_policy(text)

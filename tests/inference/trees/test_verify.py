@@ -1,4 +1,5 @@
-"""Exactness by enumeration: every outcome of every draw, with its probability, against the target's distribution."""
+"""Exactness by enumeration: every outcome of every draw, with its probability, against the target's
+distribution."""
 
 from __future__ import annotations
 
@@ -6,12 +7,23 @@ import itertools
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from headstart.inference import DraftTree
 from headstart.inference.engines.base import TargetOutput
 from headstart.inference.rounds.verification import Verification
-from headstart.inference.trees.verify import VerifyResult, emitted_tokens, follow, greedy, point_mass
+from headstart.inference.trees.verify import (
+    VerifyResult,
+    emitted_tokens,
+    follow,
+    greedy,
+    point_mass,
+)
 
 PROCESSORS = {
     "none": [],
@@ -61,24 +73,32 @@ class World:
         """The target's distribution of the next depth + 1 tokens."""
         joint = {}
         for text in itertools.product(range(self.vocab), repeat=self.shape.depth + 1):
-            joint[text] = float(torch.stack([self.probs(text[:i])[text[i]] for i in range(len(text))]).prod())
+            joint[text] = float(
+                torch.stack([self.probs(text[:i])[text[i]] for i in range(len(text))]).prod()
+            )
         return joint
 
     def emitted(self, verify, draws):
-        """The distribution of the same tokens: what a round emits, continued by the target itself."""
+        """The distribution of the same tokens: what a round emits, continued by the target
+        itself."""
         rows = self.vocab**self.shape.size
         tree, scores = self.tree(rows), self.scores(rows)
         result = verify(tree, scores, draws)
         emitted = emitted_tokens(tree, result).tolist()
         mass = {}
-        for tokens, length, weight in zip(emitted, result.lengths_B.tolist(), draws.weights.tolist()):
+        for tokens, length, weight in zip(
+            emitted, result.lengths_B.tolist(), draws.weights.tolist()
+        ):
             mass[tuple(tokens[:length])] = mass.get(tuple(tokens[:length]), 0.0) + weight
         joint = {}
         for text in itertools.product(range(self.vocab), repeat=self.shape.depth + 1):
             joint[text] = sum(
                 mass.get(text[:i], 0.0)
                 * float(
-                    torch.stack([self.probs(text[:j])[text[j]] for j in range(i, len(text))] or [torch.ones(())]).prod()
+                    torch.stack(
+                        [self.probs(text[:j])[text[j]] for j in range(i, len(text))]
+                        or [torch.ones(())]
+                    ).prod()
                 )
                 for i in range(1, len(text) + 1)
             )
@@ -112,8 +132,10 @@ def test_point_mass_is_the_targets_distribution(tools, name, processors):
 
 
 def softmax_as_draft_probability(tree, scores, draws):
-    """Wrong: a picked child is accepted with its target probability as if it had been drawn; a rejected token can be
-    drawn again from the unchanged target, so that picked tokens come too often."""
+    """Wrong: a picked child is accepted with its target probability as if it had been drawn; a
+    rejected token can be drawn again from the unchanged target, so that picked tokens come too
+    often.
+    """
     choices = draws.categorical(scores.softmax(-1))
     first = tree.tokens_BN[:, 1]
     lucky = (choices[:, 1] == first)[:, None] & (torch.arange(tree.tokens_BN.shape[1]) == 0)
@@ -155,16 +177,22 @@ def test_greedy_follows_the_best_token_as_far_as_the_tree_holds_it(tools, seed):
 
 
 def test_padding_beyond_a_rows_size_never_matches():
-    tree = DraftTree(torch.tensor([[0, 1], [0, 1]]), torch.tensor([[-1, 0], [-1, 0]]), torch.tensor([2, 1]), 1)
+    tree = DraftTree(
+        torch.tensor([[0, 1], [0, 1]]), torch.tensor([[-1, 0], [-1, 0]]), torch.tensor([2, 1]), 1
+    )
     result = follow(tree, torch.tensor([[1, 2], [1, 2]]))
     assert result.lengths_B.tolist() == [2, 1]
     assert result.next_tokens_B.tolist() == [2, 1]
 
 
 def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token():
-    tree = DraftTree(torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2)
+    tree = DraftTree(
+        torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2
+    )
     result = VerifyResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
     output = TargetOutput(torch.zeros(1, 4, 1), torch.arange(4.0)[None, :, None])
-    verdict = Verification(lambda *_: result).verify(tree, output.features_BNF, output.logits_BNV, None)
+    verdict = Verification(lambda *_: result).verify(
+        tree, output.features_BNF, output.logits_BNV, None
+    )
     assert verdict.emitted_BA.tolist() == [[6, 4, 9]]
     assert verdict.features_BAF.flatten().tolist() == [0, 2, 3]

@@ -1,4 +1,5 @@
-"""Acceptance rules for sampled trees, by enumeration: every tree that can be sampled, every outcome of every draw."""
+"""Acceptance rules for sampled trees, by enumeration: every tree that can be sampled, every outcome
+of every draw."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ TREES = [
 
 
 class Script:
-    """One outcome for every draw of a rule, the same in all rows, each row with its own weight; see `outcomes`."""
+    """One outcome for every draw of a rule, the same in all rows, each row with its own weight; see
+    `outcomes`."""
 
     def __init__(self, choices):
         self.choices, self.place, self.options = choices, 0, []
@@ -88,7 +90,8 @@ def outcomes(run):
 
 
 class World:
-    """A random target and a random draft over a tiny vocabulary, and all trees of a shape that can be drawn."""
+    """A random target and a random draft over a tiny vocabulary, and all trees of a shape that can
+    be drawn."""
 
     def __init__(self, shape, vocab, seed, processors, replace=False, draft_tokens=None):
         generator = torch.Generator().manual_seed(seed)
@@ -121,19 +124,28 @@ class World:
             for tokens, weight in rows:
                 prefix = tokens[parent]
                 for children, mass in self._children(self.draft[prefix], count):
-                    more = {(*parent, rank): (*prefix, token) for rank, token in enumerate(children)}
+                    more = {
+                        (*parent, rank): (*prefix, token) for rank, token in enumerate(children)
+                    }
                     grown.append(({**tokens, **more}, weight * mass))
             rows = grown
-        return [row for row, _ in rows], torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+        return [row for row, _ in rows], torch.tensor(
+            [weight for _, weight in rows], dtype=torch.float64
+        )
 
     def _children(self, probs, count, taken=()):
-        """Every way of drawing `count` tokens; where they run out, impossible ones follow, as in `Sampler.distinct`."""
+        """Every way of drawing `count` tokens; where they run out, impossible ones follow, as in
+        `Sampler.distinct`."""
         if len(taken) == count:
             return [(taken, 1.0)]
         found = []
         for token in range(self.vocab):
             if probs[token] > 0:
-                rest = probs if self.replace else _normalized(probs.scatter(0, torch.tensor([token]), 0.0), 0 * probs)
+                rest = (
+                    probs
+                    if self.replace
+                    else _normalized(probs.scatter(0, torch.tensor([token]), 0.0), 0 * probs)
+                )
                 for children, mass in self._children(rest, count, (*taken, token)):
                     found.append((children, float(probs[token]) * mass))
         if not found:
@@ -143,14 +155,20 @@ class World:
 
     def tree(self):
         paths, rows = ((), *self.shape.paths), len(self.rows)
-        self.scores = torch.stack([torch.stack([self.target[row[path]] for path in paths]) for row in self.rows])
+        self.scores = torch.stack(
+            [torch.stack([self.target[row[path]] for path in paths]) for row in self.rows]
+        )
         return DraftTree(
-            tokens_BN=torch.tensor([[0] + [row[path][-1] for path in self.shape.paths] for row in self.rows]),
+            tokens_BN=torch.tensor(
+                [[0] + [row[path][-1] for path in self.shape.paths] for row in self.rows]
+            ),
             parents_BN=torch.tensor(self.shape.parents).expand(rows, -1),
             sizes_B=torch.full((rows,), self.shape.size),
             max_depth=self.shape.depth,
             kind=self.kind,
-            draft_probs_BNV=torch.stack([torch.stack([self.draft[row[path]] for path in paths]) for row in self.rows]),
+            draft_probs_BNV=torch.stack(
+                [torch.stack([self.draft[row[path]] for path in paths]) for row in self.rows]
+            ),
             shape=self.shape,
         )
 
@@ -206,8 +224,14 @@ SMALL = [[[0], [1], [1, 0]], *(shape for shape in CHAINS + TREES if len(shape) <
 @pytest.mark.parametrize("word", WORDS)
 def test_every_exact_rule_keeps_the_targets_distribution(word, seed):
     kinds = RULES[word].kinds
-    shapes = CHAINS if kinds == {"sampled_chain"} else SMALL if word == "point_mass" else CHAINS + TREES
-    here = world(seed, shapes, replace="sampled_independent" in kinds and (word != "point_mass" or seed % 2 == 0))
+    shapes = (
+        CHAINS if kinds == {"sampled_chain"} else SMALL if word == "point_mass" else CHAINS + TREES
+    )
+    here = world(
+        seed,
+        shapes,
+        replace="sampled_independent" in kinds and (word != "point_mass" or seed % 2 == 0),
+    )
     assert here.error(choose_rule(word, here.kind, lossy=False)) <= 1e-9
 
 
@@ -219,7 +243,8 @@ def picked_and_taken_for_drawn(tree, scores, sampler):
 
 
 def stale_draft_probabilities(tree, scores, sampler):
-    """Wrong: children drawn without replacement, verified as if every one had been drawn from the same."""
+    """Wrong: children drawn without replacement, verified as if every one had been drawn from the
+    same."""
     return with_replacement(tree, scores, sampler)
 
 
@@ -231,20 +256,25 @@ def unchanged_target(tree, scores, sampler):
     return dataclasses.replace(result, next_tokens_B=sampler.categorical(probs[:, 0]))
 
 
-@pytest.mark.parametrize("wrong", [picked_and_taken_for_drawn, stale_draft_probabilities, unchanged_target])
+@pytest.mark.parametrize(
+    "wrong", [picked_and_taken_for_drawn, stale_draft_probabilities, unchanged_target]
+)
 def test_the_enumeration_catches_what_published_code_does_wrong(wrong):
     assert max(World([[0], [1]], 4, seed, []).error(wrong) for seed in range(5)) > 0.01
 
 
 def test_drawn_trees_rank_the_rules(record_property):
-    """Mean tokens a round on the same trees: taking more of the draft into account never accepts less."""
+    """Mean tokens a round on the same trees: taking more of the draft into account never accepts
+    less."""
     for shapes, words in [
         (TREES, ("traversal", "without_replacement", "point_mass")),
         (CHAINS[1:], ("block", "token", "point_mass")),
     ]:
         means = []
         for word in words:
-            worlds = [World(shape, 3, seed, []) for seed in range(6) for shape in shapes if len(shape) < 5]
+            worlds = [
+                World(shape, 3, seed, []) for seed in range(6) for shape in shapes if len(shape) < 5
+            ]
             means.append(sum(here.mean(RULES[word].verify) for here in worlds) / len(worlds))
         record_property(" ".join(words), means)
         assert means == sorted(means, reverse=True)
@@ -289,18 +319,27 @@ def test_typical_acceptance_is_not_the_targets_distribution():
 
 
 def test_typical_acceptance_takes_what_passes_the_threshold():
-    logits = torch.tensor([[0.5, 0.3, 0.107, 0.093], [0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]).log()
+    logits = torch.tensor(
+        [[0.5, 0.3, 0.107, 0.093], [0.97, 0.01, 0.01, 0.01], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]
+    ).log()
     shape = TreeShape.from_paths([[0], [1], [0, 0]])
     draft = torch.zeros(1, 4, 4)
 
     def accepted(*tokens):
         tree = DraftTree(
-            torch.tensor([[0, *tokens]]), torch.tensor([shape.parents]), torch.tensor([4]), 2, "top_k", draft, shape
+            torch.tensor([[0, *tokens]]),
+            torch.tensor([shape.parents]),
+            torch.tensor([4]),
+            2,
+            "top_k",
+            draft,
+            shape,
         )
         result = RULES["typical"].verify(tree, logits[None], None)
         return result.path_BA[0, : int(result.lengths_B)].tolist(), int(result.next_tokens_B)
 
-    # at the root the entropy is 1.17, so the threshold is min(0.09, 0.3 * 0.311) = 0.09: token 3 just passes
+    # at the root the entropy is 1.17, so the threshold is min(0.09, 0.3 * 0.311) = 0.09: token 3
+    # just passes
     assert accepted(3, 0, 0) == ([0, 1, 3], 0)
     # at node 1 the entropy is 0.17, so the threshold is 0.09
     assert accepted(1, 2, 0) == ([0, 1, 3], 0)
@@ -320,14 +359,22 @@ def test_auto_is_an_exact_rule_that_fits(kind):
 @pytest.mark.parametrize(
     ("word", "kind", "message"),
     [
-        ("token", "top_k", "'token' would be biased for trees whose nodes are top-k tokens and not sampled"),
+        (
+            "token",
+            "top_k",
+            "'token' would be biased for trees whose nodes are top-k tokens and not sampled",
+        ),
         ("traversal", "top_k", "choose from point_mass$"),
         (
             "without_replacement",
             "sampled_independent",
             "sampled independently; choose from point_mass, with_replacement$",
         ),
-        ("with_replacement", "sampled_without_replacement", "choose from point_mass, without_replacement, traversal$"),
+        (
+            "with_replacement",
+            "sampled_without_replacement",
+            "choose from point_mass, without_replacement, traversal$",
+        ),
         ("block", "sampled_without_replacement", "'block' would be biased"),
         ("typical", "top_k", "'typical' is lossy: .* say lossy=True .* or choose 'point_mass'"),
         ("exact", "top_k", "unknown acceptance rule 'exact'; choose from auto, point_mass"),

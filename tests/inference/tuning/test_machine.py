@@ -1,4 +1,5 @@
-"""What was measured is kept; whatever is wrong with the place where it is kept, it is measured anew and no error."""
+"""What was measured is kept; whatever is wrong with the place where it is kept, it is measured anew
+and no error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ import torch
 
 from headstart.inference import SpeculativeLM
 from headstart.inference.tuning import machine
-from headstart.inference.tuning.machine import cache_folder, measured_once, positive, seconds_in_turns
+from headstart.inference.tuning.machine import (
+    cache_folder,
+    measured_once,
+    positive,
+    seconds_in_turns,
+)
 
 CPU = torch.device("cpu")
 
@@ -66,10 +72,13 @@ def test_what_a_busy_machine_measured_is_not_kept_for_the_next_process(
     clocks = iter([(5.0, 2.0), (5.0 + wall, 2.0 + own)])
     monkeypatch.setattr(machine, "_clocks", lambda: next(clocks))
     assert measured_once(torch.device(device), "speed", lambda: 2.5, positive) == 2.5
-    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == 2.5  # by the same process
+    # by the same process
+    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == 2.5
     later(monkeypatch)
     monkeypatch.setattr(machine, "_clocks", lambda: (0.0, 0.0))
-    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == (2.5 if kept else 7.0)
+    assert measured_once(torch.device(device), "speed", lambda: 7.0, positive) == (
+        2.5 if kept else 7.0
+    )
 
 
 def test_the_file_is_the_users_own_and_nothing_is_left_beside_it(nothing_measured):
@@ -87,14 +96,20 @@ def test_what_another_process_wrote_meanwhile_stays(nothing_measured, monkeypatc
     monkeypatch.setattr(machine, "_measured", ours)
     asked(3.0, "third")
     later(monkeypatch)
-    assert [asked(9.0, name) for name in ("first", "second", "third")] == [(1.0, False), (2.0, False), (3.0, False)]
+    assert [asked(9.0, name) for name in ("first", "second", "third")] == [
+        (1.0, False),
+        (2.0, False),
+        (3.0, False),
+    ]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda patch: patch.setattr(machine, "processor", lambda: "another processor"),
-        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another set"),
+        lambda patch: patch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda: "another set"
+        ),
         lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
         lambda patch: patch.setattr(machine, "usable_cores", lambda: 0),
         lambda patch: patch.setattr(torch, "__version__", "0.0"),
@@ -156,7 +171,9 @@ def no_home():
     raise RuntimeError("Could not determine home directory.")
 
 
-@pytest.mark.parametrize("broken", ["read-only", "a file in its place", "a folder in its place", "no home"])
+@pytest.mark.parametrize(
+    "broken", ["read-only", "a file in its place", "a folder in its place", "no home"]
+)
 def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeypatch, broken):
     if broken == "read-only":
         monkeypatch.setattr(machine, "write_whole", refuse)
@@ -173,7 +190,9 @@ def test_where_nothing_can_be_kept_one_warning_says_so(nothing_measured, monkeyp
         assert asked(2.5) == (2.5, True)
         assert asked(7.0) == (2.5, False)  # known as long as the process lives
         assert asked(7.0, "another") == (7.0, True)
-    assert [str(each.message)[:53] for each in told] == ["what was measured of this machine cannot be kept, and"]
+    assert [str(each.message)[:53] for each in told] == [
+        "what was measured of this machine cannot be kept, and"
+    ]
     if broken == "a folder in its place":
         assert [path.name for path in nothing_measured.iterdir()] == ["machine.json"]
 
@@ -203,21 +222,30 @@ def test_more_threads_than_cores_are_told_once(nothing_measured, monkeypatch, ti
     assert told_by(lambda: SpeculativeLM.from_pretrained(target)) == []
     monkeypatch.setattr(machine, "usable_cores", lambda: 1)
     (told,) = told_by(lambda: [SpeculativeLM.from_pretrained(target) for _ in range(2)])
-    assert "torch uses 4 threads and this process may run on 1 core" in told and "torch.set_num_threads(1)" in told
+    assert (
+        "torch uses 4 threads and this process may run on 1 core" in told
+        and "torch.set_num_threads(1)" in told
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_torch_counts_cores_when_it_starts_and_not_again():
-    """Why `check_threads` looks: what is limited before is right, what is limited later, or overruled, is not."""
+    """Why `check_threads` looks: what is limited before is right, what is limited later, or
+    overruled, is not."""
     program = (
-        "import os; core = min(os.sched_getaffinity(0)); {before}; import torch; "
-        "os.sched_setaffinity(0, [core]); print(torch.get_num_threads(), len(os.sched_getaffinity(0)))"
+        "import os; core = min(os.sched_getaffinity(0)); {before}; import torch;"
+        " os.sched_setaffinity(0, [core]); print(torch.get_num_threads(),"
+        " len(os.sched_getaffinity(0)))"
     )
 
     def started(before, **environment):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP", "MKL"))}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("OMP", "MKL"))
+        }
         code = [sys.executable, "-c", program.format(before=before)]
-        done = subprocess.run(code, env=kept | environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            code, env=kept | environment, capture_output=True, text=True, check=True
+        )
         return tuple(map(int, done.stdout.split()))
 
     assert started("os.sched_setaffinity(0, [core])") == (1, 1)
@@ -232,7 +260,10 @@ def test_one_thread_decodes(nothing_measured, tiny_target):
     try:
         lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup").warmup()
         assert (
-            lm.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False).sequences.shape[1] == 7
+            lm.generate(
+                torch.ones(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False
+            ).sequences.shape[1]
+            == 7
         )
         assert "1 threads" in name_of(CPU)
     finally:
@@ -255,7 +286,9 @@ def test_timed_calls_take_turns_and_end_with_the_time(monkeypatch, limit, calls)
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a"][: 2 * calls]
     first_alone = calls == 1  # it took all the time that there was, so it counts
     assert taken == (
-        {"a": [1.0], "b": [1.5]} if first_alone else {"a": [0.25] * (calls - 1), "b": [0.75] * (calls - 1)}
+        {"a": [1.0], "b": [1.5]}
+        if first_alone
+        else {"a": [0.25] * (calls - 1), "b": [0.75] * (calls - 1)}
     )
 
 
@@ -273,9 +306,16 @@ def test_unmeasured_calls_never_count(monkeypatch):
 @pytest.mark.parametrize(
     ("lines", "name"),
     [
-        # two generations that a virtual machine calls alike; the second processor's lines are not read
-        (["cpu family : 25", "model : 17", "model name : AMD EPYC", "", "model : 9"], "AMD EPYC (family 25, model 17)"),
-        (["cpu family : 26", "model : 2", "model name : AMD EPYC"], "AMD EPYC (family 26, model 2)"),
+        # two generations that a virtual machine calls alike; the second processor's lines are not
+        # read
+        (
+            ["cpu family : 25", "model : 17", "model name : AMD EPYC", "", "model : 9"],
+            "AMD EPYC (family 25, model 17)",
+        ),
+        (
+            ["cpu family : 26", "model : 2", "model name : AMD EPYC"],
+            "AMD EPYC (family 26, model 2)",
+        ),
         (["model name : IBM/S390"], "IBM/S390"),
         (["CPU implementer : 0x41"], platform.processor() or platform.machine()),  # ARM
     ],

@@ -11,13 +11,18 @@ from headstart.inference.tuning.tree_search import best_static_tree
 
 
 def expected_length(accuracy, shape):
-    """Tokens per round: the root's, and for every node the product of the accuracies on its path."""
-    return 1 + sum(math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths)
+    """Tokens per round: the root's, and for every node the product of the accuracies on its
+    path."""
+    return 1 + sum(
+        math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in shape.paths
+    )
 
 
 def all_trees(depth, ranks, size):
     """Every tree of `size` nodes, by brute force."""
-    paths = [path for d in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=d)]
+    paths = [
+        path for d in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=d)
+    ]
     for chosen in itertools.combinations(paths, size - 1):
         if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
             yield TreeShape.from_paths(chosen)

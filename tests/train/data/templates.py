@@ -15,9 +15,9 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role']"
+    " }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}{% if"
+    " add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
@@ -51,9 +51,11 @@ QWEN3 = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
-"""Past reasoning is dropped; the last answer has a block of reasoning, an empty one if it holds none."""
+"""Past reasoning is dropped; the last answer has a block of reasoning, an empty one if it holds
+none."""
 QWEN3_THINKING = QWEN3.replace(
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{-"
+    " '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
     "{{- '<think>\\n' }}",
 )
 """The generation prompt opens the reasoning, and the last answer is rendered so."""
@@ -100,7 +102,8 @@ DEEPSEEK_V31 = """\
 {%- if add_generation_prompt and ns.user %}
     {{- '<|Assistant|>' + ('<think>' if thinking is defined and thinking else '</think>') }}
 {%- endif %}"""
-"""The variable is called thinking; answers are rendered with closed reasoning even while the prompt opens it."""
+"""The variable is called thinking; answers are rendered with closed reasoning even while the prompt
+opens it."""
 MISTRAL = """\
 {%- set system = messages[0].content if messages[0].role == 'system' else none %}
 {%- set rest = messages[1:] if system is not none else messages %}
@@ -117,7 +120,8 @@ MISTRAL = """\
         {{- m.content + '[/INST]' }}
     {%- endif %}
 {%- endfor %}"""
-"""System prompt and tools stand before the user's last message, while it is the last; answers begin with a space."""
+"""System prompt and tools stand before the user's last message, while it is the last; answers begin
+with a space."""
 HARMONY = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
@@ -137,7 +141,8 @@ HARMONY = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
-"""Channels are special tokens; the analysis of past turns is dropped, and a past answer ends in another token."""
+"""Channels are special tokens; the analysis of past turns is dropped, and a past answer ends in
+another token."""
 MARKED = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}{{- 'bot> ' }}
@@ -146,19 +151,34 @@ MARKED = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'assistant> ' }}{% endif %}"""
-"""The rendering does not continue the generation prompt; the template marks what the assistant wrote."""
+"""The rendering does not continue the generation prompt; the template marks what the assistant
+wrote."""
 
-CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "unit": None}},
+}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ARGUMENTS = json.dumps(CALL["function"]["arguments"])
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<|User|>", "<|Assistant|>", "<|call|>", "<|tool|>", "<|sep|>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+    *(
+        "<|User|>",
+        "<|Assistant|>",
+        "<|call|>",
+        "<|tool|>",
+        "<|sep|>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+    ),
     *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"),
 )
 Written = Callable[[str, str, bool], str]
-"""What a model writes after the generation prompt, its end token too: of reasoning, content, and whether it calls."""
+"""What a model writes after the generation prompt, its end token too: of reasoning, content, and
+whether it calls."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +215,11 @@ def _qwen_plain(_: str, content: str, calls: bool) -> str:
 
 
 def _r1(reasoning: str, content: str, calls: bool) -> str:
-    return f"{reasoning}\n</think>\n\n{content}" + ("<|call|>add\n" + ARGUMENTS if calls else "") + "</s>"
+    return (
+        f"{reasoning}\n</think>\n\n{content}"
+        + ("<|call|>add\n" + ARGUMENTS if calls else "")
+        + "</s>"
+    )
 
 
 def _deepseek(_: str, content: str, calls: bool) -> str:
@@ -221,17 +245,28 @@ FAMILIES = {
     "chatml": Family(CHATML, lambda _, content, calls: content + "<|im_end|>", ("<|im_end|>",)),
     "llama3": Family(LLAMA3, lambda _, content, calls: content + "<|eot_id|>", ("<|eot_id|>",)),
     "qwen3": Family(QWEN3, _qwen, ("<|im_end|>",), reasons=True, tools=True),
-    "qwen3, no thinking": Family(QWEN3, _qwen_plain, ("<|im_end|>",), False, {"enable_thinking": False}, tools=True),
+    "qwen3, no thinking": Family(
+        QWEN3, _qwen_plain, ("<|im_end|>",), False, {"enable_thinking": False}, tools=True
+    ),
     "qwen3, always thinking": Family(
         QWEN3_THINKING, _qwen_opened, ("<|im_end|>",), reasons=True, tools=True, prefilled=True
     ),
     "qwq": Family(
-        QWQ, lambda r, content, calls: f"{r}\n</think>\n\n{content}<|im_end|>", ("<|im_end|>",), True, prefilled=True
+        QWQ,
+        lambda r, content, calls: f"{r}\n</think>\n\n{content}<|im_end|>",
+        ("<|im_end|>",),
+        True,
+        prefilled=True,
     ),
     "r1": Family(R1, _r1, ("</s>",), reasons=True, tools=True, prefilled=True),
     "deepseek-v3.1": Family(DEEPSEEK_V31, _deepseek, ("</s>",), tools=True),
     "deepseek-v3.1, thinking": Family(
-        DEEPSEEK_V31, _deepseek_thinking, ("</s>",), reasons=True, variables={"thinking": True}, prefilled=True
+        DEEPSEEK_V31,
+        _deepseek_thinking,
+        ("</s>",),
+        reasons=True,
+        variables={"thinking": True},
+        prefilled=True,
     ),
     "mistral": Family(MISTRAL, _mistral, ("</s>",), tools=True),
     "harmony": Family(HARMONY, _harmony, ("<|return|>", "<|call|>"), reasons=True, tools=True),
@@ -250,7 +285,13 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
         special_tokens=list(SPECIAL),
         show_progress=False,
     )
-    texts = ["the sum is three", "one and two", "\n\n", "assistant user analysis final", "add the numbers"]
+    texts = [
+        "the sum is three",
+        "one and two",
+        "\n\n",
+        "assistant user analysis final",
+        "add the numbers",
+    ]
     bpe.train_from_iterator(texts * 3, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=family.ends[0])
     fast.chat_template = family.template

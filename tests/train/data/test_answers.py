@@ -1,4 +1,5 @@
-"""Answers as token ids: what is trained on is what the model wrote, whatever the chat template makes of its text."""
+"""Answers as token ids: what is trained on is what the model wrote, whatever the chat template
+makes of its text."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def user(text):
 
 
 def made_with(family, writes, row, tmp_path, monkeypatch, **options):
-    """The rows that the command writes if the model writes one text after the other, and the tokenizer."""
+    """The rows that the command writes if the model writes one text after the other, and the
+    tokenizer."""
     tokenizer = tokenizer_of(family)
     ends = end_tokens(family, tokenizer)
     model = build_model(vocab_size=len(tokenizer))
@@ -79,7 +81,14 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
         writes[1] = writes[1].removesuffix(family.ends[0])
     elif end == "cut off in the reasoning":
         writes[1] = writes[1].partition(THOUGHT)[0] + "6*2" if family.reasons else "n"
-    row = {"messages": [*system, user("one"), {"role": "assistant", "content": "another model's"}, user("two")]}
+    row = {
+        "messages": [
+            *system,
+            user("one"),
+            {"role": "assistant", "content": "another model's"},
+            user("two"),
+        ]
+    }
     found, tokenizer = made_with(family, writes, row, tmp_path, monkeypatch)
     history = [*system, user("one")]
     for text in writes:
@@ -90,12 +99,17 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
         assert holders and all(holders[0]["loss_mask"][place] == 1 for place in places)
         history = [*history, found[-1]["messages"][len(history)], user("two")]
     for row in found:
-        (example,) = encode(check_row(row, "here"), tokenizer, frozenset(), 10_000)  # nothing is rendered
-        assert (example.tokens, example.loss_mask) == (row["input_ids"], [bool(own) for own in row["loss_mask"]])
+        # nothing is rendered
+        (example,) = encode(check_row(row, "here"), tokenizer, frozenset(), 10_000)
+        assert (example.tokens, example.loss_mask) == (
+            row["input_ids"],
+            [bool(own) for own in row["loss_mask"]],
+        )
         assert row["tokenizer"] == tokenizer_provenance(tokenizer)["tokenizer"]
         check_conversation({"messages": row["messages"]}, "here")
     masked = sum(sum(row["loss_mask"]) for row in found)
-    assert masked == sum(len(ids_of(tokenizer, text)) for text in writes)  # each answer once, and nothing else
+    # each answer once, and nothing else
+    assert masked == sum(len(ids_of(tokenizer, text)) for text in writes)
     assert "another model's" not in json.dumps(found)
     assert found[-1]["finished"] is (end == "finished")
 
@@ -104,10 +118,12 @@ def test_what_is_trained_on_is_what_the_model_wrote(tmp_path, monkeypatch, name,
     ("name", "content", "system", "rows"),
     [
         ("chatml", CONTENT, [SYSTEM], 1),
-        ("llama3", "12 eggs", [SYSTEM], 2),  # the whole text has other tokens at the border of prompt and answer
+        # the whole text has other tokens at the border of prompt and answer
+        ("llama3", "12 eggs", [SYSTEM], 2),
         ("llama3", CONTENT, [], 2),  # the template strips earlier answers
         ("qwen3", CONTENT, [], 2),  # and this one drops their reasoning
-        ("qwen3, no thinking", CONTENT, [], 2),  # the empty block stands before the last answer only
+        # the empty block stands before the last answer only
+        ("qwen3, no thinking", CONTENT, [], 2),
         ("deepseek-v3.1", CONTENT, [], 1),
         ("deepseek-v3.1, thinking", CONTENT, [], 2),
         ("mistral", CONTENT, [SYSTEM], 2),  # the system prompt moves on
@@ -130,13 +146,29 @@ def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
     ("name", "prompt", "text", "message"),
     [
         ("chatml", "hi", " yes \n", {"content": " yes \n"}),
-        ("chatml", "hi", "[THINK]no[/THINK]yes", {"content": "[THINK]no[/THINK]yes"}),  # tags that the template lacks
-        ("qwen3", "hi", "<think>\na\nb\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a\nb"}),
+        # tags that the template lacks
+        ("chatml", "hi", "[THINK]no[/THINK]yes", {"content": "[THINK]no[/THINK]yes"}),
+        (
+            "qwen3",
+            "hi",
+            "<think>\na\nb\n</think>\n\nyes",
+            {"content": "yes", "reasoning_content": "a\nb"},
+        ),
         ("qwen3", "hi", "<think>\n\n</think>\n\nyes", {"content": "yes"}),
         ("qwen3", "hi", "<think>\ncut off", {"content": "", "reasoning_content": "cut off"}),
         ("qwen3", "<think>\n\n</think>\n\n", "yes", {"content": "yes"}),
-        ("r1", "<|Assistant|><think>\n", "a\n</think>\n\nyes", {"content": "yes", "reasoning_content": "a"}),
-        ("r1", "<|Assistant|><think>\n", "cut off", {"content": "", "reasoning_content": "cut off"}),
+        (
+            "r1",
+            "<|Assistant|><think>\n",
+            "a\n</think>\n\nyes",
+            {"content": "yes", "reasoning_content": "a"},
+        ),
+        (
+            "r1",
+            "<|Assistant|><think>\n",
+            "cut off",
+            {"content": "", "reasoning_content": "cut off"},
+        ),
         (
             "harmony",
             "<|start|>assistant",
@@ -149,7 +181,12 @@ def test_answers_share_a_sequence_where_the_template_renders_the_past_as_it_was(
             "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
             {"content": "Wait.\nDone."},
         ),
-        ("harmony", "hi", "<|channel|>analysis<|message|>cut", {"content": "", "reasoning_content": "cut"}),
+        (
+            "harmony",
+            "hi",
+            "<|channel|>analysis<|message|>cut",
+            {"content": "", "reasoning_content": "cut"},
+        ),
     ],
 )
 def test_an_answer_can_be_read(name, prompt, text, message):
@@ -157,20 +194,30 @@ def test_an_answer_can_be_read(name, prompt, text, message):
     ends = end_tokens(FAMILIES[name], tokenizer)
     for ending in ("", FAMILIES[name].ends[0]):
         tokens = ids_of(tokenizer, text.removesuffix("<|return|>") + ending)
-        assert readable(tokenizer, ids_of(tokenizer, prompt), tokens, ends) == {"role": "assistant", **message}
+        assert readable(tokenizer, ids_of(tokenizer, prompt), tokens, ends) == {
+            "role": "assistant",
+            **message,
+        }
 
 
 def test_an_end_token_that_is_an_ordinary_word_is_not_part_of_the_message():
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     (end,) = ids_of(tokenizer, "\n")
-    assert readable(tokenizer, [], [*ids_of(tokenizer, "yes"), end], frozenset({end}))["content"] == "yes"
+    assert (
+        readable(tokenizer, [], [*ids_of(tokenizer, "yes"), end], frozenset({end}))["content"]
+        == "yes"
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3, no thinking", "r1", "deepseek-v3.1, thinking", "mistral", "harmony"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3, no thinking", "r1", "deepseek-v3.1, thinking", "mistral", "harmony"]
+)
 def test_a_conversation_stops_where_a_tools_result_must_follow(tmp_path, monkeypatch, name):
     family = FAMILIES[name]
     row = {"messages": [user("one"), user("two")], "follow_up": "three"}
-    found, tokenizer = made_with(family, [family.written(THOUGHT, "", True)], row, tmp_path, monkeypatch)
+    found, tokenizer = made_with(
+        family, [family.written(THOUGHT, "", True)], row, tmp_path, monkeypatch
+    )
     assert len(found) == 1 and len(found[0]["messages"]) == 3
     assert not calls_tool(tokenizer, ids_of(tokenizer, "a tool, call it"))
 
@@ -213,7 +260,14 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found, rejected = read_prompts_to_answer(path)
     said = [[[message["content"] for message in turn] for turn in row["turns"]] for row in found]
-    assert said == [[["a"], ["b"]], [["a"], ["b"], ["c"]], [["a"], ["b"]], [["a"], ["b"]], [["a"]], [["a"]]]
+    assert said == [
+        [["a"], ["b"]],
+        [["a"], ["b"], ["c"]],
+        [["a"], ["b"]],
+        [["a"], ["b"]],
+        [["a"]],
+        [["a"]],
+    ]
     assert found[2]["tools"] == [{"type": "function"}] and found[0]["kind"] == "short"
     assert rejected == []
     path.write_text("", encoding="utf-8")
@@ -222,10 +276,16 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
 
 
 BAD_PROMPTS = [
-    ('{"messages": [{"role": "tool", "content": "r"}]}', "no message of the user that could be answered"),
+    (
+        '{"messages": [{"role": "tool", "content": "r"}]}',
+        "no message of the user that could be answered",
+    ),
     ('{"prompt": "a", "follow_up": 3}', "'follow_up' must be a text, not 3"),
     ('{"turns": ["a", 5]}', "no conversation in any format"),
-    ('{"prompt": "a", "temperature": "hot"}', "'temperature' must be a number of at least 0, not 'hot'"),
+    (
+        '{"prompt": "a", "temperature": "hot"}',
+        "'temperature' must be a number of at least 0, not 'hot'",
+    ),
     ('{"prompt": "a", "temperature": -1}', "'temperature' must be a number of at least 0, not -1"),
     ('{"prompt": "\\ud83d"}', "half a character"),
     ("{broken", "not JSON"),
@@ -248,7 +308,10 @@ def test_a_prompt_that_cannot_be_answered_costs_that_prompt(tmp_path):
 
 def test_half_a_character_that_the_model_wrote_is_kept():
     text = lines_of([{"content": "\ud83d é"}, {"content": "é"}])
-    assert [json.loads(line)["content"] for line in text.encode().decode().splitlines()] == ["\ud83d é", "é"]
+    assert [json.loads(line)["content"] for line in text.encode().decode().splitlines()] == [
+        "\ud83d é",
+        "é",
+    ]
     assert text.endswith('"é"}\n')
 
 
@@ -267,9 +330,19 @@ def test_a_later_prompt_that_begins_with_an_answer_is_the_same_sequence():
         Answer(A, True, False, 1, [1, 2, 3, 4, 5], [6]),
         Answer(A, True, False, 2, [1, 2, 9, 5, 6], [7, 8]),
     ]
-    conversation = Conversation({"number": 7}, [[user("a")], [user("b")], [user("c")]], None, answers)
+    conversation = Conversation(
+        {"number": 7}, [[user("a")], [user("b")], [user("c")]], None, answers
+    )
     first, second = conversation.token_rows("print")
     assert (first["input_ids"], first["loss_mask"]) == ([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])
-    assert (second["input_ids"], second["loss_mask"]) == ([1, 2, 9, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 1])
+    assert (second["input_ids"], second["loss_mask"]) == (
+        [1, 2, 9, 5, 6, 7, 8],
+        [0, 0, 0, 0, 0, 1, 1],
+    )
     assert [len(row["messages"]) for row in (first, second)] == [4, 6]
-    assert (first["number"], first["tokens"], first["sequences"], second["sequence"]) == (7, 3, 2, 2)
+    assert (first["number"], first["tokens"], first["sequences"], second["sequence"]) == (
+        7,
+        3,
+        2,
+        2,
+    )

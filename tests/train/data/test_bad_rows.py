@@ -1,4 +1,5 @@
-"""A row that cannot be used costs that row: all are named at one start, before a model is loaded."""
+"""A row that cannot be used costs that row: all are named at one start, before a model is
+loaded."""
 
 from __future__ import annotations
 
@@ -30,26 +31,48 @@ def messages(*answers: Any) -> dict[str, Any]:
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "a function call": (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{}"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "function_call", "value": "{}"},
+            ]
+        },
         "a row in the format 'conversations'",
     ),
     "the older function_call": (
-        messages({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}),
+        messages(
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "f", "arguments": "{}"},
+            }
+        ),
         "message 1 needs a 'role' and a 'content' text, or 'tool_calls'",
     ),
     "a null answer": (messages({"role": "assistant", "content": None}), "message 1 needs"),
     "an image": (
-        messages({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        messages(
+            {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+        ),
         "message 1 has a content part 'image_url'",
     ),
     "an unknown role": (messages({"role": "robot", "content": "a"}), "message 1 has role 'robot'"),
-    "a role that is a list": ({"messages": [{"role": ["user"], "content": "a"}]}, "message 0 has role ['user']"),
-    "other columns": ({"prompt": "a", "completion": "b"}, "a row in the format 'prompt/completion'"),
+    "a role that is a list": (
+        {"messages": [{"role": ["user"], "content": "a"}]},
+        "message 0 has role ['user']",
+    ),
+    "other columns": (
+        {"prompt": "a", "completion": "b"},
+        "a row in the format 'prompt/completion'",
+    ),
     "no messages": ({"messages": []}, "'messages' is empty"),
     "no JSON": ("{broken", "not JSON"),
     "no object": ("17", "no conversation"),
     "too deep": ("[" * 100_000, "not JSON"),
-    "half a character": (messages({"role": "assistant", "content": "\ud83d"}), "the tokenizer cannot read the text"),
+    "half a character": (
+        messages({"role": "assistant", "content": "\ud83d"}),
+        "the tokenizer cannot read the text",
+    ),
     "tool calls that are no list": (
         messages({"role": "assistant", "content": None, "tool_calls": 3}),
         "needs a list of 'tool_calls', not 3",
@@ -58,7 +81,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "assistant", "content": "I start"}]},
         "the chat template refuses a conversation",
     ),
-    "tokens without a mask": ({"input_ids": [1, 2], "loss_mask": [1]}, "'input_ids' holds 2 tokens"),
+    "tokens without a mask": (
+        {"input_ids": [1, 2], "loss_mask": [1]},
+        "'input_ids' holds 2 tokens",
+    ),
     "a token beyond the embedding": (
         {"input_ids": [1, 258], "loss_mask": [0, 1]},
         "token 258 is beyond the model's 258 tokens",
@@ -77,8 +103,14 @@ def options(run_options, changed, tmp_path):
     """The options of a run over these rows."""
 
     def of(rows: list[Any], **data: Any) -> Any:
-        given = {"sources": [write(tmp_path / "rows.jsonl", rows)], "cache": str(tmp_path / "cache"), **data}
-        return changed(run_options(tmp_path / "run", 1), data=given, loop={"eval_every": 0, "save_every": 0})
+        given = {
+            "sources": [write(tmp_path / "rows.jsonl", rows)],
+            "cache": str(tmp_path / "cache"),
+            **data,
+        }
+        return changed(
+            run_options(tmp_path / "run", 1), data=given, loop={"eval_every": 0, "save_every": 0}
+        )
 
     return of
 
@@ -110,7 +142,9 @@ def test_a_row_that_cannot_be_used_costs_that_row(tmp_path, row, words, first):
 
 
 @pytest.mark.parametrize("num_proc", [None, 3])
-def test_of_200_rows_with_ten_broken_ones_one_start_uses_190_and_names_ten(options, tmp_path, caplog, num_proc):
+def test_of_200_rows_with_ten_broken_ones_one_start_uses_190_and_names_ten(
+    options, tmp_path, caplog, num_proc
+):
     rows: list[Any] = [GOOD] * 200
     broken = list(BROKEN.values())[:10]
     for place, (row, _) in enumerate(broken):
@@ -141,7 +175,9 @@ def test_of_200_rows_with_ten_broken_ones_one_start_uses_190_and_names_ten(optio
         ({"bad_rows_limit": 0.0}, "data.bad_rows_limit allows 0.0"),
     ],
 )
-def test_too_many_are_named_in_one_error_before_the_target_is_loaded(options, tmp_path, monkeypatch, limit, words):
+def test_too_many_are_named_in_one_error_before_the_target_is_loaded(
+    options, tmp_path, monkeypatch, limit, words
+):
     monkeypatch.setattr(loop, "load_target", lambda *_: pytest.fail("loaded the target"))
     rows: list[Any] = [GOOD] * 20
     rows[4] = rows[9] = "{broken"
@@ -164,7 +200,8 @@ def test_as_many_as_the_error_advises_are_enough():
 
 
 @pytest.mark.parametrize(
-    ("rows", "number"), [(10, 1), (20, 2), (100, 10), (200, 10), (1000, 10), (5000, 50), (100_000, 1000)]
+    ("rows", "number"),
+    [(10, 1), (20, 2), (100, 10), (200, 10), (1000, 10), (5000, 50), (100_000, 1000)],
 )
 def test_without_a_limit_a_percent_or_ten_that_are_few_are_allowed(rows, number):
     assert allowed(DataConfig(), rows) == pytest.approx(number)
@@ -172,23 +209,38 @@ def test_without_a_limit_a_percent_or_ten_that_are_few_are_allowed(rows, number)
 
 
 def test_answers_beyond_the_longest_sequence_and_rows_without_one_are_counted(options, caplog):
-    long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
+    long = {
+        "messages": [
+            {"role": "user", "content": "long " * 40},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
     cut = {"messages": [USER, {"role": "assistant", "content": "word " * 40}]}
     asked = {"messages": [USER]}
     caplog.set_level(logging.INFO, "headstart")
     train(options([GOOD] * 4 + [long] * 3 + [cut] * 2 + [asked], max_length=64))
     told = [record.getMessage() for record in caplog.records]
     assert (
-        "10 rows read, 6 used, 2 of them truncated at data.max_length 64; 3 dropped whose answers begin after it; 1 "
-        "without an answer; 0 skipped"
-    ) in told
+        "10 rows read, 6 used, 2 of them truncated at data.max_length 64; 3 dropped whose answers"
+        " begin after it; 1 without an answer; 0 skipped" in told
+    )
 
 
 def test_no_answer_within_the_longest_sequence_is_an_error_that_names_it(options):
-    long = {"messages": [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "a"}]}
-    with pytest.raises(ValueError, match=r"of all 5 conversations begin after data\.max_length 64; choose a larger"):
+    long = {
+        "messages": [
+            {"role": "user", "content": "long " * 40},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    with pytest.raises(
+        ValueError, match=r"of all 5 conversations begin after data\.max_length 64; choose a larger"
+    ):
         train(options([long] * 5, max_length=64))
-    with pytest.raises(ValueError, match=r"one conversation is left: the answers of 5 conversations begin after data"):
+    with pytest.raises(
+        ValueError,
+        match=r"one conversation is left: the answers of 5 conversations begin after data",
+    ):
         train(options([long] * 5 + [GOOD], max_length=64))
 
 
@@ -204,7 +256,8 @@ def test_rows_of_tokens_need_no_chat_template(target_folder, options, tmp_path, 
     for number, row in enumerate((tokens, {"prompt": "one", "completion": " two"})):
         train(changed(options([row] * 4), target=str(folder), output=str(tmp_path / str(number))))
     with pytest.raises(
-        ValueError, match=r"base' has no chat template.*input_ids and loss_mask.*prompt and a completion"
+        ValueError,
+        match=r"base' has no chat template.*input_ids and loss_mask.*prompt and a completion",
     ):
         train(changed(options([GOOD] * 4), target=str(folder), output=str(tmp_path / "refused")))
 
@@ -216,7 +269,8 @@ def test_several_rows_of_tokens_are_one_conversation(tmp_path, options):
         for sequence in (1, 2, 3):
             tokens = {"input_ids": [number, sequence, 7], "loss_mask": [0, 0, 1]}
             rows.append({**tokens, "sequence": sequence, "sequences": 3})
-    rows.append({"input_ids": [99, 0, 7], "loss_mask": [0, 0, 1], "sequence": "1"})  # a column of something else
+    # a column of something else
+    rows.append({"input_ids": [99, 0, 7], "loss_mask": [0, 0, 1], "sequence": "1"})
     cache = encoded(write(tmp_path / "rows.jsonl", rows), tmp_path / "cache")
     assert cache.conversations_N.tolist() == [3 * (i // 3) for i in range(60)] + [60]
     training, held_out = split_cache(cache, options(rows, held_out=0.3))
@@ -225,10 +279,13 @@ def test_several_rows_of_tokens_are_one_conversation(tmp_path, options):
 
 
 def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkeypatch):
-    """As where transformers changes the end tokens while loading: the data are as the loaded target says."""
+    """As where transformers changes the end tokens while loading: the data are as the loaded target
+    says."""
     monkeypatch.setattr(Target, "end_tokens", frozenset({5}))
     seen, original = [], loop.load_data
-    monkeypatch.setattr(loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given))
+    monkeypatch.setattr(
+        loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given)
+    )
     train(options([GOOD] * 4))
     assert len(seen) == 2 and 5 in seen[1] and 5 not in seen[0]
 
@@ -237,12 +294,17 @@ def test_token_ids_of_another_tokenizer_are_refused_by_both_fingerprints(tmp_pat
     tokenizer = build_tokenizer()
     own = tokenizer_provenance(tokenizer)["tokenizer"]
     tokens = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
-    rows = [{**tokens, "tokenizer": named} for named in (own, "0123456789abcdef", None, "a name")] + [tokens, GOOD]
+    rows = [
+        {**tokens, "tokenizer": named} for named in (own, "0123456789abcdef", None, "a name")
+    ] + [tokens, GOOD]
     name = write(tmp_path / "rows.jsonl", rows)
     how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), 100, None)
     cache = cached_sequences(open_sources([name]), how, str(tmp_path / "cache"))
-    ((row,), used) = cache.unused, cache.conversations_N.tolist()
+    (row,), used = cache.unused, cache.conversations_N.tolist()
     assert used == [0, 2, 3, 4, 5] and row.where == f"{name}, line 2"
-    assert f"a tokenizer with the fingerprint 0123456789abcdef, and the target's has {own}; train" in row.reason
+    assert (
+        f"a tokenizer with the fingerprint 0123456789abcdef, and the target's has {own}; train"
+        in row.reason
+    )
     with pytest.raises(ValueError, match=r"(?s)1 of 6 rows .*fingerprint 0123456789abcdef"):
         settle_unused_rows(cache, DataConfig(bad_rows="refuse"), 100, None)

@@ -1,4 +1,5 @@
-"""The order of the data: everything once an epoch, the same on any number of processes, little padding."""
+"""The order of the data: everything once an epoch, the same on any number of processes, little
+padding."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from headstart.train.config import LoopConfig
-from headstart.train.data.batches import LOST, Order, Share, Steps, loaded, packed, worker_deaths_explained
+from headstart.train.data.batches import (
+    LOST,
+    Order,
+    Share,
+    Steps,
+    loaded,
+    packed,
+    worker_deaths_explained,
+)
 from headstart.train.data.chat_template import Example
 
 LENGTHS = random.Random(0).choices(range(5, 500), k=1003)
@@ -35,7 +44,9 @@ def order(seed=0, epoch=0, batch_size=8, lengths=LENGTHS, **options):
 def test_every_conversation_comes_exactly_once_an_epoch(count, pack):
     for epoch in range(2):
         steps = order(epoch=epoch, lengths=LENGTHS[:count], pack=pack)
-        assert sorted(itertools.chain.from_iterable(map(conversations, steps))) == list(range(count))
+        assert sorted(itertools.chain.from_iterable(map(conversations, steps))) == list(
+            range(count)
+        )
         assert sorted(len(rows) for rows in steps)[1:] == [8] * (len(steps) - 1)
         assert pack or all(len(row) == 1 for rows in steps for row in rows)
 
@@ -47,7 +58,9 @@ def test_the_order_is_fixed_by_seed_and_epoch():
 
 
 def test_epochs_put_other_conversations_together_and_short_ones_do_not_come_first():
-    first, second = ({frozenset(conversations(rows)) for rows in order(epoch=epoch)} for epoch in range(2))
+    first, second = (
+        {frozenset(conversations(rows)) for rows in order(epoch=epoch)} for epoch in range(2)
+    )
     assert first != second
     means = [sum(LENGTHS[i] for i in conversations(rows)) / len(rows) for rows in order()]
     assert means != sorted(means)
@@ -86,11 +99,14 @@ def test_the_steps_of_epochs_are_counted(epochs, steps):
 @pytest.mark.parametrize("count", [8, 5, 1])
 def test_the_processes_share_every_step(processes, micro_batch, count):
     rows = [[i] for i in range(count)]
-    shares = [Share.of(8, micro_batch, process, processes).of_step(rows) for process in range(processes)]
+    shares = [
+        Share.of(8, micro_batch, process, processes).of_step(rows) for process in range(processes)
+    ]
     assert sorted(row for share in shares for part in share for row in part) == rows
     size = micro_batch or 8 // processes
     for share in shares:
-        assert len(share) == 8 // processes // size  # as many forwards everywhere, some of them empty
+        # as many forwards everywhere, some of them empty
+        assert len(share) == 8 // processes // size
         assert all(len(part) <= size for part in share)
     sizes = [sum(map(len, share)) for share in shares]
     assert max(sizes) - min(sizes) <= len(shares[0])
@@ -99,9 +115,27 @@ def test_the_processes_share_every_step(processes, micro_batch, count):
 @pytest.mark.parametrize(
     ("batch_size", "micro_batch", "processes", "words"),
     [
-        (9, None, 2, "batch_size 9 cannot be divided among 2 processes; choose a multiple of 2, such as 8"),
-        (8, 3, 2, "among 2 processes in forwards of loop.micro_batch 3; choose a multiple of 6, such as 6"),
-        (2, None, 8, "batch_size 2 cannot be divided among 8 processes; choose a multiple of 8, such as 8"),
+        (
+            9,
+            None,
+            2,
+            "batch_size 9 cannot be divided among 2 processes; choose a multiple of 2, such as 8",
+        ),
+        (
+            8,
+            3,
+            2,
+            (
+                "among 2 processes in forwards of loop.micro_batch 3; choose a multiple of 6, such"
+                " as 6"
+            ),
+        ),
+        (
+            2,
+            None,
+            8,
+            "batch_size 2 cannot be divided among 8 processes; choose a multiple of 8, such as 8",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_divided_is_refused(batch_size, micro_batch, processes, words):
@@ -117,7 +151,8 @@ def test_weights_say_how_often_an_epoch_passes_over_a_source():
         found = [i for rows in mixed.epoch(epoch) for i in conversations(rows)]
         assert Counter(sources[i] for i in found) == {0: 10, 1: 60, 2: 6}
         seen.update(found)
-    assert {seen[i] for i in range(40)} == {1}  # four quarters are the whole source, each of its conversations once
+    # four quarters are the whole source, each of its conversations once
+    assert {seen[i] for i in range(40)} == {1}
     assert {seen[i] for i in range(40, 100)} == {4}
     assert {seen[i] for i in range(100, 103)} == {8}
 
@@ -142,11 +177,15 @@ def test_runs_that_began_earlier_go_on_in_their_order(options, digest, count):
     assert Order(LENGTHS, 8, 3, **options).count(2.3) == count
 
 
-@pytest.mark.parametrize("options", [{}, {"pack": 700}, {"weights": [0.3, 1.0, 2.5]}, {"batch_tokens": 2000}])
+@pytest.mark.parametrize(
+    "options", [{}, {"pack": 700}, {"weights": [0.3, 1.0, 2.5]}, {"batch_tokens": 2000}]
+)
 def test_an_epochs_steps_are_counted_without_making_them(options):
     order = Order(LENGTHS, 8, 3, sources=SOURCES, **options)
     for epoch in (3, 0, 1):
-        assert order.steps_in(epoch) == len(Order(LENGTHS, 8, 3, sources=SOURCES, **options).epoch(epoch))
+        assert order.steps_in(epoch) == len(
+            Order(LENGTHS, 8, 3, sources=SOURCES, **options).epoch(epoch)
+        )
 
 
 @pytest.mark.parametrize("budget", [500, 2000, 10_000])
@@ -159,13 +198,19 @@ def test_steps_of_a_token_budget_keep_it_and_waste_little(budget):
     assert steps != order(batch_tokens=budget, epoch=1) and steps == order(batch_tokens=budget)
     whole = Order(LENGTHS, 8, 3, batch_tokens=budget)
     expected = list(itertools.islice(whole.from_step(0), 700, 705))
-    assert list(itertools.islice(Order(LENGTHS, 8, 3, batch_tokens=budget).from_step(700), 5)) == expected
+    assert (
+        list(itertools.islice(Order(LENGTHS, 8, 3, batch_tokens=budget).from_step(700), 5))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
-    ("processes", "micro_tokens", "forwards"), [(1, None, 1), (1, 1000, 4), (2, 1000, 2), (4, 1000, 1), (8, 1000, 1)]
+    ("processes", "micro_tokens", "forwards"),
+    [(1, None, 1), (1, 1000, 4), (2, 1000, 2), (4, 1000, 1), (8, 1000, 1)],
 )
-def test_a_step_of_tokens_has_as_many_forwards_as_keep_each_small(processes, micro_tokens, forwards):
+def test_a_step_of_tokens_has_as_many_forwards_as_keep_each_small(
+    processes, micro_tokens, forwards
+):
     rows = [[i] for i in range(10)]
     loop = LoopConfig(batch_tokens=4000, micro_tokens=micro_tokens)
     shares = [Share.of_loop(loop, process, processes) for process in range(processes)]
@@ -189,7 +234,12 @@ def plain(step):
         step.epoch,
         step.answer_tokens,
         [
-            (batch.tokens_BT.tolist(), batch.loss_mask_BT.tolist(), batch.lengths, batch.conversations)
+            (
+                batch.tokens_BT.tolist(),
+                batch.loss_mask_BT.tolist(),
+                batch.lengths,
+                batch.conversations,
+            )
             for batch in step.batches
         ],
     )
@@ -216,13 +266,20 @@ def test_workers_read_the_same_steps_in_the_same_order_and_draw_nothing(workers,
     expected = [plain(steps[key]) for key in itertools.islice(order.from_step(first), 25)]
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found = [plain(step) for step in itertools.islice(loaded(steps, order, first, workers, pin=False), 25)]
+    found = [
+        plain(step)
+        for step in itertools.islice(loaded(steps, order, first, workers, pin=False), 25)
+    ]
     assert found == expected
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def children():
-    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        int(pid)
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
 def test_a_worker_that_dies_is_told_with_what_to_do():
@@ -238,7 +295,8 @@ def test_a_worker_that_dies_is_told_with_what_to_do():
         os.kill(worker, signal.SIGKILL)
         return list(itertools.islice(steps, 1000))
 
-    with pytest.raises(RuntimeError, match=words), worker_deaths_explained():  # torch tells of it at any moment
+    # torch tells of it at any moment
+    with pytest.raises(RuntimeError, match=words), worker_deaths_explained():
         go_on()
     steps.close()
     assert not children() - before
@@ -265,10 +323,15 @@ def test_workers_end_with_the_loop_and_signals_to_the_group_leave_them_alone():
 def test_everything_of_a_step_is_pinned(monkeypatch):
     """As torch's loader asks for it, on machines with a GPU."""
     pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: pinned.append(self) or self.clone())
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self, *_: pinned.append(self) or self.clone()
+    )
     data = examples()
     step = Steps(data, Share.of(2, 1, 0, 1), 1)[0, [[0, 1], [2]]]
-    states = [replace(batch, states_BTLD=torch.ones(1), scales_BTL=torch.ones(1)) for batch in step.batches]
+    states = [
+        replace(batch, states_BTLD=torch.ones(1), scales_BTL=torch.ones(1))
+        for batch in step.batches
+    ]
     found = pin_memory(replace(step, batches=states))
     assert len(pinned) == 3 + 3 + 1  # tokens, states, scales of both; positions of the packed one
     for one, other in zip(found.batches, states, strict=True):

@@ -31,12 +31,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{%"
+    " endif %}" + CHATML
 )
 LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role']"
+    " }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}{% if"
+    " add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 ZEPHYR = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
@@ -47,12 +48,11 @@ MISTRAL = (
     "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
 )
 REASONING = (
-    "{% set last = namespace(user=-1) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' and loop.index0 < last.user %}{{ m['content'].split('</think>\n\n')[-1] }}"
-    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set"
+    " last.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{"
+    " m['role'] }}\n{% if m['role'] == 'assistant' and loop.index0 < last.user %}{{"
+    " m['content'].split('</think>\n\n')[-1] }}{% else %}{{ m['content'] }}{% endif"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>", ""),
@@ -61,8 +61,16 @@ TEMPLATES = {
     "zephyr": (ZEPHYR, "</s>", ""),
     "mistral": (MISTRAL, "</s>", " "),
 }
-"""Template, end-of-turn token, and what stands between the generation prompt and the answer's words."""
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+"""Template, end-of-turn token, and what stands between the generation prompt and the answer's
+words."""
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 
 CONVERSATIONS = {
     "one turn": [("user", "How are you?"), ("assistant", "I am fine, thank you.")],
@@ -74,7 +82,13 @@ CONVERSATIONS = {
         ("user", "three"),
         ("assistant", "assistant\nuser\n\nline"),
     ],
-    "system": [("system", "Be short."), ("user", "hi"), ("assistant", "no"), ("user", "hi"), ("assistant", "no")],
+    "system": [
+        ("system", "Be short."),
+        ("user", "hi"),
+        ("assistant", "no"),
+        ("user", "hi"),
+        ("assistant", "no"),
+    ],
     "beyond ASCII": [("user", "größe 🎈"), ("assistant", "né 🎈🎈 日本")],
     "open end": [("user", "one"), ("assistant", "first"), ("user", "and now?")],
 }
@@ -91,7 +105,9 @@ def build_tokenizer(template, end):
         special_tokens=[*SPECIAL, "<s>", "</s>"],
         show_progress=False,
     )
-    bpe.train_from_iterator([text for turns in CONVERSATIONS.values() for _, text in turns] * 3, trainer)
+    bpe.train_from_iterator(
+        [text for turns in CONVERSATIONS.values() for _, text in turns] * 3, trainer
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
     fast.chat_template = template
     return fast
@@ -102,14 +118,18 @@ def conversation(turns, **rest):
 
 
 def encoded(turns, tokenizer, max_length=10_000, **rest):
-    return encode(conversation(turns, **rest), tokenizer, frozenset({tokenizer.eos_token_id}), max_length)
+    return encode(
+        conversation(turns, **rest), tokenizer, frozenset({tokenizer.eos_token_id}), max_length
+    )
 
 
 def answers_in(example, tokenizer):
     """The text of each run of masked tokens."""
     pairs = zip(example.tokens, example.loss_mask, strict=True)
     return [
-        tokenizer.decode([token for token, _ in run]) for own, run in itertools.groupby(pairs, lambda p: p[1]) if own
+        tokenizer.decode([token for token, _ in run])
+        for own, run in itertools.groupby(pairs, lambda p: p[1])
+        if own
     ]
 
 
@@ -118,11 +138,15 @@ def answers_in(example, tokenizer):
 def test_the_loss_mask_covers_exactly_what_the_assistant_writes(template, end, before, turns):
     tokenizer = build_tokenizer(template, end)
     (example,) = encoded(turns, tokenizer)
-    assert answers_in(example, tokenizer) == [before + text + end for role, text in turns if role == "assistant"]
+    assert answers_in(example, tokenizer) == [
+        before + text + end for role, text in turns if role == "assistant"
+    ]
     messages = conversation(turns)["messages"]
     while messages[-1]["role"] != "assistant":
         messages.pop()
-    assert tokenizer.decode(example.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.tokens) == tokenizer.apply_chat_template(
+        messages, tokenize=False
+    )
 
 
 def test_an_answer_that_the_template_trims_is_masked_as_the_model_would_write_it():
@@ -150,7 +174,8 @@ def test_a_template_that_drops_earlier_reasoning_gives_one_sequence_per_answer(f
         [first + "<|im_end|>"],
         [second + ("<|im_end|>" if finished else "")],
     ]
-    assert "deep" not in tokenizer.decode(examples[1].tokens)  # as the model saw it when it wrote the second answer
+    # as the model saw it when it wrote the second answer
+    assert "deep" not in tokenizer.decode(examples[1].tokens)
 
 
 def test_the_end_token_of_a_cut_off_answer_is_not_the_assistants():
@@ -166,13 +191,19 @@ def test_max_length_cuts_and_a_sequence_without_an_answer_is_left_out():
     (whole,) = encoded(turns, tokenizer)
     prompt = whole.loss_mask.index(True)
     (cut,) = encoded(turns, tokenizer, max_length=prompt + 2)
-    assert (cut.tokens, cut.loss_mask) == (whole.tokens[: prompt + 2], whole.loss_mask[: prompt + 2])
+    assert (cut.tokens, cut.loss_mask) == (
+        whole.tokens[: prompt + 2],
+        whole.loss_mask[: prompt + 2],
+    )
     assert encoded(turns, tokenizer, max_length=prompt) == []
     assert encoded([("user", "alone")], tokenizer) == []
 
 
 def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_shown():
-    template = "{% for m in messages %}{{ 'bot' if m['role'] == 'assistant' else m['role'] }}: {{ m['content'] }}\n"
+    template = (
+        "{% for m in messages %}{{ 'bot' if m['role'] == 'assistant' else m['role'] }}: {{"
+        " m['content'] }}\n"
+    )
     template += "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     with pytest.raises(ValueError, match="generation prompt") as error:
         encoded([("user", "hi"), ("assistant", "yo")], build_tokenizer(template, "</s>"))
@@ -219,7 +250,9 @@ def test_variables_of_the_template_reach_prompts_and_sequences():
     tokenizer = build_tokenizer(EFFORT, "<|im_end|>")
     row = conversation([("user", "hi"), ("assistant", "yo")])
     variables = {"effort": "high"}
-    assert render(tokenizer, row["messages"][:1], True, template_kwargs=variables).startswith("<effort high>")
+    assert render(tokenizer, row["messages"][:1], True, template_kwargs=variables).startswith(
+        "<effort high>"
+    )
     prompt = prompt_ids(tokenizer, row["messages"][:1], template_kwargs=variables)[0].tolist()
     (example,) = encode(row, tokenizer, frozenset({tokenizer.eos_token_id}), 100, None, variables)
     assert example.tokens[: len(prompt)] == prompt
@@ -231,22 +264,25 @@ def test_the_origin_of_data_names_each_variable_once():
     origin = data_origin(tokenizer, None, {"enable_thinking": False, "effort": "high"})
     assert origin == data_origin(tokenizer, False, {"effort": "high"})
     assert (origin["thinking"], origin["template_kwargs"]) == (False, {"effort": "high"})
-    with pytest.raises(ValueError, match="thinking True and template_kwargs enable_thinking False contradict"):
+    with pytest.raises(
+        ValueError, match="thinking True and template_kwargs enable_thinking False contradict"
+    ):
         data_origin(tokenizer, True, {"enable_thinking": False})
     with pytest.raises(ValueError, match="template_kwargs tools = 1 is set by headstart itself"):
         render(tokenizer, [{"role": "user", "content": "hi"}], template_kwargs={"tools": 1})
 
 
 @pytest.mark.parametrize(
-    ("template", "told"), [(EFFORT, False), (CHATML, True), ("{% generation %}{% endgeneration %}" + EFFORT, False)]
+    ("template", "told"),
+    [(EFFORT, False), (CHATML, True), ("{% generation %}{% endgeneration %}" + EFFORT, False)],
 )
 def test_a_variable_that_the_template_does_not_read_is_told(caplog, template, told):
     tokenizer = build_tokenizer(template, "<|im_end|>")
     warn_of_unread_variables(tokenizer, None, {"effort": "high"})
     assert [record.getMessage() for record in caplog.records] == (
         [
-            "this tokenizer's chat template does not read effort = 'high', which changes nothing; variables that it "
-            "reads: none"
+            "this tokenizer's chat template does not read effort = 'high', which changes nothing;"
+            " variables that it reads: none"
         ]
         if told
         else []
@@ -256,8 +292,14 @@ def test_a_variable_that_the_template_does_not_read_is_told(caplog, template, to
 
 def test_a_row_of_tokens_is_the_sequence_itself():
     tokenizer = build_tokenizer(None, "</s>")  # nothing is rendered
-    row = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], **conversation([("user", "other words")])}
-    assert encode(row, tokenizer, frozenset(), 10) == [Example([5, 6, 7, 8], [False, False, True, True])]
+    row = {
+        "input_ids": [5, 6, 7, 8],
+        "loss_mask": [0, 0, 1, 1],
+        **conversation([("user", "other words")]),
+    }
+    assert encode(row, tokenizer, frozenset(), 10) == [
+        Example([5, 6, 7, 8], [False, False, True, True])
+    ]
     assert encode(row, tokenizer, frozenset(), 3) == [Example([5, 6, 7], [False, False, True])]
     assert encode(row, tokenizer, frozenset(), 2) == []
 
@@ -274,7 +316,10 @@ GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))
         (b'{"text": "hi"}', "no conversation"),
         (b'{"messages": [{"role": "user"}]}', "message 0"),
         (b'{"messages": [{"role": "user", "content": ["hi"]}]}', "message 0"),
-        (b'{"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}', "message 1.*'robot'"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}',
+            "message 1.*'robot'",
+        ),
         (b'{"messages": [{"content": "a"}]}', "message 0"),
         (b'{"messages": "\xff"}', ""),
     ],
@@ -296,18 +341,35 @@ def test_a_missing_source_is_named(source):
 def test_only_a_line_feed_ends_a_line(tmp_path):
     path = tmp_path / "data.jsonl"
     text = "one\u2028two\u0085three\x0bfour\x1cfive"
-    rows = [conversation([("user", text), ("assistant", text)]), conversation([("user", "b"), ("assistant", "c")])]
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    rows = [
+        conversation([("user", text), ("assistant", text)]),
+        conversation([("user", "b"), ("assistant", "c")]),
+    ]
+    path.write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+    )
     assert read_conversations(str(path)) == rows
     assert read_conversations(str(path), limit=1) == rows[:1]
 
 
 def test_prompts_come_in_three_forms(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    system, user, answer = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
-    rows = [{"messages": [system, user, answer]}, {"messages": [user]}, {"turns": ["t", "later"]}, {"prompt": "p"}]
+    system, user, answer = (
+        {"role": role, "content": role} for role in ("system", "user", "assistant")
+    )
+    rows = [
+        {"messages": [system, user, answer]},
+        {"messages": [user]},
+        {"turns": ["t", "later"]},
+        {"prompt": "p"},
+    ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    expected = [[system, user], [user], [{"role": "user", "content": "t"}], [{"role": "user", "content": "p"}]]
+    expected = [
+        [system, user],
+        [user],
+        [{"role": "user", "content": "t"}],
+        [{"role": "user", "content": "p"}],
+    ]
     assert read_prompts(path) == expected
     assert read_prompts(path, 3) == expected[:3]
 
@@ -335,7 +397,9 @@ def test_held_out_examples_depend_on_the_seed_and_one_is_too_few():
 def test_no_conversation_is_both_trained_on_and_held_out(tiny_target):
     tokenizer = build_tokenizer(REASONING, "<|im_end|>")  # several sequences a conversation
     rows = [
-        conversation([("user", f"name {i}"), *[("assistant", "<think>a</think>\n\nb"), ("user", "c")] * 4])
+        conversation(
+            [("user", f"name {i}"), *[("assistant", "<think>a</think>\n\nb"), ("user", "c")] * 4]
+        )
         for i in range(20)
     ]
     data = DataConfig(sources=["unused"], held_out=0.3)

@@ -1,4 +1,5 @@
-"""Sources and formats: what people have becomes messages, and what is none is named by file and row."""
+"""Sources and formats: what people have becomes messages, and what is none is named by file and
+row."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from headstart.inference.text.messages import check_conversation
-from headstart.train.data.conversations import check_row, open_source, open_sources, parsed_name, read_conversations
+from headstart.train.data.conversations import (
+    check_row,
+    open_source,
+    open_sources,
+    parsed_name,
+    read_conversations,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -33,14 +40,25 @@ def write(path, rows):
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+                },
                 {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
             ]
         },
         {"prompt": "another column", "messages": MESSAGES},
         {"conversations": None, "messages": MESSAGES},
     ],
-    ids=["messages", "ShareGPT", "prompt and completion", "the same as messages", "parts", "messages first", "null"],
+    ids=[
+        "messages",
+        "ShareGPT",
+        "prompt and completion",
+        "the same as messages",
+        "parts",
+        "messages first",
+        "null",
+    ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
 def test_every_format_in_every_kind_of_source_becomes_messages(tmp_path, row, kind):
@@ -61,7 +79,11 @@ def test_every_format_in_every_kind_of_source_becomes_messages(tmp_path, row, ki
 
 
 def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "observation", "value": "c"}]
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+        {"from": "observation", "value": "c"},
+    ]
     row = check_conversation({"system": "s", "conversations": turns}, "here")
     assert [(each["role"], each["content"]) for each in row["messages"]] == [
         ("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"),
@@ -84,7 +106,9 @@ def test_keys_that_only_other_rows_have_do_not_come_back_from_arrow_as_nulls(tmp
     rows = [{"messages": MESSAGES}, {"messages": [MESSAGES[0], called]}]
     path = str(tmp_path / "tools.parquet")
     Dataset.from_list(rows).to_parquet(path)
-    assert [row["messages"] for row in read_conversations(path)] == [row["messages"] for row in rows]
+    assert [row["messages"] for row in read_conversations(path)] == [
+        row["messages"] for row in rows
+    ]
 
 
 @pytest.mark.parametrize("tools", [[CALL], json.dumps([CALL]), [json.dumps(CALL)]])
@@ -96,21 +120,32 @@ def test_tools_may_be_the_text_of_their_schemas(tools):
     ("row", "words"),
     [
         ({"messages": [{"role": "user", "content": None}]}, "message 0 needs"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content part 'image'; only parts of type"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "without a function's 'name'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "content part 'image'; only parts of type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "without a function's 'name'",
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "calls f with no JSON",
         ),
         ({"messages": MESSAGES, "tools": "{"}, "'tools' is a text and no JSON"),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, "message 0 is from 'robot'; choose from system, human"),
+        (
+            {"conversations": [{"from": "robot", "value": "x"}]},
+            "message 0 is from 'robot'; choose from system, human",
+        ),
         ({"conversations": [{"from": "gpt"}]}, "message 0 needs a 'from' and a 'value'"),
         ({"prompt": 3, "completion": "x"}, "'prompt' must be a text or a list"),
         ({"conversations": []}, "'conversations' is empty"),
         (
             {"instruction": "a", "completion": "b"},
-            "it has 'instruction', 'completion': messages lacks 'messages'; conversations lacks 'conversations'; "
-            "prompt/completion lacks 'prompt'",
+            (
+                "it has 'instruction', 'completion': messages lacks 'messages'; conversations lacks"
+                " 'conversations'; prompt/completion lacks 'prompt'"
+            ),
         ),
     ],
 )
@@ -125,14 +160,22 @@ TOKENS = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_row_of_tokens_comes_before_its_text_and_without_tokens_the_text_counts(tmp_path, kind):
-    rows = [TOKENS | {"messages": MESSAGES}, {"input_ids": None, "loss_mask": None, "messages": MESSAGES}, TOKENS]
+    rows = [
+        TOKENS | {"messages": MESSAGES},
+        {"input_ids": None, "loss_mask": None, "messages": MESSAGES},
+        TOKENS,
+    ]
     name = write(tmp_path / "data.jsonl", rows)
     if kind == "parquet":
         name = str(tmp_path / "data.parquet")
         Dataset.from_list(rows).to_parquet(name)
-    first, second, third = (check_row(row, where, "tokens") for where, row in open_source(name).read())
+    first, second, third = (
+        check_row(row, where, "tokens") for where, row in open_source(name).read()
+    )
     assert (
-        (first["input_ids"], first["loss_mask"]) == (third["input_ids"], third["loss_mask"]) == ([5, 6, 7], [0, 1, 1])
+        (first["input_ids"], first["loss_mask"])
+        == (third["input_ids"], third["loss_mask"])
+        == ([5, 6, 7], [0, 1, 1])
     )
     assert second.get("input_ids") is None and second["messages"] == MESSAGES
     # Whoever asks for text gets the text.
@@ -164,8 +207,15 @@ def test_a_row_of_tokens_that_is_wrong_is_named_with_what_is_wrong(change, words
 def test_a_data_set_whose_columns_fit_no_format_is_refused_with_its_columns(tmp_path, kind):
     path = str(tmp_path / f"other.{kind}")
     rows = [{"question": "a", "answer": "b"}]
-    write(tmp_path / "other.jsonl", rows) if kind == "jsonl" else Dataset.from_list(rows).to_parquet(path)
-    with pytest.raises(ValueError, match=r"it has 'question', 'answer': .*messages lacks 'messages'; .* 'completion'"):
+    (
+        write(tmp_path / "other.jsonl", rows)
+        if kind == "jsonl"
+        else Dataset.from_list(rows).to_parquet(path)
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"it has 'question', 'answer': .*messages lacks 'messages'; .* 'completion'",
+    ):
         read_conversations(path)
 
 
@@ -199,7 +249,9 @@ COMPRESSED = {"jsonl.gz": gzip.compress, "jsonl.bz2": bz2.compress, "jsonl.xz": 
 
 @pytest.mark.parametrize("kind", COMPRESSED)
 @pytest.mark.parametrize("array", [False, True])
-def test_compressed_json_is_read_and_trained_on_as_the_plain_file(tmp_path, monkeypatch, kind, array):
+def test_compressed_json_is_read_and_trained_on_as_the_plain_file(
+    tmp_path, monkeypatch, kind, array
+):
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     rows = [{"messages": MESSAGES, "n": i} for i in range(5)]
     text = json.dumps(rows) if array else "\n".join(map(json.dumps, rows))
@@ -219,7 +271,9 @@ def test_a_compression_whose_package_is_missing_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr("fsspec.available_compressions", lambda: ["gzip"])
     path = tmp_path / "data.jsonl.zst"
     path.write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"data\.jsonl\.zst: reading zstd needs .*: pip install zstandard"):
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl\.zst: reading zstd needs .*: pip install zstandard"
+    ):
         read_conversations(str(path))
 
 
@@ -234,7 +288,11 @@ def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
     (tmp_path / "more").mkdir()
     for name in ("b", "a", "more/c"):
         write(tmp_path / f"{name}.jsonl", [{"messages": MESSAGES}] * 2)
-    names = [str(tmp_path / "*.jsonl"), str(tmp_path / "more" / "c.jsonl"), str(tmp_path / "[ab].jsonl")]
+    names = [
+        str(tmp_path / "*.jsonl"),
+        str(tmp_path / "more" / "c.jsonl"),
+        str(tmp_path / "[ab].jsonl"),
+    ]
     found = [(source.entry, Path(source.name).name) for source in open_sources(names)]
     assert found == [(0, "a.jsonl"), (0, "b.jsonl"), (1, "c.jsonl"), (2, "a.jsonl"), (2, "b.jsonl")]
     assert [len(source.rows) for source in open_sources(names[:1], 3)] == [2, 1]
@@ -248,7 +306,9 @@ def test_a_pattern_stands_for_its_files_in_their_order(tmp_path):
 def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
     rows = [{"messages": MESSAGES}] * 2
     path = tmp_path / "data.json"
-    path.write_text(json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
+    path.write_text(
+        json.dumps(rows) if array else "\n".join(map(json.dumps, rows)), encoding="utf-8-sig"
+    )
     assert read_conversations(str(path)) == rows
 
 
@@ -256,13 +316,16 @@ def test_a_byte_order_mark_of_utf_8_is_no_part_of_the_data(tmp_path, array):
 def test_other_encodings_are_refused_by_name(tmp_path, encoding):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": MESSAGES}), encoding=encoding)
-    with pytest.raises(ValueError, match=r"data\.jsonl is in UTF-16 or UTF-32; convert it to UTF-8: iconv"):
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl is in UTF-16 or UTF-32; convert it to UTF-8: iconv"
+    ):
         read_conversations(str(path))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl in a folder", "text in parquet"])
 def test_a_null_that_was_meant_stays(tmp_path, kind):
-    """`datasets` keeps what differs between rows as JSON, and a text is one; only structs are filled with nulls."""
+    """`datasets` keeps what differs between rows as JSON, and a text is one; only structs are
+    filled with nulls."""
     other = {"type": "function", "function": {"name": "mul", "arguments": {"b": [{"x": None}, 2]}}}
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "unit": None}}}
     rows = [
@@ -308,8 +371,9 @@ def local_data_set(tmp_path):
             folder / f"{name}.parquet"
         )
     (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: short\n  data_files:\n  - split: train\n    path: short-train.parquet\n"
-        "  - split: test\n    path: short-test.parquet\n- config_name: long\n  data_files: long-train.parquet\n---\n",
+        "---\nconfigs:\n- config_name: short\n  data_files:\n  - split: train\n    path:"
+        " short-train.parquet\n  - split: test\n    path: short-test.parquet\n- config_name: long\n"
+        "  data_files: long-train.parquet\n---\n",
         encoding="utf-8",
     )
     return str(folder)
@@ -317,7 +381,11 @@ def local_data_set(tmp_path):
 
 @pytest.mark.parametrize("limit", [None, 2])  # 2: streamed
 def test_a_data_set_has_configs_and_splits_and_may_be_streamed(local_data_set, limit):
-    for words, prompt in (("short:test", "short-test"), ("short:train", "short-train"), ("long:train", "long-train")):
+    for words, prompt in (
+        ("short:test", "short-test"),
+        ("short:train", "short-train"),
+        ("long:train", "long-train"),
+    ):
         rows = read_conversations(f"{local_data_set}:{words}", limit)
         assert {row["messages"][0]["content"] for row in rows} == {prompt}
         assert len(rows) == (limit or 4)
@@ -326,9 +394,15 @@ def test_a_data_set_has_configs_and_splits_and_may_be_streamed(local_data_set, l
 @pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize(
     ("words", "valid"),
-    [(":short:nope", ["train", "test"]), (":nope:train", ["short", "long"]), ("", ["short", "long"])],
+    [
+        (":short:nope", ["train", "test"]),
+        (":nope:train", ["short", "long"]),
+        ("", ["short", "long"]),
+    ],
 )
-def test_a_config_or_split_that_is_missing_is_refused_with_those_that_there_are(local_data_set, words, valid, limit):
+def test_a_config_or_split_that_is_missing_is_refused_with_those_that_there_are(
+    local_data_set, words, valid, limit
+):
     with pytest.raises(ValueError, match="no conversations at ") as error:
         read_conversations(local_data_set + words, limit)
     assert all(repr(word) in str(error.value) for word in valid), str(error.value)
@@ -336,7 +410,9 @@ def test_a_config_or_split_that_is_missing_is_refused_with_those_that_there_are(
 
 def test_a_saved_data_set_has_splits_too(tmp_path):
     rows = [{"messages": MESSAGES}]
-    DatasetDict({"a": Dataset.from_list(rows), "b": Dataset.from_list(rows * 2)}).save_to_disk(tmp_path / "saved")
+    DatasetDict({"a": Dataset.from_list(rows), "b": Dataset.from_list(rows * 2)}).save_to_disk(
+        tmp_path / "saved"
+    )
     assert len(read_conversations(f"{tmp_path / 'saved'}:b")) == 2
     with pytest.raises(ValueError, match="no split 'train'; choose from a, b"):
         read_conversations(str(tmp_path / "saved"))

@@ -93,10 +93,14 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     prompts = [row["messages"][0]["content"] for row in rows]
     assert len({prompt.lower() for prompt in prompts}) == 7
     for row in rows:
-        assert [message["role"] for message in check_conversation(row, "here")["messages"]] == ["user", "assistant"]
+        assert [message["role"] for message in check_conversation(row, "here")["messages"]] == [
+            "user",
+            "assistant",
+        ]
         assert row["tokens"] == sum(row["loss_mask"]) <= 14
         assert row["finished"] or row["tokens"] == 14
-        assert row["finished"] == (row["input_ids"][-1] == tokenizer.eos_token_id)  # the model's own end token
+        # the model's own end token
+        assert row["finished"] == (row["input_ids"][-1] == tokenizer.eos_token_id)
         prompt = prompt_ids(tokenizer, row["messages"][:1])[0].tolist()
         assert row["input_ids"][: len(prompt)] == prompt
         assert row["loss_mask"] == [0] * len(prompt) + [1] * row["tokens"]
@@ -109,11 +113,22 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
     asked, encoded = [], selfmade.prompt_ids
-    monkeypatch.setattr(selfmade, "prompt_ids", lambda *given: asked.append(given[2:4]) or encoded(*given))
+    monkeypatch.setattr(
+        selfmade, "prompt_ids", lambda *given: asked.append(given[2:4]) or encoded(*given)
+    )
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n")
-    made(config, prompts=str(prompts), thinking=thinking, template_kwargs={"effort": "high"}, answer_tokens=120)
-    assert asked == [(thinking, {"effort": "high"})] * 3  # before the model is loaded, and for each turn
+    prompts.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "a"}], "follow_up": "b"}) + "\n"
+    )
+    made(
+        config,
+        prompts=str(prompts),
+        thinking=thinking,
+        template_kwargs={"effort": "high"},
+        answer_tokens=120,
+    )
+    # before the model is loaded, and for each turn
+    assert asked == [(thinking, {"effort": "high"})] * 3
 
 
 def test_observers_watch_the_generations(config):
@@ -131,7 +146,9 @@ def test_a_seed_decides_the_file(config):
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("state_write", [1, 2, 3])
-def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(config, monkeypatch, state_write, after):
+def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(
+    config, monkeypatch, state_write, after
+):
     whole = made(config, **elsewhere(config))
     killed_at(monkeypatch, config, state_write, after)
     assert made(config) == whole
@@ -146,7 +163,8 @@ def test_killed_in_the_middle_of_a_line_the_file_comes_out_the_same(config, monk
 
 
 def fake_model(monkeypatch, tokenizer):
-    """Prompts out of a small set, and one answer in three is empty: repeats and drops happen all the time."""
+    """Prompts out of a small set, and one answer in three is empty: repeats and drops happen all
+    the time."""
 
     def write(lm, prompts, slots, new_tokens, generator, **sampling):
         draws = torch.randint(30, (len(prompts),), generator=generator).tolist()
@@ -158,7 +176,9 @@ def fake_model(monkeypatch, tokenizer):
 
 
 @pytest.mark.parametrize("state_write", range(2, 9))
-def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(config, monkeypatch, state_write, tokenizer):
+def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(
+    config, monkeypatch, state_write, tokenizer
+):
     fake_model(monkeypatch, tokenizer)
     config = changed(config, conversations=16)
     whole = made(config, **elsewhere(config))
@@ -168,7 +188,9 @@ def test_a_prompt_whose_answer_was_dropped_is_remembered_after_a_kill(config, mo
 
 def prompt_file(tmp_path, count):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"abc {i}"}) for i in range(count)), encoding="utf-8")
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"abc {i}"}) for i in range(count)), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -184,7 +206,9 @@ def test_given_prompts_are_answered_once_each_and_in_order(config, tmp_path):
     assert len(found) >= 8  # an answer may be empty
 
 
-def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(config, tmp_path, monkeypatch, tokenizer):
+def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(
+    config, tmp_path, monkeypatch, tokenizer
+):
     def answered(lm, prompts, *_, **__):
         texts = [tokenizer.decode(prompt) for prompt in prompts]
         return [([] if "abc 1" in text else tokenizer.encode("yes"), True) for text in texts]
@@ -199,7 +223,9 @@ def test_as_many_given_prompts_are_answered_as_conversations_are_asked_for(confi
 
 
 @pytest.mark.parametrize("first", [3, 5, 8])
-def test_asking_for_more_conversations_later_skips_no_given_prompt(config, tmp_path, monkeypatch, tokenizer, first):
+def test_asking_for_more_conversations_later_skips_no_given_prompt(
+    config, tmp_path, monkeypatch, tokenizer, first
+):
     def answered(lm, prompts, *_, **__):
         return [(tokenizer.encode("yes"), True) for _ in prompts]
 
@@ -221,7 +247,11 @@ def mixed(config, tmp_path):
     """Prompts of two temperatures in any order, some with a second turn."""
     path = tmp_path / "mixed.jsonl"
     rows = [
-        {"kind": "even" if i % 2 == 0 else "odd", "temperature": 0.0 if i % 3 == 0 else 0.9, "prompt": f"question {i}"}
+        {
+            "kind": "even" if i % 2 == 0 else "odd",
+            "temperature": 0.0 if i % 3 == 0 else 0.9,
+            "prompt": f"question {i}",
+        }
         | ({"follow_up": "why?"} if i % 4 == 0 else {})
         for i in range(24)
     ]
@@ -236,7 +266,9 @@ def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypa
 
     monkeypatch.setattr(selfmade, "_continue", answered)
     rows = rows_of(made(mixed))
-    assert sorted(row["messages"][0]["content"] for row in rows) == sorted(f"question {i}" for i in range(24))
+    assert sorted(row["messages"][0]["content"] for row in rows) == sorted(
+        f"question {i}" for i in range(24)
+    )
     for row in rows:
         number = int(row["messages"][0]["content"].split()[1])
         assert row["kind"] == ("even" if number % 2 == 0 else "odd")
@@ -269,7 +301,9 @@ def test_a_finished_file_is_left_alone(config, monkeypatch):
     assert made(config) == content
 
 
-@pytest.mark.parametrize(("option", "value"), [("seed", 5), ("temperature", 0.25), ("batch_size", 2)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("seed", 5), ("temperature", 0.25), ("batch_size", 2)]
+)
 def test_a_file_of_other_options_is_refused_with_both_values(config, monkeypatch, option, value):
     killed_at(monkeypatch, config, 2, after=True)
     with pytest.raises(ValueError, match=f"{option} = {getattr(config, option)}, not {value}"):
@@ -296,7 +330,8 @@ def test_a_file_that_lost_what_was_written_is_refused(config, monkeypatch, damag
         made(config)
 
 
-@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])  # of all rounds: in prompts and answers of any batch
+# of all rounds: in prompts and answers of any batch
+@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_batch_in_which_a_stop_is_wanted_is_thrown_away(config, monkeypatch, place):
     original, rounds, after = selfmade._Watch.round, [], 0
 
@@ -383,7 +418,11 @@ def test_a_tokenizer_without_a_padding_token_will_do(config, talker, tmp_path):
     [
         (None, None, "has no chat template"),
         ("{{ messages[0]['content'] | lower }}", None, "changes the user's words"),
-        ("{{ raise_exception('no') }}", [{"prompt": "a"}, {"prompt": "b"}], r"prompts\.jsonl, line 1: .*refuses"),
+        (
+            "{{ raise_exception('no') }}",
+            [{"prompt": "a"}, {"prompt": "b"}],
+            r"prompts\.jsonl, line 1: .*refuses",
+        ),
         (
             "{{ messages[0]['content'] }}",
             [{"prompt": "a"}, {"prompt": "b" * 1020}],
@@ -416,7 +455,12 @@ def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, t
     lines[3:4] = ["{broken", json.dumps({"prompt": "refused"}), json.dumps({"prompt": "x" * 1020})]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
-    options = {"target": str(folder), "prompts": str(path), "conversations": 42, "min_distinct": 0.0}
+    options = {
+        "target": str(folder),
+        "prompts": str(path),
+        "conversations": 42,
+        "min_distinct": 0.0,
+    }
     asked = prompts_in(made(config, **options))
     assert len(asked) >= 30 and set(asked) <= {f"question {i}" for i in range(40) if i != 3}
     told = capsys.readouterr().out
@@ -425,10 +469,13 @@ def test_prompts_that_cannot_be_answered_are_named_and_skipped(config, talker, t
     assert "line 6: the prompt has" in told
     rejected = rows_of((tmp_path / "out.jsonl.rejected.jsonl").read_bytes())
     assert [row["where"] for row in rejected] == [f"{path}, line {number}" for number in (4, 5, 6)]
-    with pytest.raises(ValueError, match=r"3 of 42 rows .* mend them, or leave them out with bad_rows skip"):
+    with pytest.raises(
+        ValueError, match=r"3 of 42 rows .* mend them, or leave them out with bad_rows skip"
+    ):
         made(config, **options, **elsewhere(config), bad_rows="refuse")
     with pytest.raises(
-        ValueError, match=r"bad_rows_limit allows 0\.01; mend them, or allow as many with bad_rows_limit"
+        ValueError,
+        match=r"bad_rows_limit allows 0\.01; mend them, or allow as many with bad_rows_limit",
     ):
         made(config, **options, **elsewhere(config), bad_rows_limit=0.01)
 
@@ -452,7 +499,9 @@ def without_tokens(state):
 def test_a_file_of_text_by_an_earlier_version_is_left_alone_or_refused(config, monkeypatch):
     killed_at(monkeypatch, config, 2, after=True)
     as_begun_by(config, without_tokens)
-    with pytest.raises(ValueError, match=r"begun by an earlier version of headstart, which kept the text"):
+    with pytest.raises(
+        ValueError, match=r"begun by an earlier version of headstart, which kept the text"
+    ):
         made(config)
     finished = changed(config, **elsewhere(config))
     content = made(finished)
@@ -464,7 +513,9 @@ def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(config, 
     whole = made(config, **elsewhere(config))
     killed_at(monkeypatch, config, 2, after=True)
     as_begun_by(config, lambda state: state["options"].pop("template_kwargs"))
-    with pytest.raises(ValueError, match=r"was started with template_kwargs = None, not \{'effort': 'high'\}"):
+    with pytest.raises(
+        ValueError, match=r"was started with template_kwargs = None, not \{'effort': 'high'\}"
+    ):
         made(config, template_kwargs={"effort": "high"})
     assert made(config) == whole
 
@@ -472,7 +523,10 @@ def test_options_that_the_file_did_not_know_yet_count_as_their_defaults(config, 
 def test_tokens_of_another_tokenizer_are_not_added_to(config, monkeypatch):
     killed_at(monkeypatch, config, 2, after=True)
     as_begun_by(config, lambda state: state.update(tokenizer="0123"))
-    with pytest.raises(ValueError, match="a tokenizer with the fingerprint 0123, and the target's tokenizer now has"):
+    with pytest.raises(
+        ValueError,
+        match="a tokenizer with the fingerprint 0123, and the target's tokenizer now has",
+    ):
         made(config)
 
 

@@ -1,4 +1,5 @@
-"""The cache of tokenized conversations: the same sequences, made once, never those of something else."""
+"""The cache of tokenized conversations: the same sequences, made once, never those of something
+else."""
 
 from __future__ import annotations
 
@@ -38,8 +39,14 @@ def files(tmp_path):
     for number, count in enumerate((15, 25)):
         rows = []
         for i in range(count):
-            turns = [("user", f"{number} {i}"), ("assistant", "word " * (i % 7 + 1))] * (4 if i == 5 else 1)
-            rows.append([{"role": role, "content": text} for role, text in turns][: 1 if i in (3, 20) else None])
+            turns = [("user", f"{number} {i}"), ("assistant", "word " * (i % 7 + 1))] * (
+                4 if i == 5 else 1
+            )
+            rows.append(
+                [{"role": role, "content": text} for role, text in turns][
+                    : 1 if i in (3, 20) else None
+                ]
+            )
         path = tmp_path / f"{number}.jsonl"
         path.write_text("\n".join(json.dumps({"messages": row}) for row in rows), encoding="utf-8")
         paths.append(str(path))
@@ -49,7 +56,9 @@ def files(tmp_path):
 @pytest.fixture
 def config(run_options, changed, files, tmp_path):
     data = {"sources": files, "cache": str(tmp_path / "cache"), "max_length": 120}
-    return changed(run_options(tmp_path / "run", 4), data=data, loop={"eval_every": 0, "save_every": 0})
+    return changed(
+        run_options(tmp_path / "run", 4), data=data, loop={"eval_every": 0, "save_every": 0}
+    )
 
 
 @pytest.fixture
@@ -60,7 +69,9 @@ def opened(config):
 
     def open_(num_proc=None, **changes):
         sources = open_sources(config.data.sources, config.data.max_conversations)
-        return cached_sequences(sources, dataclasses.replace(how, **changes), config.data.cache, num_proc)
+        return cached_sequences(
+            sources, dataclasses.replace(how, **changes), config.data.cache, num_proc
+        )
 
     return open_
 
@@ -71,15 +82,22 @@ def folders(config):
 
 @pytest.mark.parametrize("num_proc", [None, 3])
 @pytest.mark.parametrize("limit", [None, 20])
-def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened, changed, num_proc, limit):
+def test_a_start_has_the_sequences_that_reading_everything_gives(
+    config, opened, changed, num_proc, limit
+):
     config = changed(config, data={"max_conversations": limit})
-    target, tokenizer = Target.from_pretrained(config.target, torch.float32), load_tokenizer(config.target)
+    target, tokenizer = (
+        Target.from_pretrained(config.target, torch.float32),
+        load_tokenizer(config.target),
+    )
     parts = [read_conversations(source) for source in config.data.sources]
     rows = [row for part in parts for row in part][:limit]
     numbers = [number for number, part in enumerate(parts) for _ in part][:limit]
     expected = split_examples(rows, config, target, tokenizer)
     sources = open_sources(config.data.sources, limit)
-    cache = cached_sequences(sources, rendering(config, target, tokenizer), config.data.cache, num_proc)
+    cache = cached_sequences(
+        sources, rendering(config, target, tokenizer), config.data.cache, num_proc
+    )
     training, held_out = split_cache(cache, config)
     assert (list(training), held_out) == expected
     assert len(expected[0]) + len(expected[1]) == (37 if limit is None else 18)
@@ -88,7 +106,9 @@ def test_a_start_has_the_sequences_that_reading_everything_gives(config, opened,
     assert lengths_of(training) == lengths_of(plain)
     assert all((a == b).all() for a, b in zip(answers_of(training), answers_of(plain)))
     assert torch.equal(count_answer_tokens(training, 258), count_answer_tokens(plain, 258))
-    assert cache.sources_of(training.conversations) == [numbers[example.conversation] for example in plain]
+    assert cache.sources_of(training.conversations) == [
+        numbers[example.conversation] for example in plain
+    ]
     assert training[2:5] == plain[2:5] and training[-1] == plain[-1]
 
 
@@ -106,7 +126,9 @@ def test_what_was_tokenized_is_not_tokenized_again(config, opened, monkeypatch):
 def test_another_source_leaves_what_is_made_of_the_others(config, opened, files, monkeypatch):
     opened()
     made, original = [], token_cache._make
-    monkeypatch.setattr(token_cache, "_make", lambda *given: made.append(given[2].name) or original(*given))
+    monkeypatch.setattr(
+        token_cache, "_make", lambda *given: made.append(given[2].name) or original(*given)
+    )
     text = Path(files[1]).read_text(encoding="utf-8")
     Path(files[1]).write_text(text + "\n" + text.splitlines()[0], encoding="utf-8")
     assert opened().conversations_N[-1] == 40
@@ -116,7 +138,9 @@ def test_another_source_leaves_what_is_made_of_the_others(config, opened, files,
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("im_start", "im_begin")),
+        lambda tokenizer: setattr(
+            tokenizer, "chat_template", tokenizer.chat_template.replace("im_start", "im_begin")
+        ),
         lambda tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template + "\n"),
         lambda tokenizer: tokenizer.add_tokens(["word"]),
         lambda tokenizer: setattr(tokenizer, "bos_token", "a"),
@@ -144,11 +168,14 @@ def test_other_options_have_a_cache_of_their_own(config, opened, change):
     assert len(folders(config)) == 4
 
 
-def test_the_same_tokenizer_from_another_place_or_after_use_has_the_same_cache(config, opened, tmp_path):
+def test_the_same_tokenizer_from_another_place_or_after_use_has_the_same_cache(
+    config, opened, tmp_path
+):
     opened()
     shutil.copytree(config.target, tmp_path / "moved")
     tokenizer = load_tokenizer(tmp_path / "moved")
-    tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=3)  # is kept in the backend
+    # is kept in the backend
+    tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=3)
     opened(tokenizer=tokenizer)
     assert len(folders(config)) == 2
 
@@ -159,7 +186,9 @@ def test_a_folder_of_another_tokenizer_is_refused(config, opened):
     manifest = json.loads(path.read_text())
     manifest["made_of"]["rendering"] = "f00"
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"{path.parent} holds sequences with rendering = 'f00', not .*remove it"):
+    with pytest.raises(
+        ValueError, match=f"{path.parent} holds sequences with rendering = 'f00', not .*remove it"
+    ):
         opened()
 
 
@@ -177,15 +206,22 @@ def test_a_file_of_the_cache_that_cannot_be_read_is_named(config, opened):
     ("line", "words"),
     [
         ({"messages": [{"role": "assistant", "content": "I start"}]}, "chat template"),
-        ({"conversations": [{"from": "gpt", "value": "x"}]}, "a row in the format 'conversations', but .* 'messages'"),
+        (
+            {"conversations": [{"from": "gpt", "value": "x"}]},
+            "a row in the format 'conversations', but .* 'messages'",
+        ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'"),
         ([], "no conversation"),
     ],
     ids=["the template", "mixed formats", "a role", "no object"],
 )
-def test_a_bad_row_is_named_by_file_and_line_before_the_first_step(config, files, changed, num_proc, line, words):
+def test_a_bad_row_is_named_by_file_and_line_before_the_first_step(
+    config, files, changed, num_proc, line, words
+):
     text = Path(files[1]).read_text(encoding="utf-8").splitlines()
-    Path(files[1]).write_text("\n".join([*text[:17], "", json.dumps(line), *text[17:]]), encoding="utf-8")
+    Path(files[1]).write_text(
+        "\n".join([*text[:17], "", json.dumps(line), *text[17:]]), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=rf"{files[1]}, line 19: .*{words}"):
         train(changed(config, data={"num_proc": num_proc, "bad_rows": "refuse"}))
 
@@ -200,11 +236,15 @@ def test_an_empty_source_is_refused(config, tmp_path, changed):
 def test_sources_without_answers_are_refused(config, tmp_path, changed):
     path = tmp_path / "unanswered.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    with pytest.raises(ValueError, match="0 conversations with assistant turns; training needs at least 2"):
+    with pytest.raises(
+        ValueError, match="0 conversations with assistant turns; training needs at least 2"
+    ):
         train(changed(config, data={"sources": [str(path)]}))
 
 
-def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(config, opened, monkeypatch):
+def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(
+    config, opened, monkeypatch
+):
     original, parent = token_cache.whole_sequences, os.getpid()
 
     def dies(conversation, *rest):
@@ -215,7 +255,8 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(confi
     with monkeypatch.context() as patch:
         patch.setattr(token_cache, "whole_sequences", dies)
         with pytest.raises(
-            RuntimeError, match=r"one of the 3 processes that tokenized .*0\.jsonl has died.*data\.num_proc"
+            RuntimeError,
+            match=r"one of the 3 processes that tokenized .*0\.jsonl has died.*data\.num_proc",
         ):
             opened(3)
     assert not folders(config)
@@ -235,7 +276,12 @@ def _open_in_child(config, queue):
     token_cache._make = lambda *given: made.append(1) or original(*given)
     tokenizer = load_tokenizer(config.target)
     how = Rendering(tokenizer, frozenset({tokenizer.eos_token_id}), config.data.max_length, None)
-    queue.put((cached_sequences(open_sources(config.data.sources), how, config.data.cache).digest, len(made)))
+    queue.put(
+        (
+            cached_sequences(open_sources(config.data.sources), how, config.data.cache).digest,
+            len(made),
+        )
+    )
 
 
 def test_of_several_processes_one_tokenizes_and_the_others_wait(config):
@@ -277,6 +323,8 @@ def test_a_run_that_began_before_there_was_a_limit_goes_on_without_one(config, c
     for before, limit in (({"held_out_limit": 7}, 1000), ({}, None)):
         del options["data"]["held_out_limit"]
         options["data"] |= before
-        (Path(config.output) / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(options))))
+        (Path(config.output) / "config.yaml").write_text(
+            yaml.safe_dump(json.loads(json.dumps(options)))
+        )
         assert as_begun(config).data.held_out_limit == limit
         options["data"]["held_out_limit"] = None

@@ -1,4 +1,5 @@
-"""What is trained on are the tokens that the model read and wrote, whatever its template does with them later."""
+"""What is trained on are the tokens that the model read and wrote, whatever its template does with
+them later."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ Turn = tuple[str, bool]
 """Words of an answer, and whether it calls a tool."""
 
 
-def messages_of(family: Family, turns: list[Turn], form: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """A conversation, and what the model wrote at each of its turns; `form` says how answers hold their reasoning."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "add the numbers"}] if form != "no system" else []
+def messages_of(
+    family: Family, turns: list[Turn], form: str
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """A conversation, and what the model wrote at each of its turns; `form` says how answers hold
+    their reasoning."""
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": "add the numbers"}] if form != "no system" else []
+    )
     written = []
     for number, (content, calls) in enumerate(turns):
         if not messages or messages[-1]["role"] != "tool":
@@ -106,11 +112,17 @@ def test_each_answer_is_trained_on_as_it_was_generated(name: str, shape: str, fo
         template_kwargs=family.variables,
     )
     expected = []
-    for turn, text in zip([i for i, m in enumerate(messages) if m["role"] == "assistant"], written, strict=True):
-        prompt = prompt_ids(tokenizer, messages[:turn], template_kwargs=family.variables, tools=tools)[0].tolist()
+    for turn, text in zip(
+        [i for i, m in enumerate(messages) if m["role"] == "assistant"], written, strict=True
+    ):
+        prompt = prompt_ids(
+            tokenizer, messages[:turn], template_kwargs=family.variables, tools=tools
+        )[0].tolist()
         expected.append((prompt, tokenizer(text, add_special_tokens=False)["input_ids"]))
     found = [
-        (example.tokens[:start], example.tokens[start:stop]) for example in examples for start, stop in spans(example)
+        (example.tokens[:start], example.tokens[start:stop])
+        for example in examples
+        for start, stop in spans(example)
     ]
     assert [tuple(map(tokenizer.decode, pair)) for pair in found] == [
         tuple(map(tokenizer.decode, pair)) for pair in expected
@@ -126,9 +138,15 @@ def test_rows_of_tokens_and_rows_of_text_give_the_same_sequences(name: str) -> N
     messages, (text,) = messages_of(family, SHAPES["one turn"], "apart")
     prompt = prompt_ids(tokenizer, messages[:-1], template_kwargs=family.variables)[0].tolist()
     answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-    row = {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer), "messages": messages}
+    row = {
+        "input_ids": prompt + answer,
+        "loss_mask": [0] * len(prompt) + [1] * len(answer),
+        "messages": messages,
+    }
     (own,) = encode(row, tokenizer, ends, 10_000)
-    (rendered,) = encode({"messages": messages}, tokenizer, ends, 10_000, template_kwargs=family.variables)
+    (rendered,) = encode(
+        {"messages": messages}, tokenizer, ends, 10_000, template_kwargs=family.variables
+    )
     assert rendered.tokens[: len(own.tokens)] == own.tokens
     assert rendered.loss_mask == own.loss_mask + [False] * (len(rendered.tokens) - len(own.tokens))
 
@@ -137,15 +155,21 @@ def test_rows_of_tokens_and_rows_of_text_give_the_same_sequences(name: str) -> N
 def test_an_answer_without_reasoning_after_a_prompt_that_opened_it_is_refused(name: str) -> None:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
-    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]}
-    with pytest.raises(ValueError, match=r"ends in <think>, and the answer holds no reasoning.*reasoning_content"):
+    row = {
+        "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]
+    }
+    with pytest.raises(
+        ValueError, match=r"ends in <think>, and the answer holds no reasoning.*reasoning_content"
+    ):
         encode(row, tokenizer, end_tokens(family, tokenizer), 100, template_kwargs=family.variables)
 
 
 def test_an_empty_block_of_reasoning_that_the_template_writes_is_not_the_models() -> None:
     family = FAMILIES["qwen3"]
     tokenizer = tokenizer_of(family)
-    row = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]}
+    row = {
+        "messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": CONTENT}]
+    }
     (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
     ((start, stop),) = spans(example)
     assert tokenizer.decode(example.tokens[start:stop]) == CONTENT + "<|im_end|>"
@@ -154,7 +178,10 @@ def test_an_empty_block_of_reasoning_that_the_template_writes_is_not_the_models(
     row["messages"][1]["content"] = "<think>\n\n</think>\n\n" + CONTENT
     (example,) = encode(row, tokenizer, end_tokens(family, tokenizer), 100)
     ((start, stop),) = spans(example)
-    assert tokenizer.decode(example.tokens[start:stop]) == f"<think>\n\n</think>\n\n{CONTENT}<|im_end|>"
+    assert (
+        tokenizer.decode(example.tokens[start:stop])
+        == f"<think>\n\n</think>\n\n{CONTENT}<|im_end|>"
+    )
 
 
 def test_an_answer_of_weight_0_is_read_and_not_trained_on() -> None:
@@ -195,14 +222,19 @@ def test_words_that_look_like_arguments_do_not_change_their_form() -> None:
     messages, _ = messages_of(family, SHAPES["a tool"], "no system")
     arguments = CALL["function"]["arguments"]
     messages[0]["content"] = f"add {arguments}"
-    (example, *_) = encode(
-        {"messages": messages[:2]}, tokenizer, end_tokens(family, tokenizer), 1000, template_kwargs=family.variables
+    example, *_ = encode(
+        {"messages": messages[:2]},
+        tokenizer,
+        end_tokens(family, tokenizer),
+        1000,
+        template_kwargs=family.variables,
     )
     assert '"arguments": {"a": 1, "unit": null}' in tokenizer.decode(example.tokens)
 
 
 def word_tokenizer(prepend: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words carry their space, as SentencePiece's: `prepend` to each text, or the first."""
+    """A tokenizer whose words carry their space, as SentencePiece's: `prepend` to each text, or the
+    first."""
     merges = [("o", "n"), ("on", "e"), ("t", "w"), ("tw", "o"), ("▁", "one"), ("▁", "two")]
     words = ["<unk>", "▁", "\n", *"onetw", *(first + second for first, second in merges)]
     vocabulary = {word: i for i, word in enumerate(words)}
@@ -214,8 +246,12 @@ def word_tokenizer(prepend: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("prepend", ["always", "first", "never"])
-@pytest.mark.parametrize(("prompt", "answer"), [("<s>one", " two</s>"), ("one ", "two</s>"), ("<s>one </s>", "two")])
-def test_a_tokenizer_that_adds_spaces_gives_the_prompts_own_tokens_and_the_whole_text(prepend, prompt, answer):
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("<s>one", " two</s>"), ("one ", "two</s>"), ("<s>one </s>", "two")]
+)
+def test_a_tokenizer_that_adds_spaces_gives_the_prompts_own_tokens_and_the_whole_text(
+    prepend, prompt, answer
+):
     tokenizer = word_tokenizer(prepend)
     first, rest = joined(tokenizer, prompt, answer)
     assert first == tokenizer(prompt, add_special_tokens=False)["input_ids"]

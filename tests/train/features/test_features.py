@@ -51,7 +51,9 @@ def examples():
     found = []
     for i in range(7):
         tokens = torch.randint(24, (8 + 3 * (i % 4) + i,), generator=random).tolist()
-        found.append(Example(tokens, [3 <= t < 6 or len(tokens) - 4 <= t for t in range(len(tokens))]))
+        found.append(
+            Example(tokens, [3 <= t < 6 or len(tokens) - 4 <= t for t in range(len(tokens))])
+        )
     return found
 
 
@@ -60,26 +62,35 @@ def reads(target, monkeypatch):
     """The token rows that the target was asked to read."""
     rows = []
     original = target.read
-    monkeypatch.setattr(target, "read", lambda tokens, *rest: rows.append(tokens) or original(tokens, *rest))
+    monkeypatch.setattr(
+        target, "read", lambda tokens, *rest: rows.append(tokens) or original(tokens, *rest)
+    )
     return rows
 
 
 @pytest.fixture
 def cached(target, head, tmp_path):
-    """Opens the cache anew, as another process would: `cached(format="float32", shard_bytes=...)`."""
+    """Opens the cache anew, as another process would: `cached(format="float32",
+    shard_bytes=...)`."""
 
     def opened(shard_bytes=2**28, **manifest):
-        return CachedFeatures(target, head, FeatureCache(tmp_path / "cache", MANIFEST | manifest, shard_bytes))
+        return CachedFeatures(
+            target, head, FeatureCache(tmp_path / "cache", MANIFEST | manifest, shard_bytes)
+        )
 
     return opened
 
 
 def close(found, fresh, batch, **tolerance):
     assert found.modules is fresh.modules
-    assert torch.equal(found.tokens_BT, fresh.tokens_BT) and torch.equal(found.loss_mask_BT, fresh.loss_mask_BT)
+    assert torch.equal(found.tokens_BT, fresh.tokens_BT) and torch.equal(
+        found.loss_mask_BT, fresh.loss_mask_BT
+    )
     for row, place in batch.places():
         for name in ("features_BTF", "last_BTD"):
-            torch.testing.assert_close(getattr(found, name)[row, place], getattr(fresh, name)[row, place], **tolerance)
+            torch.testing.assert_close(
+                getattr(found, name)[row, place], getattr(fresh, name)[row, place], **tolerance
+            )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -106,7 +117,9 @@ def test_a_folder_with_more_layers_serves_as_well(target, head, cached, examples
     close(found, online_features(target, head, batch, torch.float64), batch, atol=1e-5, rtol=0)
 
 
-def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(target, head, cached, examples, reads):
+def test_a_sequence_is_read_once_whatever_batch_or_row_it_stands_in(
+    target, head, cached, examples, reads
+):
     source = cached(shard_bytes=1)  # a shard for every sequence
     first = source(collate(examples))
     again = source(collate_rows([examples[5:2:-1], examples[:1]]))
@@ -136,11 +149,16 @@ def test_what_is_trained_on_is_what_was_kept(cached, examples, word):
     assert torch.equal(cached(format=word)(collate(examples)).features_BTF, fresh)
 
 
-@pytest.mark.parametrize(("word", "error"), [("float32", 1e-7), ("bfloat16", 2**-8), ("int8", 1 / 250)])
+@pytest.mark.parametrize(
+    ("word", "error"), [("float32", 1e-7), ("bfloat16", 2**-8), ("int8", 1 / 250)]
+)
 def test_formats_keep_states_to_their_own_precision(head, word, error):
     head.feature_layers = (0, 1, -1)
-    states_TLD = torch.randn(50, 3, head.target.hidden_size, generator=torch.Generator().manual_seed(0))
-    states_TLD *= torch.tensor([1e-3, 1.0, 1e3])[:, None]  # layers differ in size: each has a scale of its own
+    states_TLD = torch.randn(
+        50, 3, head.target.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
+    # layers differ in size: each has a scale of its own
+    states_TLD *= torch.tensor([1e-3, 1.0, 1e3])[:, None]
     stored, scales = encoded(states_TLD, word)
     largest = states_TLD.abs().amax(-1, keepdim=True)
     assert (decoded(stored, scales).float() - states_TLD).abs().div(largest).max() <= error
@@ -151,11 +169,14 @@ def test_formats_keep_states_to_their_own_precision(head, word, error):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("target", "another"), ("layers", [1, -1]), ("format", "int8"), ("tokenizer", "f00")]
+    ("name", "value"),
+    [("target", "another"), ("layers", [1, -1]), ("format", "int8"), ("tokenizer", "f00")],
 )
 def test_a_cache_of_something_else_is_refused_with_both_named(cached, name, value):
     cached()
-    with pytest.raises(ValueError, match=f"{name} = .*{MANIFEST.get(name)!r}.*, not {value!r}".replace("[", r"\[")):
+    with pytest.raises(
+        ValueError, match=f"{name} = .*{MANIFEST.get(name)!r}.*, not {value!r}".replace("[", r"\[")
+    ):
         cached(**{name: value})
 
 
@@ -175,7 +196,11 @@ def test_a_corrupt_shard_is_named_and_the_others_are_not(target, head, cached, e
         cached()
     assert corrupt_shards(source.cache.folder) == [shards[2]]
     shards[2].unlink()  # what --features.repair does
-    close(cached()(collate(examples)), online_features(target, head, collate(examples)), collate(examples))
+    close(
+        cached()(collate(examples)),
+        online_features(target, head, collate(examples)),
+        collate(examples),
+    )
 
 
 def test_a_full_disk_leaves_no_half_shard(cached, examples, monkeypatch):
@@ -240,7 +265,11 @@ def test_auto_reads_what_is_there_even_once(short, changed, counted, tmp_path):
     for folder in ("states", "elsewhere"):
         counted.clear()
         once = changed(short, output=f"{short.output}-{folder}", loop={"max_steps": 3})
-        train(dataclasses.replace(once, features=FeaturesConfig("auto", str(tmp_path / folder), "float32")))
+        train(
+            dataclasses.replace(
+                once, features=FeaturesConfig("auto", str(tmp_path / folder), "float32")
+            )
+        )
         read.append(sum(counted))
     assert read[0] < read[1]
 
@@ -258,7 +287,9 @@ def test_a_second_run_reads_what_the_first_one_kept(short, counted, tmp_path):
 @pytest.mark.parametrize("mode", ["cached", "auto"])
 @pytest.mark.parametrize("word", list(FORMATS))
 @pytest.mark.parametrize("step", [2, 8])
-def test_stopped_and_started_again_a_run_ends_with_the_same_weights(short, stop_after, monkeypatch, mode, word, step):
+def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
+    short, stop_after, monkeypatch, mode, word, step
+):
     short = dataclasses.replace(short, features=FeaturesConfig(mode=mode, format=word))
     whole = train(dataclasses.replace(short, output=short.output + "-whole"))
     with monkeypatch.context() as patch:
@@ -274,23 +305,30 @@ def test_stopped_and_started_again_a_run_ends_with_the_same_weights(short, stop_
 def test_reading_ahead_changes_no_weight(short, changed, mode, word):
     short = dataclasses.replace(short, features=FeaturesConfig(mode=mode, format=word))
     one, other = (
-        last(train(changed(short, output=f"{short.output}-{workers}", data={"workers": workers}))) for workers in (0, 2)
+        last(train(changed(short, output=f"{short.output}-{workers}", data={"workers": workers})))
+        for workers in (0, 2)
     )
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize("word", list(FORMATS))
-def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(cached, examples, reads, word):
+def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(
+    cached, examples, reads, word
+):
     source, batch = cached(format=word), collate(examples)
     assert source.read_ahead(batch, 0) is batch  # nothing is there yet
     expected = source(batch)
     source.settle(Accelerator())
     other = cached(format=word)
     ahead = other.read_ahead(batch, 0)
-    assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (word != "int8")
+    assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (
+        word != "int8"
+    )
     reads.clear()
     found = other(ahead)
-    assert torch.equal(found.features_BTF, expected.features_BTF) and torch.equal(found.last_BTD, expected.last_BTD)
+    assert torch.equal(found.features_BTF, expected.features_BTF) and torch.equal(
+        found.last_BTD, expected.last_BTD
+    )
     assert not reads
 
 
@@ -315,13 +353,23 @@ def test_states_lost_between_two_starts_are_computed_again(short, stop_after, mo
     assert last(train(short)).keys()
 
 
-def test_packing_several_sequences_does_not_change_their_states_or_their_loss(target, head, examples):
-    apart = [online_features(target, head, collate([example]), torch.float64) for example in examples]
+def test_packing_several_sequences_does_not_change_their_states_or_their_loss(
+    target, head, examples
+):
+    apart = [
+        online_features(target, head, collate([example]), torch.float64) for example in examples
+    ]
     rows = [examples[:3], examples[3:5], examples[5:]]
     batch = collate_rows(rows)
     together = online_features(target, head, batch, torch.float64)
     for (row, place), alone in zip(batch.places(), apart, strict=True):
-        torch.testing.assert_close(together.last_BTD[row, place], alone.last_BTD[0], atol=1e-10, rtol=0)
-    torch.testing.assert_close(head(together).loss, sum(head(alone).loss for alone in apart), rtol=1e-10, atol=0)
-    positions = list(itertools.chain.from_iterable(range(len(example.tokens)) for example in rows[0]))
+        torch.testing.assert_close(
+            together.last_BTD[row, place], alone.last_BTD[0], atol=1e-10, rtol=0
+        )
+    torch.testing.assert_close(
+        head(together).loss, sum(head(alone).loss for alone in apart), rtol=1e-10, atol=0
+    )
+    positions = list(
+        itertools.chain.from_iterable(range(len(example.tokens)) for example in rows[0])
+    )
     assert batch.positions_BT[0, : len(positions)].tolist() == positions

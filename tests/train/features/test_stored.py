@@ -1,4 +1,5 @@
-"""A head trained with no target in memory: on states from a folder, or from a source of the caller's."""
+"""A head trained with no target in memory: on states from a folder, or from a source of the
+caller's."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def losses(folder):
 
 
 def test_a_run_without_the_target_has_the_losses_of_one_with_it(stored, monkeypatch):
-    with_target = dataclasses.replace(stored, output=stored.output + "-online", features=FeaturesConfig())
+    with_target = dataclasses.replace(
+        stored, output=stored.output + "-online", features=FeaturesConfig()
+    )
     expected, (judged,) = losses(train(with_target))
     with monkeypatch.context() as patch:
         patch.setattr(Target, "load", None)
@@ -47,32 +50,45 @@ def test_a_run_without_the_target_has_the_losses_of_one_with_it(stored, monkeypa
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
     torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
     assert row["eval"] == judged["eval"]
-    one, other = (load_file(path / "last" / "model.safetensors") for path in (folder, folder.parent / "run-online"))
+    one, other = (
+        load_file(path / "last" / "model.safetensors")
+        for path in (folder, folder.parent / "run-online")
+    )
     assert one.keys() == other.keys()
 
 
-def test_what_a_folder_lacks_is_told_before_the_target_is_needed(stored, changed, tmp_path, monkeypatch):
+def test_what_a_folder_lacks_is_told_before_the_target_is_needed(
+    stored, changed, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Target, "load", None)
     folder = tmp_path / "states"
     elsewhere = dataclasses.replace(stored.features, folder=str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"finds no states in .*none.* write them by `headstart features`"):
+    with pytest.raises(
+        ValueError, match=r"finds no states in .*none.* write them by `headstart features`"
+    ):
         train(dataclasses.replace(stored, features=elsewhere))
     assert not (tmp_path / "none").exists()
     answers = sorted((folder / "answers").iterdir())
     assert answers, "of the prompts, some of which are the same"
     kept = answers[0].read_text()
     answers[0].unlink()
-    with pytest.raises(ValueError, match=r"no answer of 8 tokens \(eval.new_tokens\) to the held-out conversation"):
+    with pytest.raises(
+        ValueError, match=r"no answer of 8 tokens \(eval.new_tokens\) to the held-out conversation"
+    ):
         train(stored)
     answers[0].write_text(kept)
     shards = list(folder.glob("*.safetensors"))
     for shard in shards:
         shard.rename(tmp_path / shard.name)
-    with pytest.raises(ValueError, match=r"lacks the states of \d+ of \d+ sequences to train on; .*data.max_length"):
+    with pytest.raises(
+        ValueError, match=r"lacks the states of \d+ of \d+ sequences to train on; .*data.max_length"
+    ):
         train(stored)
     for shard in shards:
         (tmp_path / shard.name).rename(shard)
-    other = dataclasses.replace(stored, head={**stored.head, "feature_layers": [0]}, target_dtype="float32")
+    other = dataclasses.replace(
+        stored, head={**stored.head, "feature_layers": [0]}, target_dtype="float32"
+    )
     assert train(changed(other, output=stored.output + "-fewer", loop={"max_steps": 1})).exists()
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "tokenizer": "another"}))
@@ -112,22 +128,33 @@ def test_a_source_of_the_callers_own_gives_the_same_head(short, taught):
 
 
 def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(short):
-    with pytest.raises(ValueError, match=r"features.mode served takes states from a source that is given"):
+    with pytest.raises(
+        ValueError, match=r"features.mode served takes states from a source that is given"
+    ):
         train(dataclasses.replace(short, features=FeaturesConfig(mode="served")))
-    with pytest.raises(ValueError, match=r"features.mode online does not read it; choose from served, stored, cached"):
+    with pytest.raises(
+        ValueError,
+        match=r"features.mode online does not read it; choose from served, stored, cached",
+    ):
         train(short, source=partial(TwinStates, "nothing"))
 
 
-def test_states_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(short, monkeypatch, tmp_path):
+def test_states_that_do_not_fit_on_the_disk_are_refused_before_any_is_written(
+    short, monkeypatch, tmp_path
+):
     features = FeaturesConfig(mode="cached", format="float32", folder=str(tmp_path / "states"))
     monkeypatch.setattr(online, "free_bytes", lambda path: 1000)
-    with pytest.raises(ValueError, match=r"states of [\d,]+ tokens take .* GiB, and the disk of .* GiB left; choose"):
+    with pytest.raises(
+        ValueError,
+        match=r"states of [\d,]+ tokens take .* GiB, and the disk of .* GiB left; choose",
+    ):
         train(dataclasses.replace(short, features=features))
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["manifest.json"]
 
 
 def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkeypatch):
-    """One writes the shard while the other, on another machine, is about to put its own in the same place."""
+    """One writes the shard while the other, on another machine, is about to put its own in the same
+    place."""
     rows = [[1, 2, 3], [4, 5]]
     caches = [FeatureCache(tmp_path, {"layers": [-1], "format": "float32"}) for _ in range(2)]
     for cache in caches:
