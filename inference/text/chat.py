@@ -85,6 +85,10 @@ class Chat:
         )
         answer = TextStream(self.tokenizer)
         options = {"tokenizer": self.tokenizer, **self.settings, **settings}
+        if "generation_config" not in options:
+            # A turn ends where the tokenizer says so, whether the model's config names it or not.
+            ends = {*self.lm.target.end_tokens, self.tokenizer.eos_token_id} - {None}
+            options.setdefault("eos_token_id", sorted(ends))
         input_ids = prompt["input_ids"].to(self.lm.target.device)
         for tokens in self.lm.stream(input_ids, past_key_values=self.past, **options):
             piece = answer.put(tokens)

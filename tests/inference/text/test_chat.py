@@ -94,3 +94,28 @@ def test_an_answer_that_is_left_is_not_recorded_and_stop_strings_end_one(tiny_ta
         )
         said = chat.say("hello", **({"stop_strings": [stop]} if where == "call" else {}))
         assert said == answer[: answer.index(stop) + 1]
+
+
+def test_a_turn_ends_where_the_tokenizer_or_the_model_says_so(tiny_target, tools, monkeypatch):
+    """Unless the caller says otherwise."""
+    end = 11
+    tokenizer = tools.build_tokenizer()
+    tokenizer.chat_template = TEMPLATES["as it is"]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+    lm.target.model.generation_config.eos_token_id = 1
+    settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 257}
+    stream, streamed = lm.stream, []
+
+    def watched(*inputs, **options):
+        for tokens in stream(*inputs, **options):
+            streamed.extend(tokens)
+            yield tokens
+
+    monkeypatch.setattr(lm, "stream", watched)
+    lm.chat(tokenizer, **settings, eos_token_id=[]).say("hello")
+    written = list(streamed)
+    assert len(written) == 24 and end in written[:-1]
+    streamed.clear()
+    lm.chat(tokenizer, **settings).say("hello")
+    assert streamed == written[: written.index(end) + 1]
