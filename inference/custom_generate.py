@@ -165,7 +165,8 @@ def engine_of(
     engines = _ENGINES.setdefault(model, WeakKeyDictionary())
     if caller in engines:
         before, engine = engines[caller]
-        if before == options:
+        same = (model.dtype, model.device) == (engine.target.dtype, engine.target.device)
+        if before == options and same:
             return engine
     engine = SpeculativeLM.from_pretrained(model, **options)
     engine.target.hold_weakly()

@@ -1,12 +1,14 @@
-"""The sdpa function of the target's layers: our attention over trees and prompt chunks.
-
-It applies where the mask is ours.
+"""Attention over a tree or a prompt chunk, in a copy of the model's modules.
 
 Given a mask, transformers copies keys and values for every query head of their group, at every
 layer of every round. Ours are not copied, and a prompt chunk is read causally without a mask in
-memory. The function is registered once, under transformers' name "sdpa", and hands on every call
-whose mask it did not mark: neither a model's config nor its modules change, and a forward of the
-user's own, in another thread or from a hook, runs what it always ran.
+memory. It has a name of its own in transformers' registry, and so the copy has a config of its own:
+the user's model, and every other model of the process, keep what they have.
+
+    engine       TreeAttention    what each mask of ours stands for: slots, or causal attention
+    its copy     module.tree_attention, and NAME in its config: transformers calls `attention`
+    a forward    the model hands each layer the mask of its kind; a mask that is not one of ours (a
+                 model made another tensor of it, or made its own) gets transformers' sdpa
 
 Letters in tensor names: B batch, N queries, H query heads, G heads of keys and values, S slots, E
 head size.
@@ -14,45 +16,36 @@ head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from ...heads.layers.masked_attention import masked_attention
 from ...heads.layers.tree_attention import attend_to_slots
 from ...heads.layers.tree_slots import TreeSlots
+from ..targets.twin import twin_of
 from .base import Runner
 
 BLOCK = 256
 """Queries of a prompt that share a mask."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention options of some layers: a bound on scores, a sink, a bias by distance."""
-MARK = "headstart_mask"
-"""Attribute of the masks that are ours; a model that makes another tensor of a mask loses it, and
-gets plain sdpa."""
+NAME = "headstart"
+"""Of our attention in transformers' registry."""
 WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of
 prompts keep changing."""
-
-
-@dataclass
-class Mark:
-    """Says that a mask is ours, and how it is to be read."""
-
-    slots: TreeSlots | None = None
-    """What the mask stands for, if it has no values; None for a causal one."""
-    groups: list[int] | None = None
-    """The query heads for each head of keys, of each layer that asks for attention with the mask,
-    are added here."""
 
 
 def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
@@ -74,70 +67,106 @@ class PlanlessRunner(Runner):
         return self(function, (), *inputs)
 
 
-def marked(mask: Tensor, mark: Mark | None = None) -> Tensor:
-    """Return the same additive mask [B, 1, N, S], marked for our attention.
+class TreeAttention:
+    """The attention of an engine: what the masks that it made stand for."""
 
-    Its rows may be repeated for every head of a group.
-    """
-    setattr(mask, MARK, mark or Mark())
-    return mask
+    def __init__(self) -> None:
+        self._slots: MutableMapping[Tensor, TreeSlots | None] = WeakTensorKeyDictionary()
+        """The slots that a mask without values stands for; None for all other masks."""
+        self._asked: list[int] | None = None
+
+    @contextmanager
+    def asked_for(self) -> Iterator[list[int]]:
+        """Note who asks for attention by one of the masks, in the block.
+
+        Yields the number of query heads for each head of keys, by layer.
+        """
+        asked: list[int] = []
+        self._asked = asked
+        try:
+            yield asked
+        finally:
+            self._asked = None
+
+    def attend_by(self, mask: Tensor) -> None:
+        """Attend by an additive mask [B, 1, N, S], or [B, 1, H / G * N, S]: repeated by group."""
+        self._slots[mask] = None
+
+    def of_prompt(self, tokens: int, slots: int) -> Tensor:
+        """Stands for the causal mask of the last `tokens` of `slots`."""
+        mask = torch.empty(1, 1, tokens, slots, device="meta")
+        self._slots[mask] = None
+        return mask
+
+    def of_tree(self, slots: TreeSlots) -> Tensor:
+        """Stands for the mask of the nodes of a tree, which the tree kernel reads."""
+        batch, nodes, uncommitted = slots.ancestors_BNM.shape
+        mask = torch.empty(batch, 1, nodes, uncommitted, device="meta")
+        self._slots[mask] = slots
+        return mask
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query_BHNE: Tensor,
+        key_BGSE: Tensor,
+        value_BGSE: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend by a mask of ours, or else as transformers' sdpa: [B, N, H, E], and no weights.
+
+        Slots beyond the mask are not read.
+
+        Raises:
+            ValueError: a layer needs an option that sdpa does not support either.
+        """
+        if attention_mask is None or attention_mask not in self._slots:
+            return sdpa_attention_forward(
+                module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options
+            )
+        if self._asked is not None:
+            self._asked.append(query_BHNE.shape[1] // key_BGSE.shape[1])
+        unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
+        if unsupported:
+            raise ValueError(
+                f"{type(module).__name__} asks for {unsupported[0]}: load it with"
+                " attn_implementation='eager'"
+            )
+        scale = options.get("scaling")
+        slots = self._slots[attention_mask]
+        if slots is not None:
+            return attend_to_slots(query_BHNE, key_BGSE, value_BGSE, slots, scale), None
+        if attention_mask.is_meta:
+            output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
+        else:
+            covered = attention_mask.shape[-1]
+            key_BGSE = key_BGSE[:, :, :covered]
+            value_BGSE = value_BGSE[:, :, :covered]
+            output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scale)
+        return output_BHNE.transpose(1, 2).contiguous(), None
 
 
-def causal_mask(tokens: int, slots: int) -> Tensor:
-    """Return a stand-in for the causal mask of the last `tokens` of `slots`.
-
-    It has no values that other code could use.
-    """
-    return marked(torch.empty(1, 1, tokens, slots, device="meta"))
-
-
-def tree_mask(slots: TreeSlots) -> Tensor:
-    """Stands for the mask of the nodes of a tree."""
-    batch, nodes, uncommitted = slots.ancestors_BNM.shape
-    return marked(torch.empty(batch, 1, nodes, uncommitted, device="meta"), Mark(slots))
+def attention(module: torch.nn.Module, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+    """Let a module of a copy attend as the copy's engine does."""
+    attend: Any = module.tree_attention
+    attended: tuple[Tensor, None] = attend(module, *arguments, **options)
+    return attended
 
 
-def attention(
-    module: torch.nn.Module,
-    query_BHNE: Tensor,
-    key_BGSE: Tensor,
-    value_BGSE: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' sdpa; with a mask of ours, our attention: returns [B, N, H, E], and no weights.
-
-    Slots beyond the mask are not read.
-
-    Raises:
-        ValueError: with a mask of ours, a layer that needs an option that sdpa does not support
-            either.
-    """
-    if not hasattr(attention_mask, MARK):
-        return sdpa_attention_forward(
-            module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options
-        )
-    assert attention_mask is not None
-    mark: Mark = getattr(attention_mask, MARK)
-    if mark.groups is not None:
-        mark.groups.append(query_BHNE.shape[1] // key_BGSE.shape[1])
-    unsupported = [name for name in UNSUPPORTED if options.get(name) is not None]
-    if unsupported:
-        raise ValueError(
-            f"{type(module).__name__} asks for {unsupported[0]}: load it with"
-            " attn_implementation='eager'"
-        )
-    scale = options.get("scaling")
-    if mark.slots is not None:
-        return attend_to_slots(query_BHNE, key_BGSE, value_BGSE, mark.slots, scale), None
-    if attention_mask.is_meta:
-        output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
-    else:
-        slots = attention_mask.shape[-1]
-        key_BGSE = key_BGSE[:, :, :slots]
-        value_BGSE = value_BGSE[:, :, :slots]
-        output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scale)
-    return output_BHNE.transpose(1, 2).contiguous(), None
+def attending_copy(model: nn.Module, attend: TreeAttention) -> nn.Module:
+    """A copy of a model whose sdpa layers attend by `attend`; all weights are shared."""
+    memo: dict[int, Any] = {}
+    twin = twin_of(model, lambda module: None)
+    for module in twin.modules():
+        vars(module)["tree_attention"] = attend
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            vars(module)["config"] = copy.deepcopy(config, memo)
+    for copied in memo.values():
+        if isinstance(copied, PreTrainedConfig) and copied._attn_implementation == "sdpa":
+            copied._attn_implementation_internal = NAME
+    return twin
 
 
 def causal_attention(
@@ -191,4 +220,5 @@ def _causal_in_blocks(
     return torch.cat(outputs, dim=2)
 
 
-AttentionInterface.register("sdpa", attention)
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -211,7 +211,3 @@ class Engine(ABC):
         This happens if the weights have changed, or with `force`.
         """
         assert not self.copies_weights
-
-    def renew(self) -> None:
-        """The target's weights or active adapters have changed."""
-        self.runner.forget()

@@ -21,9 +21,7 @@ from .cuda_graph import GraphRunner
 from .model_engine import ModelEngine
 
 
-def chosen_engine(
-    target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]
-) -> Engine:
+def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> Engine:
     """The engine for a target on its device.
 
     Args:
@@ -31,20 +29,17 @@ def chosen_engine(
         mode: False for forwards as they are. True for our kernels on a CPU, and for CUDA graphs on
             a GPU, which are recorded within the first rounds; other accelerators run forwards as
             they are.
-        eager: the class for forwards as they are.
-        packed: the class for forwards with linear layers in our CPU kernels.
+        kind: the engine for models of its kind.
     """
-    engine = _chosen(target, mode, eager, packed)
+    engine = _chosen(target, mode, kind)
     engine.mode = mode
     return engine
 
 
-def _chosen(
-    target: TargetModel, mode: bool, eager: type[ModelEngine], packed: type[ModelEngine]
-) -> Engine:
+def _chosen(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> Engine:
     if not mode:
-        return eager(target)
+        return kind(target)
     if target.device.type == "cpu":
-        return cpu_engine(target, eager, packed)
+        return cpu_engine(target, kind)
     runner = GraphRunner(target.device) if cuda_graph.records(target.device) else None
-    return eager(target, runner)
+    return kind(target, runner)

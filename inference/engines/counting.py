@@ -19,7 +19,6 @@ from torch import Tensor
 from ..cache.kv_cache import TreeCache
 from ..targets.target_model import TargetModel
 from .base import Runner
-from .cpu import PackedLinearEngine
 from .model_engine import Masks, ModelEngine
 
 
@@ -30,8 +29,12 @@ class CountingEngine(ModelEngine):
     one_row = True
     own_attention = False
 
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
-        super().__init__(target)  # and never recorded: where tokens lie is known on the host alone
+    def __init__(
+        self, target: TargetModel, runner: Runner | None = None, packed: bool = False
+    ) -> None:
+        super().__init__(
+            target, packed=packed
+        )  # and never recorded: where tokens lie is known on the host alone
 
     @cached_property
     def _slices_logits(self) -> bool:
@@ -62,7 +65,3 @@ class CountingEngine(ModelEngine):
         if self._slices_logits:
             inputs["logits_to_keep"] = logits_to_keep
         return inputs
-
-
-class PackedCountingEngine(PackedLinearEngine, CountingEngine):
-    """The same with linear layers in our CPU kernels."""

@@ -5,7 +5,6 @@ Letters in tensor names: B batch, T time, N nodes, K chosen nodes.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..targets.prompt_inputs import in_one_dimension
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
-from .base import Engine, Runner, TargetOutput
+from .base import Engine, TargetOutput
 from .cpu_decoder import PackedDecoder, packed_decoder, packed_head, renew_packed
 from .model_engine import PADDING_ON_CPU, ModelEngine, read_by_model, visible_slots
 
@@ -26,66 +25,33 @@ PIECE = 512
 """Tokens of a prompt that are read at once, as a chain of nodes."""
 
 
-def cpu_engine(target: TargetModel, eager: type[ModelEngine], packed: type[ModelEngine]) -> Engine:
-    """Return the engine for a CPU: our kernels where possible, else unchanged transformers.
+def cpu_engine(target: TargetModel, kind: type[ModelEngine]) -> Engine:
+    """The engine for a CPU: kernels, as far as they know the model and can be built.
 
-    The kernels run what they support of a model without hooks, if they can be built.
+    Args:
+        target: the target.
+        kind: the engine for models of its kind; the kernels' decoder takes the place of
+            `ModelEngine` itself alone.
     """
-    if cpu_kernels.library() is None or has_hooks(target.model):  # kernels would not call them
-        return eager(target)
-    decoder = packed_decoder(target.model, target.layer_kinds) if eager is ModelEngine else None
-    return packed(target) if decoder is None else CpuEngine(target, decoder)
+    # Kernels would not call hooks.
+    if cpu_kernels.library() is None or has_hooks(target.model):
+        return kind(target)
+    decoder = packed_decoder(target.model, target.layer_kinds) if kind is ModelEngine else None
+    return kind(target, packed=True) if decoder is None else CpuEngine(target, decoder)
 
 
-def kernels_name() -> str:
-    """The kernels' source, compiler and processor, as a hash."""
-    return "kernels " + Path(cpu_kernels.kernels()._name).stem.removeprefix("cpu_kernels-")
+class CpuEngine(Engine):
+    """A decoder that runs as a whole in the kernels, with its weights in their shortest format.
 
-
-class KernelEngine(Engine):
-    """An engine whose weights, and those of heads, are copied for the kernels."""
+    The kernels hold a copy of the weights, and of those of heads.
+    """
 
     copies_weights = True
-
-    def draft_head(self, head: DraftHead) -> DraftHead:
-        return packed_head(head)
-
-    def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        renew_packed(head, force)
-
-
-class PackedLinearEngine(KernelEngine, ModelEngine):
-    """Runs the transformers model with its linear layers in the kernels.
-
-    It does so in a copy of the model that shares everything else.
-    """
-
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
-        self.packed_model = cpu_kernels.packed_copy(target.model)
-        super().__init__(target, runner)
-        self.name = kernels_name()
-
-    @property
-    def model(self) -> Any:
-        return self.packed_model
-
-    @property
-    def lm_head(self) -> nn.Module:
-        head: nn.Module = self.model.get_output_embeddings()
-        return head
-
-
-class CpuEngine(KernelEngine):
-    """Runs a whole decoder in the kernels.
-
-    They hold a copy of its weights in their shortest exact format.
-    """
-
     least_padding = PADDING_ON_CPU
 
     def __init__(self, target: TargetModel, decoder: PackedDecoder) -> None:
         super().__init__(target)
-        self.name = kernels_name()
+        self.name = cpu_kernels.kernels_name()
         self.decoder = decoder
 
     @property
@@ -99,6 +65,12 @@ class CpuEngine(KernelEngine):
     @property
     def features_are_free(self) -> bool:
         return True
+
+    def draft_head(self, head: DraftHead) -> DraftHead:
+        return packed_head(head)
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        renew_packed(head, force)
 
     def logits(self, states: Tensor) -> Tensor:
         return self.decoder.logits(states)

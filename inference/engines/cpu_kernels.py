@@ -395,6 +395,11 @@ def norm(rows: Tensor, weight: Tensor, eps: float, rounds: bool) -> Tensor:
     return out
 
 
+def kernels_name() -> str:
+    """The kernels' source, compiler and processor, as a hash."""
+    return "kernels " + Path(kernels()._name).stem.removeprefix("cpu_kernels-")
+
+
 def packed_copy(
     module: nn.Module,
     block: Callable[[nn.Module], nn.Module | None] = lambda module: None,
@@ -436,7 +441,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear, rounded: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias, self.rounded = layer.weight, layer.bias, rounded
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.rounded = rounded
         self.pack()
 
     def pack(self) -> None:

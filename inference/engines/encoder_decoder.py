@@ -20,7 +20,6 @@ from ..cache.kv_cache import CacheInterface, TreeCache
 from ..targets.interface import cache_interface
 from ..targets.loading import config_of
 from .counting import CountingEngine
-from .cpu import PackedLinearEngine
 from .model_engine import Masks
 from .target import Target
 
@@ -89,19 +88,15 @@ class Seq2SeqEngine(CountingEngine):
         }
 
 
-class PackedSeq2SeqEngine(PackedLinearEngine, Seq2SeqEngine):
-    """The same with linear layers in our CPU kernels."""
-
-
 class Seq2SeqTarget(Target):
     """Frozen encoder-decoder target."""
 
-    model_engine = Seq2SeqEngine
-    packed_engine = PackedSeq2SeqEngine
+    engine_kind = Seq2SeqEngine
     shares_prompts = False
 
     def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
         super().__init__(model, name, commit)
+        self.was_tried()  # there is nothing to try: `FAMILIES` are known
         self.encoded: BaseModelOutput | None = None
         self.encoded_mask: Tensor | None = None
 
@@ -113,9 +108,6 @@ class Seq2SeqTarget(Target):
                 " choose from " + ", ".join(FAMILIES)
             )
         return ("full_attention",)
-
-    def check_decoding(self) -> None:
-        """Nothing to try: `FAMILIES` are known."""
 
     def encode(self, input_ids: Tensor, mask: Tensor | None) -> BaseModelOutput:
         """Run the encoder on one row, which the decoder attends to from then on."""

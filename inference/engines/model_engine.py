@@ -30,8 +30,10 @@ from ..targets.prompt_inputs import offset, position_offsets
 from ..targets.segments import has_changing_angles
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
-from .attention import Mark, PlanlessRunner, causal_mask, marked, tree_mask
+from . import cpu_kernels
+from .attention import PlanlessRunner, TreeAttention, attending_copy
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
+from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
 from .fused_decoder import TOLERANCE, Attend, FusedDecoder, fused_head
 from .known import agrees, known_decoder
@@ -44,12 +46,30 @@ Masks = Tensor | BlockMask | dict[str, Any]
 
 
 class ModelEngine(Engine):
-    """Runs the transformers model, whatever its architecture and device, as it is or recorded."""
+    """Runs the transformers model, whatever its architecture and device.
+
+    It is put together of
+
+        model      the user's own modules; or a copy that shares their weights, with our attention
+                   (`attention`), or with linear layers whose weights are packed for the CPU kernels
+        runner     runs the forwards over trees, or records them once and replays them
+        decoder    of Llama-like layers that are recorded, runs what lies between linear modules
+
+    Modules with hooks are never replaced by a copy.
+    """
 
     name = "eager"
 
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
-        """`runner` records and replays the forwards over trees; None to run each as it is."""
+    def __init__(
+        self, target: TargetModel, runner: Runner | None = None, packed: bool = False
+    ) -> None:
+        """Prepare to run a target.
+
+        Args:
+            target: the target.
+            runner: records and replays the forwards over trees; None to run each as it is.
+            packed: whether linear layers run in the CPU kernels.
+        """
         super().__init__(target)
         self.runner = runner or PlanlessRunner(target.device)
         self.on_cpu = target.device.type == "cpu"
@@ -57,7 +77,7 @@ class ModelEngine(Engine):
         model = target.model
         self.flex = model.config._attn_implementation == "flex_attention"
         self.spread = any(hasattr(module, "_hf_hook") for module in model.modules())
-        """Whether accelerate moves the inputs of layers, which lie on several devices as a rule."""
+        """Whether accelerate moves the inputs of layers, which usually lie on several devices."""
         self.shares_keys = not self.spread and bool(
             getattr(target.config, "num_kv_shared_layers", None)
         )
@@ -67,18 +87,22 @@ class ModelEngine(Engine):
             WeakKeyDictionary()
         )
         """Heads that draft here, and the state of their weights."""
-        # Block masks are made on the host; several devices have several streams; a recorded forward
-        # stays in a segment, and asks for no values.
+        # Block masks are made on the host; several devices have several streams; a recorded
+        # forward stays in a segment, and asks for no values.
         in_segments = target.segments is not None or has_changing_angles(target.config)
         if self.flex or self.spread or in_segments:
             self.runner = PlanlessRunner(target.device)
-        if isinstance(self.runner, GraphRunner):
+        self.attention = TreeAttention()
+        self.copies_weights = packed
+        self._copy: Any = None
+        """The modules that run in the place of the user's; None for the user's own."""
+        if packed:
+            self._copy = cpu_kernels.packed_copy(model)
+            self.name = cpu_kernels.kernels_name()
+        elif isinstance(self.runner, GraphRunner):
             self.name = "cuda graphs"
-        self._look_for_hooks()
-
-    def _look_for_hooks(self) -> None:
-        """Notice hooks, which a recording would not call: with them every forward runs as it is."""
-        self.hooked = has_hooks(self.model)
+        self.hooked = has_hooks(model)
+        """Whether hooks must be called, which a recording would not do."""
         if self.hooked and self.runner.replays:
             warnings.warn(
                 f"{self.target.name!r} has hooks, or forwards in the place of its classes' own: it"
@@ -88,8 +112,8 @@ class ModelEngine(Engine):
 
     @property
     def model(self) -> Any:
-        """The transformers model that runs, which the target may hold weakly."""
-        return self.target.model
+        """The transformers model that runs; the target may hold the user's weakly."""
+        return self.target.model if self._copy is None else self._copy
 
     @property
     def state_shapes(self) -> list[StateShape]:
@@ -97,21 +121,14 @@ class ModelEngine(Engine):
 
     @property
     def lm_head(self) -> nn.Module:
+        if self.copies_weights:
+            packed_head: nn.Module = self.model.get_output_embeddings()
+            return packed_head
         return self.target.modules.lm_head
 
     @property
     def features_are_free(self) -> bool:
         return False
-
-    def renew_head(self, head: DraftHead, force: bool = False) -> None:
-        """Drop what was recorded with weights that have changed since, or lie elsewhere."""
-        if not self.runner.replays:
-            return
-        watch, before = self._heads.get(head, (WeightWatch(), None))
-        version = watch.version(head)
-        if force or before not in (None, version):
-            self.runner.forget()
-        self._heads[head] = (watch, version)
 
     @property
     def growth(self) -> Growth:  # type: ignore[override]
@@ -126,26 +143,41 @@ class ModelEngine(Engine):
 
     @cached_property
     def own_attention(self) -> bool:
-        """Whether every layer passes a mask of ours on to our attention, tried on one token."""
+        """Whether a copy of the model with our attention runs in its place.
+
+        Every layer must ask for it, with the mask that it was given: tried on one token.
+        """
         target = self.target
-        if self.spread or self.model.config._attn_implementation != "sdpa":
+        without_masks = not target.attention_kinds
+        if self.spread or self.hooked or without_masks:
             return False
-        groups: list[int] = []
-        with torch.inference_mode():
-            cache = TreeCache(self.state_shapes, 1, target.device)
-            cache.reserve(1, 0)
-            visible_111 = torch.ones(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
-            visible_111[..., 1:] = False
-            masks = self._additive_masks(
-                dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=groups)
-            )
+        if self.model.config._attn_implementation != "sdpa":
+            return False
+        before = self._copy
+        self._copy = attending_copy(self.model, self.attention)
+        with torch.inference_mode(), self.attention.asked_for() as asked:
+            cache = self._cache_of_one_token()
+            visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
+            visible_111[..., 0] = True
+            visible = dict.fromkeys(target.attention_kinds, visible_111)
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+            masks = self._additive_masks(visible, ours=True)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
-        # a block may have several
-        layers = max(target.info.num_layers, len(self.state_shapes) // 2)
-        return (
-            groups == [target.info.num_attention_heads // target.info.num_key_value_heads] * layers
-        )
+        group = target.info.num_attention_heads // target.info.num_key_value_heads
+        if asked == [group] * self._attention_layers():
+            return True
+        self._copy = before
+        return False
+
+    def _cache_of_one_token(self) -> TreeCache:
+        """A cache with room for one token, which need not grow as a runner needs it."""
+        cache = TreeCache(self.state_shapes, 1, self.target.device)
+        cache.reserve(1, 0)
+        return cache
+
+    def _attention_layers(self) -> int:
+        """Layers that attend; a block may have several, or use the keys of another."""
+        return max(self.target.info.num_layers, len(self.state_shapes) // 2)
 
     @cached_property
     def tree_kernel(self) -> bool:
@@ -183,14 +215,23 @@ class ModelEngine(Engine):
             decoder if agrees(self.model, self.state_shapes, forward, tolerance, layers) else None
         )
 
-    def renew(self) -> None:
-        super().renew()
-        vars(self).pop("decoder", None)  # modules may have been exchanged
-        self._look_for_hooks()
-
     def draft_head(self, head: DraftHead) -> DraftHead:
-        """A head as it drafts here: by fused operations where functions are recorded."""
+        """A head as it drafts here: packed, or by fused operations where functions are recorded."""
+        if self.copies_weights:
+            return packed_head(head)
         return fused_head(head) if self.runner.replays else head
+
+    def renew_head(self, head: DraftHead, force: bool = False) -> None:
+        """Pack changed weights again, or drop what was recorded with them."""
+        if self.copies_weights:
+            renew_packed(head, force)
+        if not self.runner.replays:
+            return
+        watch, before = self._heads.get(head, (WeightWatch(), None))
+        version = watch.version(head)
+        if force or before not in (None, version):
+            self.runner.forget()
+        self._heads[head] = (watch, version)
 
     def read_chunk(
         self,
@@ -206,7 +247,7 @@ class ModelEngine(Engine):
         masks: Masks
         if self.own_attention and target.attention_kinds == ("full_attention",):
             cache.attended = cache.prefilled + size
-            masks = causal_mask(size, cache.attended)
+            masks = self.attention.of_prompt(size, cache.attended)
         else:
             slots_S = torch.arange(cache.capacity, device=target.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
@@ -390,7 +431,7 @@ class ModelEngine(Engine):
                 kind: _block_mask(visible_BNS) for kind, visible_BNS in visible.items()
             }
             return as_the_model_takes(masks)
-        return self._additive_masks(visible, Mark() if self.own_attention else None)
+        return self._additive_masks(visible, ours=self.own_attention)
 
     def _tree_slots(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, TreeSlots]:
         """Slots that new nodes attend to, by kind of attention, as the tree kernel takes them."""
@@ -404,25 +445,27 @@ class ModelEngine(Engine):
     def _tree_masks(self, nodes: NewNodes, lengths_B: Tensor) -> Masks:
         """Masks without values, for the tree kernel."""
         slots = self._tree_slots(nodes, lengths_B)
-        return as_the_model_takes({kind: tree_mask(seen) for kind, seen in slots.items()})
+        return as_the_model_takes(
+            {kind: self.attention.of_tree(seen) for kind, seen in slots.items()}
+        )
 
     def _attention_to(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, Attend]:
         """The attention of new nodes after `lengths_B` committed tokens, by kind."""
         return {kind: by_slots(slots) for kind, slots in self._tree_slots(nodes, lengths_B).items()}
 
-    def _additive_masks(self, visible: dict[str, Tensor], mark: Mark | None) -> Masks:
-        """4-D masks with a mark, for our attention, or without one."""
+    def _additive_masks(self, visible: dict[str, Tensor], ours: bool) -> Masks:
+        """4-D masks for the model's attention, or for `ours`."""
         info = self.target.info
         heads = info.num_attention_heads // info.num_key_value_heads
         masks: dict[str, Tensor] = {}
         for kind, visible_BNS in visible.items():
-            mask_B1NS = torch.where(
-                visible_BNS[:, None], *_mask_values(self.target.dtype, visible_BNS.device)
-            )
-            # once for all layers: see `masked_attention`
-            if mark is not None and heads * visible_BNS.shape[1] <= FEW:
-                mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
-            masks[kind] = mask_B1NS if mark is None else marked(mask_B1NS, mark)
+            values = _mask_values(self.target.dtype, visible_BNS.device)
+            mask_B1NS = torch.where(visible_BNS[:, None], *values)
+            if ours:
+                if heads * visible_BNS.shape[1] <= FEW:  # once for all layers: `masked_attention`
+                    mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
+                self.attention.attend_by(mask_B1NS)
+            masks[kind] = mask_B1NS
         return as_the_model_takes(masks)
 
 

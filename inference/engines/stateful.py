@@ -19,9 +19,7 @@ from ..cache.kv_cache import TreeCache
 from ..cache.state_cache import Lanes, Path, StateCache
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes, path_from_root
-from .attention import Mark, causal_mask
 from .base import Runner, TargetOutput
-from .cpu import PackedLinearEngine
 from .model_engine import Masks, ModelEngine, in_window
 
 MOST_PENDING = 8
@@ -38,39 +36,43 @@ class StatefulEngine(ModelEngine):
 
     pads_prompts = False  # a state would read the padding
 
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
+    def __init__(
+        self, target: TargetModel, runner: Runner | None = None, packed: bool = False
+    ) -> None:
         """`runner` is not used: the number of lanes and their width change from round to round."""
-        super().__init__(target)
+        super().__init__(target, packed=packed)
         self.most_pending = MOST_PENDING
+
+    @cached_property
+    def _chunks(self) -> dict[Any, int]:
+        """Modules of a packed copy that read by chunks, and their size in the model.
+
+        transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result
+        does not depend on their size, which is an attribute of its modules: lanes are read in
+        shorter ones. The user's own modules stay as they are.
+        """
+        chunks: dict[Any, int] = {}
+        if self.copies_weights:
+            for module in self.model.modules():
+                size = getattr(module, "chunk_size", None)
+                if isinstance(size, int):
+                    chunks[module] = size
+        return chunks
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> StateCache:
         target = self.target
         assert target.stateful is not None
         return StateCache(target.stateful, batch_size, target.device, tokens, rows, target.pool)
 
-    @cached_property
-    def own_attention(self) -> bool:
-        target = self.target
-        if (
-            self.spread
-            or self.model.config._attn_implementation != "sdpa"
-            or not target.attention_kinds
-        ):
-            return False
-        asked: list[int] = []
-        with torch.inference_mode():
-            cache = self.new_cache(1)
-            cache.reserve(1, 0)
-            token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-            cache.tree_lanes(token_11, [[[0]]])
-            visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
-            visible_111[..., 0] = True
-            masks = self._additive_masks(
-                dict.fromkeys(target.attention_kinds, visible_111), Mark(groups=asked)
-            )
-            self._model_forward(token_11, token_11 * 0, masks, cache, (), 0)
-        heads = target.info.num_attention_heads // target.info.num_key_value_heads
-        return asked == [heads] * (len(self.state_shapes) // 2)
+    def _cache_of_one_token(self) -> StateCache:
+        cache = self.new_cache(1)
+        cache.reserve(1, 0)
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
+        cache.tree_lanes(token_11, [[[0]]])
+        return cache
+
+    def _attention_layers(self) -> int:
+        return len(self.state_shapes) // 2
 
     def read_chunk(
         self,
@@ -181,6 +183,9 @@ class StatefulEngine(ModelEngine):
         """Return each lane's model logits at the indices `kept`, and features of all its tokens."""
         assert cache.lanes is not None
         lanes = cache.lanes
+        # By now `own_attention` has chosen the modules that run.
+        for module, size in self._chunks.items():
+            module.chunk_size = min(size, -(-lanes.width // CHUNK_STEP) * CHUNK_STEP)
         positions_RT = lanes.positions_RT.clamp(max=self.target.max_positions - 1)
         return self._unrecorded_forward(lanes.tokens_RT, positions_RT, masks, cache, layers, kept)
 
@@ -203,7 +208,7 @@ class StatefulEngine(ModelEngine):
             and kinds == ("full_attention",)
         ):
             cache.attended = last
-            return causal_mask(lanes.width, last)
+            return self.attention.of_prompt(lanes.width, last)
         short = self.on_cpu and self.own_attention
         slots = cache.bucketed_length if short else cache.capacity
         visible_RTS, slot_positions_RS = _visible(lanes, slots)
@@ -216,32 +221,6 @@ class StatefulEngine(ModelEngine):
         if isinstance(masks, dict):  # layers with a state alone read no mask
             return {"linear_attention": None, "conv": None, **masks}
         return masks
-
-
-class PackedStatefulEngine(PackedLinearEngine, StatefulEngine):
-    """The same with linear layers in our CPU kernels, and Mamba-2 in chunks as short as its lanes.
-
-    transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result does
-    not depend on their size, which is an attribute of its modules: those of our copy, the model's
-    own stay as they are.
-    """
-
-    def __init__(self, target: TargetModel, runner: Runner | None = None) -> None:
-        super().__init__(target, runner)
-        self._chunks: dict[Any, int] = {}
-        """Modules of the copy that read by chunks, and their size in the model."""
-        for module in self.packed_model.modules():
-            size = getattr(module, "chunk_size", None)
-            if isinstance(size, int):
-                self._chunks[module] = size
-
-    def _lane_forward(
-        self, cache: StateCache, masks: Masks | None, layers: tuple[int, ...], kept: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        assert cache.lanes is not None
-        for module, size in self._chunks.items():
-            module.chunk_size = min(size, -(-cache.lanes.width // CHUNK_STEP) * CHUNK_STEP)
-        return super()._lane_forward(cache, masks, layers, kept)
 
 
 def _output(logits: Tensor, features: Tensor) -> TargetOutput:

@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 
 from ...extras import require_extra
 from ...heads.base import TargetModules, dtype_name
+from ..targets.adapters import active_adapters, check_adapters, unwrapped
 from ..targets.as_loaded import as_loaded
 from ..targets.changes import WeightWatch, code_of
 from ..targets.dtypes import chosen_dtype
-from ..targets.info import active_adapters, before_lm_head, fingerprint, target_modules
+from ..targets.info import before_lm_head, fingerprint, target_modules
 from ..targets.loading import (
     MAPS,
     check_model_options,
@@ -33,16 +34,14 @@ from ..targets.loading import (
     downloaded_commit,
     load_model,
     refuse_loading_options,
-    without_peft,
 )
 from ..targets.target_model import TargetModel
 from .attention import kernels_without_plans
 from .base import Engine
 from .by_device import chosen_engine
-from .counting import CountingEngine, PackedCountingEngine
-from .cpu import PackedLinearEngine
+from .counting import CountingEngine
 from .model_engine import ModelEngine
-from .stateful import PackedStatefulEngine, StatefulEngine
+from .stateful import StatefulEngine
 from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
 
 
@@ -77,10 +76,8 @@ class Target(TargetModel):
 
     shares_prompts = True
     """Whether rows with the same prompt may be read once."""
-    model_engine: type[ModelEngine] = ModelEngine
-    """The engine that runs the model as it is."""
-    packed_engine: type[ModelEngine] = PackedLinearEngine
-    """The engine that runs it with linear layers in our CPU kernels."""
+    engine_kind: type[ModelEngine] = ModelEngine
+    """The engine for models of its kind."""
 
     def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
         """Wrap a loaded model, with the name and the Hub's commit that it was loaded by.
@@ -95,20 +92,20 @@ class Target(TargetModel):
         self.adapter: str | None = None if merged is None else merged[0]
         """Folder of the peft adapter that was merged into the weights, by this target or an earlier
         one."""
-        self._compiled_version: Hashable = None
         self._weights = WeightWatch()
         self._refreshed = 0
         self._tried = False
         self.lock = threading.RLock()
         """Held by the running generation: kernels, drafters and their measurements are shared."""
-        if self.stateful is not None and self.model_engine is ModelEngine:
-            self.model_engine = StatefulEngine
-            self.packed_engine = PackedStatefulEngine
-        elif self.counted and self.model_engine is ModelEngine:
-            self.model_engine = CountingEngine
-            self.packed_engine = PackedCountingEngine
-        self.engine: Engine = self.model_engine(self)
+        if self.engine_kind is ModelEngine:
+            if self.stateful is not None:
+                self.engine_kind = StatefulEngine
+            elif self.counted:
+                self.engine_kind = CountingEngine
+        self.engine: Engine = self.engine_kind(self)
         """Runs the forwards; `compile` chooses another."""
+        self._version_before: Hashable = None
+        """The model's version when the engine was chosen by `compile`."""
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
@@ -146,7 +143,7 @@ class Target(TargetModel):
                 cannot run draft trees.
         """
         check_model_options(model_kwargs)
-        source = without_peft(source)
+        source = unwrapped(source)
         if isinstance(source, PreTrainedModel):
             refuse_loading_options(source.dtype, dtype, device_map, revision, model_kwargs)
             return cls(source)
@@ -174,19 +171,23 @@ class Target(TargetModel):
     def compile(self, mode: bool = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.
 
-        Called again with the same mode, nothing changes unless weights or active adapters have, as
-        far as `version` sees it.
+        Called again with the same mode, nothing changes unless the model has: see `version`.
+
+        Raises:
+            ValueError: the model has another dtype, or lies on another device, than when the target
+                was made.
         """
-        if not mode and not self.compile_mode:
-            return
+        model = self.model
+        if (model.dtype, model.device) != (self.dtype, self.device):
+            raise ValueError(
+                f"{self.name!r} was loaded as {dtype_name(self.dtype)} on {self.device} and is now"
+                f" of dtype {dtype_name(model.dtype)} on {model.device}: make the Target or"
+                " SpeculativeLM anew from the converted model"
+            )
         version = self.version
-        if self.compile_mode == mode and self._compiled_version == version:
-            return
-        if self.compile_mode != mode or self.engine.copies_weights:
-            self.engine = chosen_engine(self, mode, self.model_engine, self.packed_engine)
-        else:
-            self.engine.renew()
-        self._compiled_version = version
+        if self.compile_mode != mode or self._version_before != version:
+            self.engine = chosen_engine(self, mode, self.engine_kind)
+        self._version_before = version
 
     @property
     def compile_mode(self) -> bool:
@@ -199,9 +200,12 @@ class Target(TargetModel):
         return self.engine.name != ModelEngine.name
 
     def renew(self) -> None:
-        """Before a generation: take account of weights or active adapters that have changed."""
-        if self.compiled:
-            self.compile(self.compile_mode)
+        """Before a generation: choose the engine anew if the model has changed.
+
+        Raises:
+            ValueError: it has been converted; see `compile`.
+        """
+        self.compile(self.compile_mode)
 
     @property
     def draft_modules(self) -> TargetModules:
@@ -214,17 +218,18 @@ class Target(TargetModel):
 
     @property
     def version(self) -> Hashable:
-        """A value that changes with the model, its active adapters, its code or its weights.
+        """A value that changes with the model: its code, its adapters, its attention, its weights.
 
-        See `targets.changes`.
+        See `targets.changes` for what it sees of code and weights.
         """
-        adapters = active_adapters(self.model)
+        model = self.model
         return (
-            id(self.model),
-            adapters,
+            id(model),
+            code_of(model),
+            active_adapters(model),
+            model.config._attn_implementation,
             self._refreshed,
-            self._weights.version(self.model),
-            code_of(self.model),
+            self._weights.version(model),
         )
 
     def refresh(self) -> None:
@@ -284,8 +289,10 @@ class Target(TargetModel):
         Called before the first token; see `engines.trial`.
 
         Raises:
-            ValueError: they do not, and how far off they are; or a forward fails in the model.
+            ValueError: they do not, and how far off they are; a forward fails in the model; or an
+                adapter that is active now cannot be decoded with, see `check_adapters`.
         """
+        check_adapters(self.model)
         if self._tried:
             return
         with self.lock, as_loaded(self.model):
@@ -296,7 +303,7 @@ class Target(TargetModel):
         self._tried = True
 
     def was_tried(self) -> None:
-        """Another target of the same model has passed `check_decoding`."""
+        """Leave out the trial: another target of the same model has passed it."""
         self._tried = True
 
     def check_features(self) -> None:

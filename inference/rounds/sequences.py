@@ -218,10 +218,11 @@ def shared_length(texts: Sequence[Sequence[int] | str]) -> int:
 class Conversation:
     """The KV cache and drafter state of one text, updated in place by calls that continue it.
 
-    past = Conversation()
-    first = lm.generate(prompt, past_key_values=past)
-    second = lm.generate(first_and_more, past_key_values=past)      # the tokens of a fresh call,
-    faster
+        past = Conversation()
+        first = lm.generate(prompt, past_key_values=past)
+        second = lm.generate(first_and_more, past_key_values=past)
+
+    The second call returns the tokens of a fresh call, faster.
     """
 
     def __init__(self) -> None:

@@ -98,22 +98,36 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
 def code_of(module: nn.Module) -> Hashable:
     """Return the code that a call of a module runs.
 
-    It comprises the classes of its parts, their hooks, and the forwards put in place of theirs.
+    It comprises the classes of its parts with their forwards, the factors that they compute with
+    (`scaling`, `eps`), their hooks, hooks on all modules, and forwards in the place of theirs.
 
     torch numbers hooks, and gives no number twice.
     """
-    code: list[Hashable] = []
+    code: list[Hashable] = [*_GLOBAL_HOOKS[0], *_GLOBAL_HOOKS[1]]
     _collect_code(module, code)
     return tuple(code)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether the user has put hooks on a module or its parts, or replaced their forwards."""
+    if _GLOBAL_HOOKS[0] or _GLOBAL_HOOKS[1]:
+        return True
     return any(True for part in module.modules() for _ in _hooks(part))
+
+
+_GLOBAL_HOOKS = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+)
+"""Hooks on every module of the process, by number."""
 
 
 def _collect_code(module: nn.Module, code: list[Hashable]) -> None:
     code.append(id(type(module)))
+    code.append(id(type(module).forward))
+    for value in vars(module).values():
+        if type(value) is float:
+            code.append(value)
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         code += _hooks(module)
     for child in module._modules.values():

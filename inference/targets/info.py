@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -164,20 +163,6 @@ def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
         if part is not None and all(module is not lm_head for module in part.modules()):
             return cast(torch.nn.Module, part)
     return None
-
-
-def active_adapters(model: PreTrainedModel) -> Hashable:
-    """Return each layer's active peft adapters, and those that are merged into its weights."""
-    # importing it takes a second, and a model with adapters has done so
-    if sys.modules.get("peft") is None:
-        return None
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    return tuple(
-        (tuple(each.active_adapters), each.disable_adapters, tuple(each.merged_adapters))
-        for each in layers
-    )
 
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")

@@ -108,26 +108,6 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def without_peft(source: Any) -> Any:
-    """The model inside a `PeftModel`, whose layers contain the adapters; anything else as it is.
-
-    Raises:
-        ValueError: an adapter outside of the layers (prompt tuning).
-    """
-    if not hasattr(source, "peft_config") or not hasattr(source, "get_base_model"):
-        return source
-    kinds = [
-        str(config.peft_type) for config in source.peft_config.values() if config.is_prompt_learning
-    ]
-    if kinds:
-        raise ValueError(
-            f"the adapter of {type(source).__name__} is of kind {kinds[0]}, which adds tokens of"
-            " its own to every text and not weights to the layers; give a model with LoRA or the"
-            " like, or without an adapter"
-        )
-    return source.get_base_model()
-
-
 def check_model_options(options: dict[str, Any]) -> None:
     """Refuse unknown options before anything is loaded."""
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))

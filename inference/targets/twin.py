@@ -17,13 +17,18 @@ def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
     instead = replacement(module)
     if instead is not None:
         return instead
-    twin = copy.copy(module)
+    # Not `copy.copy`, which parametrized modules refuse.
+    twin = type(module).__new__(type(module))
+    vars(twin).update(vars(module))
     # transformers hooks a model when its hidden states are first requested: each of the two needs
     # its own hooks.
     hooks = {
         name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")
     }
     vars(twin).update(hooks)
+    # Rotary embeddings exchange their frequencies as texts grow, by numbers that they keep: both are
+    # the copy's own.
+    vars(twin)["_buffers"] = copy.copy(module._buffers)
     children = {}
     for name, child in module._modules.items():
         children[name] = None if child is None else twin_of(child, replacement)

@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference import SpeculativeLM, Target, custom_generate, load_tokenizer
+from headstart.inference.engines.attention import NAME
 
 VOCAB = 20
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -53,15 +54,66 @@ def test_an_adapter_may_be_switched_at_any_time(adapted, compile):
     the_same(lm, adapted)
 
 
-def test_an_adapter_that_adds_tokens_is_refused(tiny_target):
-    model = get_peft_model(
-        tiny_target().model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"adapter of PeftModelForCausalLM is of kind .*PROMPT_TUNING.*; give a model",
-    ):
-        SpeculativeLM.from_pretrained(model)
+ROWS = torch.tensor([[3, 1, 2, 3, 1], [5, 2, 5, 2, 5]])
+ROWS_GIVEN = {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS), **SETTINGS}
+LORA = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "v_proj"]}
+REFUSED = {
+    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "activated LoRA": LoraConfig(**LORA, alora_invocation_tokens=[3, 1]),
+    "adapters by row": LoraConfig(**LORA, init_lora_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_that_act_on_some_tokens_or_rows_are_refused(tiny_target, kind):
+    """By both ways in; peft's own generate, in which that happens, works afterwards."""
+    model = get_peft_model(tiny_target(vocab_size=VOCAB).model, REFUSED[kind]).eval()
+    more = {"adapter_names": ["default", "__base__"]} if kind == "adapters by row" else {}
+    expected = model.generate(**ROWS_GIVEN, **more)
+    plain = model.generate(**ROWS_GIVEN)
+    method = custom_generate(drafter="prompt-lookup")
+    with pytest.raises(ValueError, match="adapter"):
+        model.generate(**ROWS_GIVEN, **more, custom_generate=method)
+    if kind != "adapters by row":
+        with pytest.raises(ValueError, match="adapter"):
+            SpeculativeLM.from_pretrained(model, drafter="prompt-lookup").generate(**ROWS_GIVEN)
+    assert torch.equal(model.generate(**ROWS_GIVEN, **more), expected)
+    assert torch.equal(model.generate(**ROWS_GIVEN), plain)
+    if kind == "adapters by row":
+        assert torch.equal(model.generate(**ROWS_GIVEN, custom_generate=method), plain)
+
+
+def test_a_compiled_model_is_decoded_as_the_model_that_it_was_made_of(tiny_target):
+    model = tiny_target(vocab_size=VOCAB).model
+    expected = model.generate(**ROWS_GIVEN)
+    compiled = torch.compile(model, backend="eager")
+    lm = SpeculativeLM.from_pretrained(compiled, drafter="prompt-lookup")
+    assert torch.equal(lm.generate(**ROWS_GIVEN).sequences, expected)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_model_that_was_converted_needs_another_decoder(tiny_target, compile):
+    model = tiny_target(vocab_size=VOCAB, dtype=torch.float32).model
+    method = custom_generate(drafter="prompt-lookup", compile=compile)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", compile=compile)
+    for decoded in (lm.generate(**ROWS_GIVEN).sequences, model.generate(**ROWS_GIVEN)):
+        assert torch.equal(decoded, model.generate(**ROWS_GIVEN, custom_generate=method))
+    model.double()
+    with pytest.raises(ValueError, match=r"loaded as float32 on cpu and is now of dtype float64"):
+        lm.generate(**ROWS_GIVEN)
+    expected = model.generate(**ROWS_GIVEN)
+    assert torch.equal(model.generate(**ROWS_GIVEN, custom_generate=method), expected)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_attention_may_be_switched_at_any_time(tiny_target, compile):
+    target = tiny_target(vocab_size=VOCAB)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", compile=compile)
+    for attention in ("sdpa", "eager", "sdpa"):
+        target.model.set_attn_implementation(attention)
+        expected = target.model.generate(**ROWS_GIVEN)
+        assert torch.equal(lm.generate(**ROWS_GIVEN).sequences, expected)
+        assert target.engine.model.config._attn_implementation in (attention, NAME)
 
 
 def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatch):

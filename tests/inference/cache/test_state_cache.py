@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, MambaConfig, MambaForCausalLM, Tem
 from headstart.heads import build_head
 from headstart.inference import Conversation, DraftTree, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.engines.stateful import PackedStatefulEngine, leaf_paths
+from headstart.inference.engines.stateful import StatefulEngine, leaf_paths
 from headstart.inference.targets.states import check_states, states_follow_chunks
 from headstart.inference.trees.verify import RULES, choose_rule
 
@@ -389,7 +389,7 @@ def test_mamba_2_reads_short_chunks_in_our_copy_alone():
     mixers = [module for module in target.model.modules() if hasattr(module, "chunk_size")]
     for mixer in mixers:
         mixer.chunk_size = 256
-    copy = PackedStatefulEngine(target)
+    copy = StatefulEngine(target, packed=True)
     target.engine = copy
     with torch.inference_mode():
         cache = filled(target, [[3, 1, 4, 1, 5]])

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headstart.inference import Conversation, SpeculativeLM, Target
 from headstart.inference.engines import attention
-from headstart.inference.engines.attention import causal_attention, causal_mask, marked
+from headstart.inference.engines.attention import NAME, TreeAttention, causal_attention
 
 SIZE, SLOTS = 8, 23
 
@@ -21,20 +21,20 @@ SIZE, SLOTS = 8, 23
 def test_the_shape_is_the_one_that_transformers_expects():
     query, key, value = torch.randn(2, 6, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     seen = torch.ones(3, 5, dtype=torch.bool).tril(2).repeat(2, 1, 1, 1)
-    causal, _ = attention.attention(torch.nn.Module(), query, key, value, causal_mask(3, 5))
-    masked, weights = attention.attention(torch.nn.Module(), query, key, value, marked(seen))
+    attend = TreeAttention()
+    attend.attend_by(seen)
+    module = torch.nn.Module()
+    causal, _ = attend(module, query, key, value, attend.of_prompt(3, 5))
+    masked, weights = attend(module, query, key, value, seen)
     assert causal.shape == (2, 3, 6, 8) and weights is None
     torch.testing.assert_close(causal, masked)
 
 
 def test_what_it_does_not_do_is_refused():
     states = torch.randn(1, 2, 3, 8)
-    with pytest.raises(
-        ValueError, match="Linear asks for softcap: load it with attn_implementation='eager'"
-    ):
-        attention.attention(
-            torch.nn.Linear(1, 1), states, states, states, causal_mask(3, 3), softcap=50.0
-        )
+    attend = TreeAttention()
+    with pytest.raises(ValueError, match="Linear asks for softcap"):
+        attend(torch.nn.Linear(1, 1), states, states, states, attend.of_prompt(3, 3), softcap=50.0)
 
 
 def test_a_mask_that_is_not_ours_gets_transformers_own():
@@ -51,8 +51,21 @@ def test_a_mask_that_is_not_ours_gets_transformers_own():
         "position_ids": None,
     }
     for mask in (None, create_causal_mask(attention_mask=torch.tensor([[0, 0, 1, 1, 1]]), **text)):
-        own, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask)
-        assert torch.equal(own, sdpa_attention_forward(module, query, key, value, mask)[0])
+        attended, _ = TreeAttention()(module, query, key, value, mask)
+        assert torch.equal(attended, sdpa_attention_forward(module, query, key, value, mask)[0])
+
+
+def test_transformers_own_attention_is_left_alone(tiny_target):
+    """Of the process, and of the user's model: ours runs in a copy, which shares its weights."""
+    target = tiny_target()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    assert target.engine.own_attention
+    copied = target.engine.model
+    assert copied is not target.model and copied.config._attn_implementation == NAME
+    assert target.model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "tree_attention") for module in target.model.modules())
+    for weight, other in zip(copied.parameters(), target.model.parameters(), strict=True):
+        assert weight is other
 
 
 def test_a_hook_and_another_thread_see_the_model_as_it_was(tiny_target):

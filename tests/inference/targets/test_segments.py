@@ -222,11 +222,12 @@ def test_a_conversation_that_crosses_the_border_and_comes_back(name):
     assert lm.target.version == version  # or a conversation would never go on
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_generation_does_not_depend_on_those_before_it(name):
+def test_a_generation_does_not_depend_on_those_before_it(name, compile):
     model = build(name)
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=False
+        model, drafter="prompt-lookup", fallback=False, compile=compile
     )
     short, long = prompt_of(6), prompt_of(2 * BORDER)
     expected = decoded(lm, [short], 8)[0], decoded(lm, [long], 8)[0]
