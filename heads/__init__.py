@@ -1,6 +1,6 @@
 """Draft heads, their losses and their checkpoints.
 
-A new head is one file here and one row of `by_name.HEADS`.
+A folder holds all of a head; a new one is such a folder and one row of `by_name.HEADS`.
 """
 
 from .base import (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..heads.base import CheckpointMetadata, DraftHead
 from ..heads.checkpoints.files import CONFIG_FILE
-from ..heads.checkpoints.native_mtp import NATIVE, read_native_mtp
 from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
 from ..heads.layers.target_layer import described
+from ..heads.mtp.native import NATIVE, read_native_mtp
 from .engines.target import Target
 from .targets.loading import locate
 

@@ -91,7 +91,7 @@ def export_foreign(config: ExportConfig) -> None:
 def export_checkpoint(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
     """Write a copy of the target's checkpoint with an MTP head in place of its own."""
     from headstart.heads import MtpHead
-    from headstart.heads.checkpoints.native_mtp import MTP_FILE, write_native_mtp
+    from headstart.heads.mtp.native import MTP_FILE, write_native_mtp
 
     if not isinstance(head, MtpHead):
         raise ValueError(

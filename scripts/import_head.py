@@ -46,7 +46,8 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.heads import CheckpointMetadata
     from headstart.heads.checkpoints.files import HEAD, read_json, read_weights, refuse_foreign
     from headstart.heads.checkpoints.hub import local_folder
-    from headstart.heads.checkpoints.import_formats import TargetParts, import_head
+    from headstart.heads.checkpoints.import_formats import import_head
+    from headstart.heads.checkpoints.reading import TargetParts
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.scripts.load_target import embedding_of, original_target
 

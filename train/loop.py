@@ -39,9 +39,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
 from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
-from ..heads.checkpoints.native_mtp import NATIVE
 from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
 from ..heads.layers.draft_vocab import favouring
+from ..heads.mtp.native import NATIVE
 from ..heads.objective import Objective
 from ..inference.engines.target import Target
 from ..inference.head_loading import native_head

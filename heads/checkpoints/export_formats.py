@@ -12,14 +12,18 @@ from torch import Tensor
 
 from ..base import DraftHead, dtype_name
 from ..dflash import DFlashHead
+from ..dflash.formats import DFLASH
 from ..dspark import DSparkHead
+from ..dspark.formats import DSPARK
 from ..eagle import EagleHead
 from ..eagle3 import Eagle3Head
+from ..eagle3.formats import EAGLE3
 from ..medusa import MedusaHead
 from ..mtp import MtpHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
-from .formats import DFLASH, DSPARK, EAGLE3, FORMATS, LLAMA, places
+from .formats import FORMATS
 from .public import public
+from .tables import LLAMA, places
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {

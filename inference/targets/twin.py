@@ -26,8 +26,8 @@ def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
         name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")
     }
     vars(twin).update(hooks)
-    # Rotary embeddings exchange their frequencies as texts grow, by numbers that they keep: both are
-    # the copy's own.
+    # Rotary embeddings exchange their frequencies as texts grow, by lengths that they keep: the
+    # copy has both for itself.
     vars(twin)["_buffers"] = copy.copy(module._buffers)
     children = {}
     for name, child in module._modules.items():

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import EagleHead, build_head
-from headstart.heads.eagle import STEP
+from headstart.heads.eagle.head import STEP
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.inference import Target
 

@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headstart.heads import CheckpointMetadata, MtpHead, TargetFeatures, build_head
 from headstart.heads.checkpoints.import_formats import import_head
-from headstart.heads.checkpoints.native_mtp import read_native_mtp, write_native_mtp
 from headstart.heads.checkpoints.save_load import save_head
-from headstart.heads.eagle import STEP
+from headstart.heads.eagle.head import STEP
 from headstart.heads.layers.target_layer import described
-from headstart.heads.mtp import OUTPUTS
+from headstart.heads.mtp.head import OUTPUTS
+from headstart.heads.mtp.native import read_native_mtp, write_native_mtp
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.targets.info import target_info, target_modules
 from headstart.train.config import DataConfig, TrainConfig

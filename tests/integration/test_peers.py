@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads import DraftHead, TargetFeatures, TargetModules, build_head
 from headstart.heads.checkpoints.export_formats import export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
-from headstart.heads.checkpoints.import_formats import TargetParts, import_head
+from headstart.heads.checkpoints.import_formats import import_head
+from headstart.heads.checkpoints.reading import TargetParts
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
 

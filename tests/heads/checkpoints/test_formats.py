@@ -16,8 +16,11 @@ from transformers import LlamaConfig
 from headstart.heads import DraftHead, build_head
 from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
 from headstart.heads.checkpoints.files import read_json, read_weights
-from headstart.heads.checkpoints.formats import EAGLE_CONFIG, FORMATS, places
-from headstart.heads.checkpoints.import_formats import TargetParts, import_head, recognise
+from headstart.heads.checkpoints.formats import FORMATS
+from headstart.heads.checkpoints.import_formats import import_head, recognise
+from headstart.heads.checkpoints.reading import TargetParts
+from headstart.heads.checkpoints.tables import places
+from headstart.heads.eagle3.formats import EAGLE_CONFIG
 
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "eagle3": [

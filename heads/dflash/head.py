@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from .base import (
-    LONGEST_DRAFT,
+from ..base import (
     DraftState,
     HeadOutput,
     OffsetVocabularyHead,
@@ -35,10 +34,9 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
-from .draft_positions import DraftPositions
-from .eagle import BlocksConfig
-from .layers.constants import counting
-from .layers.decoder_layer import (
+from ..draft_positions import DraftPositions
+from ..layers.constants import counting
+from ..layers.decoder_layer import (
     DecoderLayer,
     KVView,
     LayerShape,
@@ -48,72 +46,12 @@ from .layers.decoder_layer import (
     llama_config,
     sliding_keys,
 )
-from .layers.draft_cache import DraftCache, KVEntries
-from .layers.draft_vocab import most_frequent
-from .layers.starting_values import norm_gain, start_layer, target_layer_weights
-from .losses import draft_loss
-from .objective import Objective
-
-
-@dataclass(frozen=True)
-class DFlashConfig(BlocksConfig):
-    """Options of a DFlash head; null takes the target's own value."""
-
-    name: ClassVar[str] = "dflash"
-    mask_token_id: int | None = None
-    """Token that stands for what is to be drafted, which texts should not hold; null for the last
-    of the vocabulary."""
-    block_size: int = 8
-    """Slots of a block, the root's included."""
-    sample_from_anchor: bool = False
-    """Whether the root's slot drafts too (DSpark): block_size drafts instead of one fewer."""
-    num_layers: int = 2
-    """Decoder layers."""
-    feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are the context; null for as many as there are layers,
-    spread out."""
-    draft_vocab_size: int | None = None
-    """Tokens that can be drafted, the most frequent in the training data; null for all, by the
-    target's LM head."""
-    max_anchors: int = 128
-    """Anchors of a sequence at most, in a packed row too, drawn anew in every step."""
-    sliding_window: int | None = None
-    """Tokens of the context, the root left out, that sliding layers see; null for layers that see
-    all of it."""
-    sliding_layers: list[int] | None = None
-    """Layers, counted from 0, with the sliding window; null for all of them if there is one."""
-    sliding_causal: bool = True
-    """Whether a slot of a sliding layer sees only the slots of its block before it."""
-    qk_norm: bool = True
-    """RMSNorm on queries and keys, as in Qwen3, which servers expect."""
-    start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last blocks), or a block's
-    number."""
-
-    def __post_init__(self) -> None:
-        if self.block_size < 2 or self.num_layers < 1 or self.max_anchors < 1:
-            raise ValueError(
-                f"{self.name} needs a block_size of at least 2, and num_layers and max_anchors of"
-                f" at least 1, not {self.block_size}, {self.num_layers} and {self.max_anchors}"
-            )
-        if self.block_size > LONGEST_DRAFT:
-            raise ValueError(
-                f"{self.name} block_size {self.block_size} is too large: at most {LONGEST_DRAFT}"
-            )
-        sliding = self.sliding_layers or []
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"{self.name} sliding_window must be at least 1, or null for none, not"
-                f" {self.sliding_window}"
-            )
-        if (self.sliding_window is None and sliding) or not set(sliding) <= set(
-            range(self.num_layers)
-        ):
-            raise ValueError(
-                f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from"
-                f" 0 to {self.num_layers - 1}"
-            )
-        self.check(self.name)
+from ..layers.draft_cache import DraftCache, KVEntries
+from ..layers.draft_vocab import most_frequent
+from ..layers.starting_values import norm_gain, start_layer, target_layer_weights
+from ..losses import draft_loss
+from ..objective import Objective
+from .config import DFlashConfig
 
 
 @dataclass(frozen=True)

@@ -21,51 +21,16 @@ that vLLM reads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .dflash import DFlashConfig, DFlashHead, DFlashState
-from .losses import BlockTerms, draft_loss
-from .objective import Objective
-
-MARKOV = ("vanilla", "gated", "rnn")
-"""Ways in which a draft depends on the token before it."""
-
-
-@dataclass(frozen=True)
-class DSparkConfig(DFlashConfig):
-    """Options of a DSpark head; null takes the target's own value."""
-
-    name: ClassVar[str] = "dspark"
-    block_size: int = 7
-    """Slots of a block, the root's included."""
-    sample_from_anchor: bool = True
-    """Whether the root's slot drafts too: block_size drafts instead of one fewer."""
-    markov: str = "vanilla"
-    """How a draft depends on the token before it: vanilla, gated (by the slot's state) or rnn (on
-    all before it)."""
-    markov_rank: int = 256
-    """Width r of that dependence."""
-    confidence: bool = True
-    """Whether the head estimates its acceptance rate, trained by the loss `confidence`."""
-    confidence_with_markov: bool = True
-    """Whether the estimate sees the token before the draft."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.markov not in MARKOV or self.markov_rank < 1:
-            raise ValueError(
-                f"dspark needs a markov of {', '.join(MARKOV)} and a markov_rank of at least 1, not"
-                f" {self.markov!r} and {self.markov_rank}"
-            )
-        if self.markov == "rnn" and not self.sample_from_anchor:
-            raise ValueError(
-                "dspark markov rnn needs sample_from_anchor: elsewhere its state begins at the"
-                " root's slot"
-            )
+from ..base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..dflash.head import DFlashHead, DFlashState
+from ..losses import BlockTerms, draft_loss
+from ..objective import Objective
+from .config import DSparkConfig
 
 
 @dataclass(frozen=True)

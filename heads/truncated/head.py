@@ -12,14 +12,13 @@ model of its own. Its name in configs and checkpoints is `cut`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import (
-    LONGEST_DRAFT,
+from ..base import (
     DraftHead,
     DraftState,
     DraftTreeState,
@@ -28,37 +27,13 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
-from .draft_positions import DraftPositions
-from .layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
-from .layers.starting_values import required_gain, start_layer, target_layer_weights
-from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
-from .objective import Objective
-
-
-@dataclass(frozen=True)
-class TruncatedConfig:
-    """Options of a truncated draft model."""
-
-    depth: int = 8
-    """Maximum draft length: tokens drafted after the root."""
-    num_layers: int | None = None
-    """Blocks; null for a seventh of the target's."""
-    start: str = "first"
-    """Starting values: first (the target's first blocks, and its final norm) or random."""
-
-    def __post_init__(self) -> None:
-        if self.depth < 1 or (self.num_layers is not None and self.num_layers < 1):
-            raise ValueError(
-                f"cut needs a depth and num_layers of at least 1, not {self.depth} and"
-                f" {self.num_layers}"
-            )
-        if self.depth > LONGEST_DRAFT:
-            raise ValueError(
-                f"cut depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
-            )
-        if self.start not in ("first", "random"):
-            raise ValueError(f"cut start must be first or random, not {self.start!r}")
+from ..draft_positions import DraftPositions
+from ..layers.decoder_layer import DecoderLayer, KVView, LayerShape, RMSNorm, Rotary, llama_config
+from ..layers.starting_values import required_gain, start_layer, target_layer_weights
+from ..layers.training_time_test import TrainingTimeTest
+from ..losses import draft_loss
+from ..objective import Objective
+from .config import TruncatedConfig
 
 
 class TruncatedHead(DraftHead):

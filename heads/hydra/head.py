@@ -1,6 +1,6 @@
-"""Hydra and Hydra++ (Ankner et al.
+"""Hydra and Hydra++: Medusa's heads, each of which reads the path before it.
 
-2024, arXiv:2402.05109): Medusa's heads, each of which reads the path before it.
+Ankner et al. 2024, arXiv:2402.05109.
 
 Head i reads the target's final-norm state h_t and the embeddings E(x) of all tokens after it, the
 root x_{t+1} first, and drafts the token at t + 2 + i:
@@ -24,40 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .draft_positions import DraftPositions
-from .layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
-from .layers.draft_vocab import most_frequent
-from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
-from .medusa import MedusaConfig
-from .objective import Objective
-
-
-@dataclass(frozen=True)
-class HydraConfig(MedusaConfig):
-    """Options of a Hydra head: Medusa's, and more.
-
-    The block that joins state and tokens counts in `num_layers`.
-    """
-
-    name: ClassVar[str] = "hydra"
-
-    bias: bool = False
-    """Bias in the joining blocks' residuals and own LM heads, as in the authors' code."""
-    prefix_layer: bool = False
-    """A decoder layer of the target's dimensions before the heads, which share it (Hydra++)."""
-    prefix_norm: bool = False
-    """RMSNorm after the prefix layer, as in the authors' code."""
-
-
-@dataclass(frozen=True)
-class HydraPlusPlusConfig(HydraConfig):
-    """Options of a Hydra++ head: Hydra's with other defaults."""
-
-    name: ClassVar[str] = "hydra++"
-    num_layers: int = 4
-    prefix_layer: bool = True
+from ..base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..draft_positions import DraftPositions
+from ..layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
+from ..layers.draft_vocab import most_frequent
+from ..layers.training_time_test import TrainingTimeTest
+from ..losses import draft_loss
+from ..objective import Objective
+from .config import HydraConfig, HydraPlusPlusConfig
 
 
 @dataclass(frozen=True)

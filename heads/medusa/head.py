@@ -1,6 +1,6 @@
-"""Medusa-1 (Cai et al.
+"""Medusa-1: K heads on the target's last state, each blind to the others.
 
-2024, arXiv:2401.10774): K heads on the target's last state, each blind to the others.
+Cai et al. 2024, arXiv:2401.10774.
 
 Head i reads the final-norm state h_t and drafts the token at t + 2 + i:
 
@@ -14,53 +14,18 @@ lie in one answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
-from .draft_positions import DraftPositions
-from .layers.draft_vocab import most_frequent
-from .losses import draft_loss
-from .objective import Objective
-
-
-@dataclass(frozen=True)
-class MedusaConfig:
-    """Options of a Medusa head."""
-
-    name: ClassVar[str] = "medusa"
-
-    num_heads: int = 4
-    """Draft length: tokens drafted after the root, one head each."""
-    num_layers: int = 1
-    """Residual blocks per head."""
-    bias: bool = True
-    """Bias in the blocks' linears."""
-    lm_head: Literal["own", "shared"] = "own"
-    """own: each head trains an LM head, started from the target's; shared: all use the target's,
-    frozen, which is not saved but added to a published Medusa checkpoint for vLLM."""
-    draft_vocab_size: int | None = None
-    """Tokens that own LM heads cover, the most frequent in the training data; null for all of
-    them."""
-
-    def __post_init__(self) -> None:
-        if self.lm_head not in ("own", "shared"):
-            raise ValueError(
-                f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared"
-            )
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads}"
-                f" and {self.num_layers}"
-            )
-        if self.draft_vocab_size is not None and self.lm_head == "shared":
-            raise ValueError(
-                f"{self.name} draft_vocab_size needs lm_head: own; the shared LM head has all"
-                " tokens"
-            )
+from ..base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..draft_positions import DraftPositions
+from ..layers.draft_vocab import most_frequent
+from ..losses import draft_loss
+from ..objective import Objective
+from .config import MedusaConfig
 
 
 @dataclass(frozen=True)

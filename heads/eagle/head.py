@@ -1,6 +1,6 @@
-"""EAGLE (Li et al.
+"""EAGLE: one decoder layer that predicts the target's next feature.
 
-2024, arXiv:2401.15077): one decoder layer that predicts the target's next feature.
+Li et al. 2024, arXiv:2401.15077.
 
 With f_t the target's state after its final norm, x the tokens and E the target's embedding:
 
@@ -16,14 +16,13 @@ that vLLM reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import (
-    LONGEST_DRAFT,
+from ..base import (
     DraftHead,
     DraftState,
     DraftTreeState,
@@ -32,8 +31,8 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
-from .draft_positions import DraftPositions
-from .layers.decoder_layer import (
+from ..draft_positions import DraftPositions
+from ..layers.decoder_layer import (
     DecoderLayer,
     KVView,
     LayerShape,
@@ -41,95 +40,17 @@ from .layers.decoder_layer import (
     at_least_fp32,
     llama_config,
 )
-from .layers.starting_values import required_gain, start_layer, target_layer_weights
-from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss, with_feature_loss
-from .objective import Objective
+from ..layers.starting_values import required_gain, start_layer, target_layer_weights
+from ..layers.training_time_test import TrainingTimeTest
+from ..losses import draft_loss, with_feature_loss
+from ..objective import Objective
+from .config import EagleConfig
 
 OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """The linear maps of a layer whose outputs are added to the residual stream."""
 STEP = 0.25
 """Norm of a block's output relative to its residual stream's; a fifth to a half in trained
 models."""
-
-
-@dataclass(frozen=True)
-class BlocksConfig:
-    """Options of a head made of decoder layers; null takes the target's own value."""
-
-    num_layers: int = 1
-    """Decoder layers; those after the first are Llama blocks."""
-    intermediate_size: int | None = None
-    """Width of the MLP."""
-    num_attention_heads: int | None = None
-    """Query heads."""
-    num_key_value_heads: int | None = None
-    """Key and value heads."""
-    head_dim: int | None = None
-    """Width of a head."""
-    hidden_act: str | None = None
-    """Activation of the MLP."""
-    rms_norm_eps: float | None = None
-    """Added to the variance in every norm."""
-    rope_parameters: dict[str, Any] | None = None
-    """Rotary positions, as in a transformers config; null for the target's."""
-    start: str | int = "random"
-    """Starting values of the decoder layers: random, last (the target's last block), or a block's
-    number."""
-
-    def check(self, head: str) -> None:
-        """Refuse values that no head of this name can have."""
-        if isinstance(self.start, str) and self.start not in ("random", "last"):
-            raise ValueError(
-                f"{head} start must be random, last or the number of a block, not {self.start!r}"
-            )
-
-
-@dataclass(frozen=True)
-class LayersConfig(BlocksConfig):
-    """Options that EAGLE and EAGLE-3 share: their layers read their own outputs."""
-
-    depth: int = 5
-    """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
-    """Steps of training-time test; null for `depth`."""
-    attention_bias: bool = False
-    """Bias of queries, keys and values, as in Qwen2; servers do not read it."""
-
-    def check(self, head: str) -> None:
-        depth, layers = self.depth, self.num_layers
-        if depth < 1 or layers < 1:
-            raise ValueError(
-                f"{head} needs a depth and num_layers of at least 1, not {depth} and {layers}"
-            )
-        if depth > LONGEST_DRAFT:
-            raise ValueError(
-                f"{head} depth {depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
-            )
-        if self.train_steps is not None and not 1 <= self.train_steps <= depth:
-            raise ValueError(
-                f"{head} train_steps must be from 1 to the depth {depth}, not {self.train_steps}"
-            )
-        super().check(head)
-
-
-@dataclass(frozen=True)
-class EagleConfig(LayersConfig):
-    """Options of an EAGLE head."""
-
-    train_steps: int = 1
-    """Steps of training-time test: 1 for true features only, as published; later ones read
-    predicted features."""
-    fc_bias: bool = False
-    """Bias in `fc`: some published heads have one, vLLM reads none."""
-    noise: float = 0.1
-    """Maximum of the uniform noise on true features while training, times 512 / the batch's tokens
-    per row."""
-
-    def __post_init__(self) -> None:
-        self.check("eagle")
-        if self.noise < 0:
-            raise ValueError(f"eagle noise must be at least 0, not {self.noise}")
 
 
 class EagleHead(DraftHead):

@@ -13,7 +13,7 @@ does training (FastMTP, arXiv:2509.18362). Several layers draft one depth each, 
 trained: layer k reads y^{k-1}_t and x_{t+1+k}. Its keys and values of the text therefore come from
 layer k - 1 at *one token before*, and `observe` runs all layers over what was accepted.
 
-Many models bring such a head in their own checkpoint: `checkpoints.native_mtp` reads and writes it.
+Many models bring such a head in their own checkpoint: `heads.mtp.native` reads and writes it.
 Tensor names are those of the package speculators.
 """
 
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .base import (
-    LONGEST_DRAFT,
+from ..base import (
     SERVERS,
     DraftHead,
     DraftState,
@@ -39,16 +38,17 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
-from .draft_positions import DraftPositions
-from .eagle import STEP, BlocksConfig
-from .layers.constants import counting
-from .layers.decoder_layer import KVView, LayerShape, at_least_fp32
-from .layers.draft_cache import DraftCache, KVEntries
-from .layers.starting_values import block_tensors, required_gain
-from .layers.target_layer import build_layers
-from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss, with_feature_loss
-from .objective import Objective
+from ..draft_positions import DraftPositions
+from ..eagle.head import STEP
+from ..layers.constants import counting
+from ..layers.decoder_layer import KVView, LayerShape, at_least_fp32
+from ..layers.draft_cache import DraftCache, KVEntries
+from ..layers.starting_values import block_tensors, required_gain
+from ..layers.target_layer import build_layers
+from ..layers.training_time_test import TrainingTimeTest
+from ..losses import draft_loss, with_feature_loss
+from ..objective import Objective
+from .config import OF_LLAMA, MtpConfig
 
 STEPS = 3
 """Steps of training-time test unless a config says otherwise; FastMTP's K."""
@@ -57,75 +57,6 @@ BESIDE_THE_LAYER = ("input_proj", "token_layernorm", "hidden_layernorm", "final_
 OUTPUTS = {"o_proj", "down_proj"}
 """Modules and parameters of a layer whose outputs are added to the residual stream, those of
 experts too."""
-OF_LLAMA = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-)
-"""Options of a layer that is Llama's, and not described by a config of the target."""
-
-
-@dataclass(frozen=True)
-class MtpConfig(BlocksConfig):
-    """Options of an MTP head."""
-
-    num_layers: int = 1
-    """Decoder layers: one for all depths, or as many as the head drafts, one for each depth."""
-    depth: int = 3
-    """Maximum draft length: tokens drafted after the root."""
-    train_steps: int | None = None
-    """Steps of training-time test; null for 3, or `depth` if that is less."""
-    layer: dict[str, Any] | None = None
-    """The target's text config with its model_type, which says of what kind the layers are; null
-    for the target's own kind in training, and else for Llama's, with the target's dimensions or
-    those of the options above."""
-    qk_norm: bool = False
-    """With `layer` null: norms of queries and keys, which makes it Qwen3's layer."""
-    hidden_first: bool = False
-    """Join norm_h(h) and norm_e(E) in this order, as MiMo and Inkling do."""
-    zero_first: bool = False
-    """Read zeros in the place of the embedding that goes with the text's first state, as MiMo
-    does."""
-    norm_output: bool = True
-    """Feed back y, the output after `final_layernorm`; false for the output before it."""
-
-    def __post_init__(self) -> None:
-        self.check("mtp")
-        if self.depth < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"mtp needs a depth and num_layers of at least 1, not {self.depth} and"
-                f" {self.num_layers}"
-            )
-        if self.depth > LONGEST_DRAFT:
-            raise ValueError(
-                f"mtp depth {self.depth} is too large: a draft has at most {LONGEST_DRAFT} tokens"
-            )
-        if self.num_layers > 1 and self.depth != self.num_layers:
-            raise ValueError(
-                "with several layers each drafts one depth, so mtp depth must be num_layers, not"
-                f" {self.depth} and {self.num_layers}; one layer drafts to any depth"
-            )
-        if self.num_layers > 1 and self.train_steps not in (None, self.depth):
-            raise ValueError(
-                f"mtp train_steps must be the depth {self.depth}, or some layers would not be"
-                " trained"
-            )
-        if self.train_steps is not None and not 1 <= self.train_steps <= self.depth:
-            raise ValueError(
-                f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}"
-            )
-        of_llama = [
-            name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)
-        ]
-        if self.layer is not None and of_llama:
-            raise ValueError(
-                f"mtp layer says of what kind and size the layers are; leave {of_llama[0]} out, or"
-                " layer"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

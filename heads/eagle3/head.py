@@ -1,6 +1,6 @@
-"""EAGLE-3 (Li et al.
+"""EAGLE-3: one decoder layer on fused features that feeds on its own output.
 
-2025, arXiv:2503.01840): one decoder layer on fused features that feeds on its own output.
+Li et al. 2025, arXiv:2503.01840.
 
 With f_t the target's features after three of its blocks, and x the tokens:
 
@@ -17,13 +17,13 @@ read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .base import (
+from ..base import (
     SERVERS,
     DraftState,
     DraftTreeState,
@@ -33,9 +33,8 @@ from .base import (
     TargetInfo,
     TargetModules,
 )
-from .draft_positions import DraftPositions
-from .eagle import LayersConfig
-from .layers.decoder_layer import (
+from ..draft_positions import DraftPositions
+from ..layers.decoder_layer import (
     Attention,
     DecoderLayer,
     GatedMLP,
@@ -46,53 +45,12 @@ from .layers.decoder_layer import (
     llama_config,
     sliding_keys,
 )
-from .layers.draft_vocab import most_frequent
-from .layers.starting_values import norm_gain, start_layer, target_layer_weights
-from .layers.training_time_test import TrainingTimeTest
-from .losses import draft_loss
-from .objective import Objective
-
-
-@dataclass(frozen=True)
-class Eagle3Config(LayersConfig):
-    """Options of an EAGLE-3 head; null takes the target's own value."""
-
-    depth: int = 7
-    feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4."""
-    draft_vocab_size: int | None = None
-    """Tokens that can be drafted, the most frequent in the training data; null for all."""
-    hidden_size: int | None = None
-    """Draft width; where it differs from the target's, the head learns its own embedding."""
-    own_embedding: bool = False
-    """Learn an own embedding at the target's width too, started from the target's."""
-    qk_norm: bool = False
-    """RMSNorm on queries and keys, as in Qwen3."""
-    fc_norm: bool = False
-    """RMSNorm on each fused feature (EAGLE-3.1)."""
-    norm_output: bool = False
-    """Feed back the normalised output (EAGLE-3.1)."""
-    norm_before_fc: bool = False
-    """One RMSNorm on all fused features together (speculators); not with fc_norm."""
-    norm_before_residual: bool = False
-    """Begin the residual stream after `hidden_norm` instead of before it (speculators)."""
-    start_lm_head: bool = True
-    """Start the LM head and the final norm from the target's."""
-    sliding_window: int | None = None
-    """Newest positions that drafts see, their own included, so that drafting takes no longer after
-    a long text; null for all of the text."""
-
-    def __post_init__(self) -> None:
-        self.check("eagle3")
-        if self.sliding_window is not None and self.sliding_window < self.depth:
-            raise ValueError(
-                f"eagle3 sliding_window {self.sliding_window} is shorter than a draft; choose at"
-                f" least the depth, {self.depth}, or null for no window"
-            )
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError(
-                "eagle3 fc_norm and norm_before_fc are two ways of one thing; choose one"
-            )
+from ..layers.draft_vocab import most_frequent
+from ..layers.starting_values import norm_gain, start_layer, target_layer_weights
+from ..layers.training_time_test import TrainingTimeTest
+from ..losses import draft_loss
+from ..objective import Objective
+from .config import Eagle3Config
 
 
 class FusionLayer(nn.Module):

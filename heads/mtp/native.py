@@ -26,8 +26,7 @@ from torch import Tensor
 
 from ..base import TargetInfo
 from ..by_name import build_head
-from ..mtp import MtpHead
-from .files import (
+from ..checkpoints.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     Contents,
@@ -35,8 +34,9 @@ from .files import (
     new_folder,
     open_safetensors,
 )
-from .hub import local_folder
-from .save_load import build_unloaded
+from ..checkpoints.hub import local_folder
+from ..checkpoints.save_load import build_unloaded
+from .head import MtpHead
 
 NATIVE = "mtp"
 """The head of a target that brings its own, where a command or a program names a head."""

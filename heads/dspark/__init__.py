@@ -1,0 +1,6 @@
+"""DSpark: see `head.py`."""
+
+from .config import DSparkConfig
+from .head import DSparkHead
+
+__all__ = ["DSparkConfig", "DSparkHead"]

@@ -1,0 +1,6 @@
+"""EAGLE: see `head.py`."""
+
+from .config import EagleConfig
+from .head import EagleHead
+
+__all__ = ["EagleConfig", "EagleHead"]

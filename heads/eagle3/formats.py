@@ -1,0 +1,175 @@
+"""How each project writes this head: every key of its config.json, every tensor, and the reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoints.reading import (
+    Keys,
+    Reader,
+    Source,
+    attention_bias,
+    feature_layers,
+    layer_keys,
+    llama_options,
+)
+from ..checkpoints.tables import (
+    LLAMA,
+    SPECULATORS,
+    Format,
+    Key,
+    Row,
+    layer_rows,
+)
+
+EAGLE3 = {
+    "draft_vocab_size": Key(
+        "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+    ),
+    "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
+    "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
+    "norm_before_fc": Key("one norm on all features together", False),
+    "fc_norm": Key("a norm on each feature", False),
+    "norm_output": Key("the normalised output is fed back", False),
+    "eagle_aux_hidden_state_layer_ids": Key(
+        "feature layers, each by the block whose input it is", None, kind="numbers"
+    ),
+    "num_aux_hidden_states": Key("how many features are fused", None, kind="size"),
+}
+EAGLE_CONFIG = {
+    "eagle_aux_hidden_state_layer_ids": Key(
+        "feature layers, each by the block whose output it is", None, kind="numbers"
+    ),
+    "use_aux_hidden_state": Key("whether features of several layers are fused", True, only=(True,)),
+    "norm_before_fc": Key("as at the top level", False),
+    "use_input_layernorm_in_first_layer": Key(
+        "ModelOpt: the first layer's input norm", True, only=(True,)
+    ),
+    "use_last_layernorm": Key("ModelOpt: the norm before the LM head", True, only=(True,)),
+    "use_mtp_layernorm": Key(
+        "ModelOpt: norms of multi-token prediction", False, only=(False, None)
+    ),
+    "next_layer_regular": Key(
+        "ModelOpt: layers after the first are plain ones", True, only=(True, None)
+    ),
+    "parallel_draft_step": Key("ModelOpt: tokens drafted at once", 1, only=(1, None)),
+    "parallel_draft_heads_num_layers": Key("ModelOpt: of parallel drafting", None),
+}
+"""Keys of `eagle_config`."""
+
+
+def _tensors(first: str) -> dict[str, Row]:
+    """EAGLE-3, its first layer called `first`."""
+    return {
+        "fc.weight": Row("fc.weight", "joins the fused features, the shallowest first"),
+        "fc_norm.{i}.weight": Row("fc_norm.{i}.weight", "norm of one feature"),
+        "input_norm.weight": Row("input_norm.weight", "norm of all features"),
+        **layer_rows(first, "midlayer"),
+        f"{first}.hidden_norm.weight": Row("midlayer.hidden_norm.weight", "norm of the state"),
+        **layer_rows("layers.{l}", "layers.{l}"),
+        "norm.weight": Row("norm.weight", "norm before the LM head"),
+        "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
+        "embed_tokens.weight": Row("embed_tokens.weight", "embedding, if not the target's"),
+        "d2t": Row("d2t", "target id minus draft id"),
+        "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
+    }
+
+
+FORMATS: dict[str, Format] = {
+    "eagle3": Format(
+        ("eagle3",),
+        {
+            **LLAMA,
+            **EAGLE3,
+            "eagle_config": Key("more options", {}, kind="object"),
+            "bias": Key("bias of fc", False, only=(False,)),
+        },
+        _tensors("midlayer"),
+    ),
+    "speculators": Format(
+        ("eagle3",),
+        {
+            **SPECULATORS,
+            **EAGLE3,
+            "speculators_model_type": Key("eagle3"),
+            "transformer_layer_config": Key(
+                "the decoder layers: what differs from the defaults of their class", kind="object"
+            ),
+            "embed_requires_grad": Key("training only", False),
+            "draft_attn_kernel": Key("training only", "auto"),
+        },
+        _tensors("layers.0"),
+    ),
+}
+"""By the name that `headstart import` reports."""
+
+
+def _one_window(layer: Keys) -> int | None:
+    """The sliding window of all layers of an EAGLE-3 head; None without one."""
+    kinds = set(layer["layer_types"] or [])
+    if kinds <= {"full_attention"} and not (layer["use_sliding_window"] and not kinds):
+        return None
+    window: int | None = layer["sliding_window"]
+    if kinds != {"sliding_attention"} or window is None:
+        raise ValueError(
+            f"{layer.where}: layer_types are {layer['layer_types']}, use_sliding_window is"
+            f" {layer['use_sliding_window']} and sliding_window {window}; a head of this kind has"
+            " full_attention alone, or sliding_attention alone with the number of tokens in"
+            " sliding_window"
+        )
+    return window
+
+
+def eagle3_options(source: Source) -> dict[str, Any]:
+    """Return the options of an EAGLE-3 head from its config.json and tensors."""
+    keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
+    native = source.form == "eagle3"
+    nested = source.read(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
+    layer = keys if native else layer_keys(source)
+    options = llama_options(layer, source, windows=True)
+    options["sliding_window"] = _one_window(layer)
+    options["attention_bias"] = attention_bias(source)
+    size = keys["draft_vocab_size"]
+    if size is None and "lm_head.weight" in tensors:
+        size = len(tensors["lm_head.weight"])
+    options["draft_vocab_size"] = size
+    options["qk_norm"] = any(name.endswith("q_norm.weight") for name in tensors)
+    options |= {
+        name: bool(keys[name])
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    }
+    options["norm_before_fc"] = options["norm_before_fc"] or nested["norm_before_fc"]
+    inputs, outputs = (
+        keys["eagle_aux_hidden_state_layer_ids"],
+        nested["eagle_aux_hidden_state_layer_ids"],
+    )
+    options["feature_layers"] = feature_layers(inputs, outputs, target, remarks)
+    width, count = keys["target_hidden_size"], len(options["feature_layers"])
+    if width not in (None, target.hidden_size):
+        raise ValueError(
+            f"target_hidden_size is {width}, and {target.hidden_size} in the target {target.name!r}"
+        )
+    if keys["num_aux_hidden_states"] not in (None, count):
+        raise ValueError(
+            f"num_aux_hidden_states is {keys['num_aux_hidden_states']}, and feature layers "
+            f"{options['feature_layers']} are {count}"
+        )
+    weight = tensors.get("fc.weight")
+    if weight is not None and weight.ndim == 2 and weight.shape[1] != count * target.hidden_size:
+        raise ValueError(
+            f"fc.weight reads {weight.shape[1]} values, and {count} feature layers of the target"
+            f" {target.name!r} are {count} x {target.hidden_size}"
+        )
+    if not native and "norm_before_residual" not in keys.config:
+        remarks.append(
+            "norm_before_residual is missing: read as false, speculators' own default; vLLM reads"
+            " true"
+        )
+    return options
+
+
+READERS: dict[str, Reader] = {
+    "eagle3": eagle3_options,
+    "speculators": eagle3_options,
+}
+"""By format, what reads the options of a head."""

@@ -1,0 +1,6 @@
+"""Hydra and Hydra++: see `head.py`."""
+
+from .config import HydraConfig, HydraPlusPlusConfig
+from .head import HydraHead, HydraPlusPlusHead
+
+__all__ = ["HydraConfig", "HydraHead", "HydraPlusPlusConfig", "HydraPlusPlusHead"]

@@ -1,0 +1,6 @@
+"""Medusa: see `head.py`."""
+
+from .config import MedusaConfig
+from .head import MedusaHead
+
+__all__ = ["MedusaConfig", "MedusaHead"]

@@ -1,0 +1,124 @@
+"""How each project writes this head: every key of its config.json, every tensor, and the reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoints.reading import (
+    Reader,
+    Source,
+    count_of,
+    layers_in_file,
+    report_repeated,
+)
+from ..checkpoints.tables import (
+    TRANSFORMERS,
+    Format,
+    Key,
+    Row,
+)
+
+FORMATS: dict[str, Format] = {
+    "medusa": Format(
+        ("medusa",),
+        {
+            **TRANSFORMERS,
+            "hidden_size": Key("width of the head", kind="size"),
+            "vocab_size": Key("size of the target's vocabulary", kind="size"),
+            "truncated_vocab_size": Key(
+                "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+            ),
+            "num_heads": Key("heads", 5, kind="size"),
+            "num_hidden_layers": Key(
+                "blocks of each head, or of the target in its own config", 1, kind="size"
+            ),
+            "medusa_fc_bias": Key("whether the blocks have a bias", False),
+            "original_lm_head": Key("whether one LM head serves all heads", False),
+            "max_paths": Key("of a tree, not read any more", 64),
+            "topk": Key("of a tree, not read any more", 10),
+            "max_seq_len": Key("longest text that a server allows", None),
+            "logit_scale": Key("factor of the logits", 1.0, only=(1.0,)),
+        },
+        {
+            "blocks.{h}.layers.{l}.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "blocks.{h}.layers.{l}.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
+            "lm_heads.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
+            "token_map": Row("token_map", "target ids of the draft vocabulary"),
+        },
+    ),
+    "fasterdecoding": Format(
+        ("medusa",),
+        {
+            **TRANSFORMERS,
+            "medusa_num_heads": Key(
+                "heads; published files have more than they say, so tensors are counted", None
+            ),
+            "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
+            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+            "vocab_size": Key(
+                "size of the target's vocabulary, in a whole model's config", None, kind="size"
+            ),
+            "base_model_name_or_path": Key("the target", None),
+            "version": Key("2 for heads without an LM head of their own", None),
+        },
+        {
+            "{h}.{l}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
+            "{h}.{l}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
+            "{h}.{blocks}.weight": Row("lm_heads.{h}.weight", "LM head"),
+        },
+    ),
+}
+"""By the name that `headstart import` reports."""
+
+
+def medusa_options(source: Source) -> dict[str, Any]:
+    """Return the options of a Medusa head as vLLM reads it from its config.json and tensors."""
+    keys, target, tensors = source.keys, source.target, source.tensors
+    keys.check_target(target, "hidden_size", "vocab_size")
+    size = keys["truncated_vocab_size"]
+    heads = count_of(tensors, r"blocks\.(\d+)\.layers\.0\.weight")
+    if "num_heads" in keys.config and keys["num_heads"] != heads:
+        raise ValueError(
+            f"num_heads is {keys['num_heads']}, and the file holds {heads} of"
+            " blocks.N.layers.0.weight"
+        )
+    return {
+        "num_heads": heads,
+        "num_layers": layers_in_file(source, keys, r"blocks\.0\.layers\.(\d+)\."),
+        "bias": keys["medusa_fc_bias"],
+        "lm_head": "shared" if keys["original_lm_head"] else "own",
+        "draft_vocab_size": None if size == target.vocab_size else size,
+    }
+
+
+def fasterdecoding_options(source: Source) -> dict[str, Any]:
+    """Return the options of a Medusa head of its authors' from its config.json and tensors."""
+    keys, tensors, remarks = source.keys, source.tensors, source.remarks
+    keys.check_target(source.target, "hidden_size", "vocab_size")
+    heads = count_of(tensors, r"(\d+)\.0\.linear\.weight")
+    blocks = count_of(tensors, r"0\.(\d+)\.linear\.weight")
+    if keys["medusa_num_heads"] not in (None, heads):
+        remarks.append(
+            f"config.json says {keys['medusa_num_heads']} heads, the file holds {heads}: all are"
+            " taken"
+        )
+    if "medusa_num_layers" in keys.config and keys["medusa_num_layers"] not in (None, blocks):
+        remarks.append(
+            f"config.json says {keys['medusa_num_layers']} blocks a head, the file holds {blocks}:"
+            " taken"
+        )
+    if blocks > 1:
+        report_repeated(tensors, [f"0.{i}.linear.weight" for i in range(blocks)], remarks)
+    return {
+        "num_heads": heads,
+        "num_layers": blocks,
+        "bias": "0.0.linear.bias" in tensors,
+        "lm_head": "own" if f"0.{blocks}.weight" in tensors else "shared",
+    }
+
+
+READERS: dict[str, Reader] = {
+    "medusa": medusa_options,
+    "fasterdecoding": fasterdecoding_options,
+}
+"""By format, what reads the options of a head."""
