@@ -347,7 +347,7 @@ class SpeculativeLM:
                 unobserved.generate(prompt_1T, do_sample=sampling, **settings)
             for drafter in self.drafter.nested():  # speeds on this text predict nothing
                 if isinstance(drafter, AdaptiveDrafter):
-                    drafter.speeds.clear()
+                    drafter.records.clear()
         return self
 
     def generate(

@@ -21,8 +21,8 @@ from typing import Any
 
 from ...heads.base import DraftHead
 from ...heads.checkpoints.save_load import load_head
-from ...inference.drafters.adaptive import candidate_chains, candidate_trees
 from ...inference.drafters.by_name import chains_alone
+from ...inference.drafters.candidate_trees import candidate_chains, candidate_trees
 from ...inference.drafters.costs import head_shape, kept_costs
 from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache

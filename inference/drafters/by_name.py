@@ -23,8 +23,9 @@ from ..trees.tree_spec import (
 from ..tuning.machine import machine_key
 from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import batch_budget
-from .adaptive import AdaptiveDrafter, candidate_chains, candidate_trees
+from .adaptive import AdaptiveDrafter
 from .base import BatchDrafter, Drafter, NoDraft
+from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
 from .draft_model import AssistantModel
 from .early_exit import EarlyExitChain

@@ -23,7 +23,7 @@ from headstart.inference import (
 )
 from headstart.inference.drafters import costs as tuning_costs
 from headstart.inference.drafters.acceptance import Answered, accuracy_by_rank, dynamic_lengths
-from headstart.inference.drafters.adaptive import candidate_trees
+from headstart.inference.drafters.candidate_trees import candidate_trees
 from headstart.inference.drafters.costs import costs_of_rounds, timed_trees
 from headstart.inference.drafters.tree_policies import DynamicTree, StaticTree
 from headstart.inference.text.chat_template import prompt_ids

@@ -262,7 +262,7 @@ def test_warming_up_measures_writes_and_leaves_no_trace(tiny_target, measured):
         assert lm.warmup() is lm, name
         assert heard.stats == [] and torch.equal(torch.get_rng_state(), state)
         assert not any(
-            each.speeds for each in lm.drafter.nested() if isinstance(each, AdaptiveDrafter)
+            part.records for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter)
         )
         prompt = torch.arange(5)[None]
         written = lm.generate(prompt, max_new_tokens=6, do_sample=False).sequences

@@ -3,7 +3,6 @@ are still to come."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,164 +11,16 @@ from torch import Tensor
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, SpeculativeLM, Target
-from headstart.inference.drafters.adaptive import (
-    PROBE_STEPS,
-    AdaptiveDrafter,
-    Candidate,
-    Speeds,
-    prompt_size,
-)
+from headstart.inference.drafters import adaptive
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.answer_lengths import AnswerLengths
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.model_rows import ModelRows
+from headstart.inference.drafters.next_step import Choice
 from headstart.inference.tuning.round_costs import RoundCosts
 
 VOCAB = 20
 SETTINGS: dict[str, Any] = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
-
-
-# Speeds, on a machine of the test's own: seconds in plain steps.
-
-
-class Text:
-    """Answers after prompts that a head takes `reading` seconds to read: how long they take, and
-    what was read."""
-
-    def __init__(
-        self, speeds: Speeds, cost: list[float], emitted: list[float], reading: float
-    ) -> None:
-        self.speeds = speeds
-        self.cost = cost
-        self.emitted = emitted
-        """Mean tokens of a step of each candidate."""
-        self.reading = reading
-        self.chance = random.Random(0)
-        self.read = 0
-        """Prompts that were read."""
-
-    def answer(self, tokens: int) -> float:
-        """Seconds of an answer."""
-        taken = 0.0
-        written = 0
-        unread = self.reading
-        while written < tokens:
-            chosen = self.speeds.choose(unread, tokens - written)
-            seconds = self.cost[chosen]
-            mean = self.emitted[chosen]
-            count = int(mean) + (self.chance.random() < mean % 1)
-            read = 0.0
-            if chosen > 0:
-                read = unread
-                unread = 0.0
-                self.read += read >= self.reading
-            else:
-                unread += self.reading / 400
-            self.speeds.record(seconds, count, read)
-            taken += read + seconds * min(1, (tokens - written) / count)
-            written += count
-        return taken
-
-    def answers(self, number: int, tokens: int) -> list[float]:
-        """Seconds of several, over those of plain steps."""
-        return [self.answer(tokens) / tokens for _ in range(number)]
-
-
-def known(cost: list[float], lengths: list[float]) -> Speeds:
-    """Speeds with measured costs."""
-    candidates = [Candidate(*pair) for pair in zip(cost, lengths, strict=True)]
-    return Speeds(candidates, 0, measured=True)
-
-
-WEAK = ([1.0, 1.5, 2.3], [1.0, 1.4, 2.0])
-"""Costs as with AVX2, and a head that is worth nothing on these texts."""
-TIE = ([1.0, 1.3, 1.9], [1.0, 1.4, 1.8])
-"""A head that would save a fourteenth."""
-GOOD = ([1.0, 1.2, 1.6], [1.0, 1.6, 2.6])
-"""A head that saves two fifths."""
-
-
-@pytest.mark.parametrize("tokens", [64, 256])
-@pytest.mark.parametrize("reading", [2.0, 7.0, 40.0])
-@pytest.mark.parametrize("texts", [WEAK, TIE, GOOD], ids=["weak", "tie", "good"])
-def test_no_reading_costs_more_than_three_percent(
-    texts: tuple[list[float], list[float]], reading: float, tokens: int
-) -> None:
-    """Over thirty answers, and in the median one, whatever was expected of the head at first."""
-    cost, emitted = texts
-    for expected in ([1.0, 1.5, 2.0], [1.0, 1.6, 2.6], [1.0, 1.1, 1.2]):
-        found = Text(known(cost, expected), cost, emitted, reading).answers(30, tokens)
-        assert sorted(found)[15] <= 1.03
-        # What was expected of the head wrongly is lost once.
-        assert sum(found) <= 1.03 * 30 + (reading + 16) / tokens
-
-
-@pytest.mark.parametrize(
-    ("texts", "reading", "tokens", "reads"),
-    [
-        (GOOD, 7.0, 64, True),
-        (GOOD, 40.0, 64, False),
-        (GOOD, 40.0, 256, True),
-        (TIE, 3.0, 64, False),
-        (TIE, 3.0, 256, True),
-    ],
-)
-def test_a_prompt_is_read_where_the_tokens_to_come_earn_it(
-    texts: tuple[list[float], list[float]], reading: float, tokens: int, reads: bool
-) -> None:
-    cost, emitted = texts
-    text = Text(known(cost, emitted), cost, emitted, reading)
-    text.answers(10, tokens)
-    assert text.read >= 6 if reads else text.read <= 1
-
-
-def test_what_has_been_read_changes_nothing() -> None:
-    """A tree that leads by little goes on with few tokens to come, once its head has read the
-    prompt."""
-    cost, emitted = TIE
-    speeds = known(cost, emitted)
-    for _ in range(2 * PROBE_STEPS):
-        assert speeds.choose(0.0, 3) > 0
-        speeds.record(cost[speeds.running], 2)
-    assert speeds.choose(1.0, 3) == 0
-
-
-def test_a_probe_pays_for_the_prompt_that_it_makes_a_head_read() -> None:
-    cost, _ = WEAK
-    speeds = known(cost, [1.0, 1.05, 1.05])
-    for _ in range(2 * PROBE_STEPS):
-        assert speeds.choose(50.0, 10_000) == 0
-        speeds.record(1.0, 1)
-    speeds.budget = 40.0
-    assert speeds.choose(50.0, 10_000) == 0
-    speeds.budget = 60.0
-    assert speeds.choose(50.0, 30) == 0, "fewer tokens are to come than the reading takes"
-    assert speeds.choose(50.0, 10_000) > 0
-    speeds.record(cost[speeds.running], 1, 50.0)
-    assert speeds.budget < 11
-
-
-def test_each_size_of_prompts_has_its_own_lengths() -> None:
-    """Two sizes in turns: good drafts on one, useless ones on the other, learned after an answer of
-    each."""
-    good_size = 3
-    useless_size = 5
-    cost = [1.0, 1.2, 1.6]
-    speeds = known(cost, [1.0, 1.4, 1.9])
-    good = Text(speeds, cost, [1.0, 1.8, 3.0], 0.0)
-    useless = Text(speeds, cost, [1.0, 1.0, 1.0], 0.0)
-    for number in range(12):
-        speeds.turn_to(useless_size)
-        of_useless = useless.answer(64) / 64
-        speeds.turn_to(good_size)
-        of_good = good.answer(64) / 64
-        if number > 0:
-            assert of_useless <= 1.15 and of_good <= 0.75
-    speeds.turn_to(useless_size)
-    speeds.choose()
-    assert speeds.leader == 0
-    speeds.turn_to(good_size)
-    speeds.choose()
-    assert speeds.leader == 2
 
 
 def test_how_long_answers_are_is_learned() -> None:
@@ -183,11 +34,6 @@ def test_how_long_answers_are_is_learned() -> None:
     for _ in range(5):
         cut.add(64, 64)
     assert cut.expected(256) == 256, "answers that were cut tell nothing of their ends"
-
-
-def test_prompts_of_similar_lengths_are_of_one_size() -> None:
-    sizes = [prompt_size(tokens) for tokens in (1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024)]
-    assert sizes == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
 
 
 # The engine, with a clock of the test's own.
@@ -299,12 +145,7 @@ def test_a_turn_that_was_decoded_plainly_is_read_in_its_order(
     clock = Clock(target, monkeypatch, 0.0)
     lm = of_itself(target, clock)
     chosen = 0
-
-    def choose(self: Speeds, *_: float) -> int:
-        self.running = chosen
-        return chosen
-
-    monkeypatch.setattr(Speeds, "choose", choose)
+    monkeypatch.setattr(adaptive, "choose", lambda record: Choice(chosen))
     past = Conversation()
     first = prompt(9)
     found = lm.generate(

@@ -12,8 +12,9 @@ from transformers import DynamicCache
 
 from headstart.heads import build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, TreeShape
-from headstart.inference.drafters.adaptive import Speeds
+from headstart.inference.drafters import adaptive
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.next_step import Choice
 from headstart.inference.rounds.sequences import shared_length
 
 VOCAB, NEW = 20, 11
@@ -117,12 +118,7 @@ def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
         Conversation(),
     )
     choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
-
-    def choose(self, *_):
-        self.running = next(choices)
-        return self.running
-
-    monkeypatch.setattr(Speeds, "choose", choose)
+    monkeypatch.setattr(adaptive, "choose", lambda record: Choice(next(choices)))
     text = [3, 1, 4, 1, 5]
     for number in range(3):
         output, expected = turn(lm, text, past), turn(eager, text)
