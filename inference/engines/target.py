@@ -104,8 +104,8 @@ class Target(TargetModel):
                 self.engine_kind = CountingEngine
         self.engine: Engine = self.engine_kind(self)
         """Runs the forwards; `compile` chooses another."""
-        self._version_before: Hashable = None
-        """The model's version when the engine was chosen by `compile`."""
+        self._version_before = self.version
+        """The model's version when the engine was chosen."""
 
     def __repr__(self) -> str:
         compiled = ", compiled" if self.compiled else ""
