@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -32,7 +31,13 @@ from ..heads.checkpoints.files import files_of_tensors, open_safetensors
 from .engines.target import Target
 from .targets.info import FINGERPRINTED, before_lm_head, target_modules
 from .targets.interface import fitting_logits
-from .targets.loading import downloaded_commit, locate, model_loader
+from .targets.loading import (
+    downloaded_commit,
+    generation_config_of,
+    load_config,
+    locate,
+    model_loader,
+)
 
 SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
 """Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
@@ -257,20 +262,16 @@ class OuterTarget(Target):
             )
         assert isinstance(dtype, torch.dtype) and isinstance(device, (str, torch.device))
         checkpoint = CheckpointTensors(source, revision)
-        try:
-            config = AutoConfig.from_pretrained(locate(source)[0], revision=revision)
-        except OSError as error:
-            raise ValueError(f"no target model at {str(source)!r}: {error}") from error
+        config = load_config(source, revision)
         with init_empty_weights(include_buffers=False):
             model = cast(
                 PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options)
             )
         model.tie_weights()  # parameters that are shared were made twice
         model.eval().requires_grad_(False)
-        with suppress(OSError):  # most models without a generation config have none
-            model.generation_config = GenerationConfig.from_pretrained(
-                locate(source)[0], revision=revision or "main"
-            )
+        generation = generation_config_of(source, revision)
+        if generation is not None:
+            model.generation_config = generation
         checkpoint.rename_for(model)
         commit = downloaded_commit(source, revision)
         return cls(model, str(source), commit, checkpoint, torch.device(device))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -48,6 +51,54 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
             error.errno, f"cannot write the {size} of {path}: {error.strerror}"
         ) from error
     return path
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Refuse a folder with named pipes or devices, at which whoever opens them waits for good.
+
+    Nothing is said of what is no folder here.
+
+    Raises:
+        ValueError: the first of them.
+    """
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            require_regular(path)
+
+
+def require_regular(path: Path) -> Path:
+    """Return a path at which there is neither a named pipe nor a device.
+
+    Raises:
+        ValueError: there is.
+    """
+    with suppress(OSError):  # whoever opens it will say what is wrong
+        mode = path.stat().st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise ValueError(f"{path} is a named pipe or a device, not a regular file; remove it")
+    return path
+
+
+def parse_json(text: str | bytes, where: str | Path) -> Any:
+    """Parse JSON of others.
+
+    Raises:
+        ValueError: whatever is wrong with it, with `where` it stands.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        ValueError: a file that is not regular, or not JSON.
+        OSError: a file that cannot be read.
+    """
+    return parse_json(require_regular(path).read_bytes(), path)
 
 
 def free_bytes(folder: Path) -> int:

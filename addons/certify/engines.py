@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.targets.loading import locate
+from ...inference.targets.loading import generation_config_of, locate
 from ...inference.text.messages import Messages
 from ..openai_server import OpenAIServer, ServerError
 from .certificate import Path
@@ -183,13 +183,11 @@ def without_defaults(target: Target) -> None:
 
 def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens at which a target ends a text, before it is loaded."""
-    folder, gguf = locate(source)
+    _, gguf = locate(source)
     ends: Any = None
     if gguf is None:
-        try:
-            ends = GenerationConfig.from_pretrained(folder).eos_token_id
-        except OSError:  # a model need not have one
-            ends = None
+        generation = generation_config_of(source)
+        ends = None if generation is None else generation.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
     if ends is None:

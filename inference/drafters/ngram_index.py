@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...files import read_json, require_regular
+
 SORTED_TOKENS = 16
 """Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched
 for."""
@@ -99,7 +101,7 @@ class Datastore:
         """Memory-map the files of a datastore.
 
         Raises:
-            ValueError: a folder without a datastore.
+            ValueError: a folder without a datastore, or files of another kind.
         """
         manifest = Path(folder) / MANIFEST_FILE
         if not manifest.is_file():
@@ -107,9 +109,16 @@ class Datastore:
                 f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore`"
                 " makes one"
             )
-        tokens = np.load(Path(folder) / TOKENS_FILE, mmap_mode="r")
-        order = np.load(Path(folder) / ORDER_FILE, mmap_mode="r")
-        about = json.loads(manifest.read_text(encoding="utf-8"))
+        tokens = _mapped(Path(folder) / TOKENS_FILE)
+        order = _mapped(Path(folder) / ORDER_FILE)
+        about = read_json(manifest)
+        if not isinstance(about, dict) or not isinstance(about.get("tokenizer"), str):
+            raise ValueError(f"{manifest} names no tokenizer; make the datastore again")
+        if len(order) > len(tokens):
+            raise ValueError(
+                f"{folder} holds {len(tokens)} tokens in an order of {len(order)}; make the"
+                " datastore again"
+            )
         return cls(tokens, order, about["tokenizer"])
 
     def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
@@ -150,6 +159,21 @@ class Datastore:
         first = bisect_left(order, wanted, key=gram_at)
         last = bisect_right(order, wanted, key=gram_at)
         return first, last
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Memory-map a file of integers in one dimension.
+
+    Raises:
+        ValueError: a file that is missing, cut, or of something else.
+    """
+    try:
+        mapped: np.ndarray = np.load(require_regular(path), mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; make the datastore again") from error
+    if not isinstance(mapped, np.ndarray) or mapped.ndim != 1 or mapped.dtype.kind not in "iu":
+        raise ValueError(f"{path} is not a list of integers; make the datastore again")
+    return mapped
 
 
 def _counted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

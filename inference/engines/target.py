@@ -33,6 +33,7 @@ from ..targets.loading import (
     default_device,
     downloaded_commit,
     load_model,
+    reading,
     refuse_loading_options,
 )
 from ..targets.target_model import TargetModel
@@ -247,7 +248,8 @@ class Target(TargetModel):
 
         # before the model changes: a head is compared with the base model
         provenance = self.provenance
-        merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
+        with reading("adapter", folder):
+            merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)
         self.before_lm_head = before_lm_head(self.model)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME
 
 from ...extras import require_extra
+from ...files import refuse_pipes
 from ...heads.base import dtype_name
 
 PACKAGE = "package:"
@@ -122,27 +125,58 @@ def config_of(
     source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
 ) -> PreTrainedConfig | None:
     """A target's config, None for a GGUF file; the arguments are those of `load_model`."""
+    _, gguf = locate(source)
+    return None if gguf is not None else load_config(source, revision, options)
+
+
+def load_config(
+    source: str | Path, revision: str | None = None, options: dict[str, Any] | None = None
+) -> PreTrainedConfig:
+    """A target's config, that of a GGUF file too; the arguments are those of `load_model`.
+
+    Raises:
+        ValueError: nothing to load at `source`, or files that transformers cannot read.
+    """
     folder, gguf = locate(source)
-    if gguf is not None:
-        return None
     given = {name: value for name, value in (options or {}).items() if name in CONFIG_OPTIONS}
-    try:
-        return AutoConfig.from_pretrained(folder, revision=revision, **given)
-    except (OSError, ValueError) as error:
-        raise no_model(source, error) from error
+    if gguf is not None:
+        given["gguf_file"] = gguf
+    with reading("target model", source):
+        return AutoConfig.from_pretrained(folder, revision=revision, **without_code(given))
 
 
-def no_model(source: Any, error: Exception) -> ValueError:
-    """Return the error for a source that cannot be loaded, with transformers' reason.
+def without_code(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `from_pretrained` that run a repository's own code only where they say so.
+
+    Left out, transformers would ask, and read its answer from standard input.
+    """
+    return {**options, "trust_remote_code": bool(options.get("trust_remote_code"))}
+
+
+@contextmanager
+def reading(what: str, source: str | Path) -> Iterator[None]:
+    """Report what cannot be read at `source` in one line, whichever reader of others fails.
 
     A reason that lists all that transformers knows is cut after its beginning.
+
+    Raises:
+        ValueError: the reason, for any error but a lack of memory.
     """
-    reason = " ".join(str(error).split())
-    if len(reason) > LONGEST_REASON:
-        reason = reason[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
-    return ValueError(
-        f"no target model at {str(source)!r}: {reason} (transformers {transformers.__version__})"
-    )
+    refuse_pipes(Path(locate(source)[0]))
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    # tokenizers raises Exception itself; a broken file ends most readers by TypeError or KeyError
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, (OSError, ValueError)) or not reason:
+            reason = f"{type(error).__name__}: {reason}"
+        if len(reason) > LONGEST_REASON:
+            reason = reason[:LONGEST_REASON].rsplit(" ", 1)[0] + " ..."
+        raise ValueError(
+            f"no {what} at {str(source)!r}: {reason} (transformers {transformers.__version__})"
+        ) from error
 
 
 def adapter_alone(folder: str) -> bool:
@@ -218,30 +252,52 @@ def target_facts(source: str | Path, revision: str | None = None) -> TargetFacts
 
     An adapter without a model config is such a case.
     """
-    folder, gguf = locate(source)
     try:
-        config = AutoConfig.from_pretrained(
-            folder, revision=revision, **({"gguf_file": gguf} if gguf else {})
-        )
-    except (OSError, ValueError):
+        config = load_config(source, revision)
+    except ValueError:
         return None
-    try:
-        generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
-    # most models without a generation config have none; transformers derives it so, too
-    except OSError:
+    # a config without one gives what transformers derives, too
+    generation = generation_config_of(source, revision)
+    if generation is None:
         generation = GenerationConfig.from_model_config(config)
-    text = config.get_text_config()
-    return TargetFacts(
-        end_tokens_of(generation),
-        getattr(text, "max_position_embeddings", 2**31 - 1),
-        int(text.vocab_size),
-    )
+    with reading("target model", source):
+        text = config.get_text_config()
+        return TargetFacts(
+            end_tokens_of(generation),
+            getattr(text, "max_position_embeddings", 2**31 - 1),
+            int(text.vocab_size),
+        )
+
+
+def generation_config_of(
+    source: str | Path, revision: str | None = None
+) -> GenerationConfig | None:
+    """The generation config of a target; None for one without, as most small models are.
+
+    Raises:
+        ValueError: a file that transformers cannot read.
+    """
+    folder, _ = locate(source)
+    with reading("generation config", source):
+        try:
+            return GenerationConfig.from_pretrained(folder, revision=revision or "main")
+        except OSError:
+            return None
 
 
 def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:
-    """The tokens at which a generation config ends a text."""
+    """The tokens at which a generation config ends a text.
+
+    Raises:
+        ValueError: other things than token ids.
+    """
     configured = generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
+    if not all(token is None or type(token) is int for token in listed):
+        raise ValueError(
+            f"eos_token_id of the generation config must be a token id or a list of them, not"
+            f" {configured!r}"
+        )
     return frozenset(token for token in listed if token is not None)
 
 
@@ -266,7 +322,7 @@ def load_model(
     if mapped:
         require_extra("accelerate", f"device_map {where!r}")
     folder, gguf = locate(source)
-    given: dict[str, Any] = dict(options or {})
+    given = without_code(options or {})
     # a GGUF file, and an adapter whose folder has no config of a model
     loader: Any = AutoModelForCausalLM
     if gguf is None and not adapter_alone(folder):
@@ -279,11 +335,8 @@ def load_model(
         given["device_map"] = where
     elif "quantization_config" in given and not gguf:  # weights are packed where they go
         given["device_map"] = {"": where}
-    try:
+    with reading("target model", source):
         model = loader.from_pretrained(folder, dtype=dtype, revision=revision, **given)
-    # a tower of the model may need a package of its own
-    except (OSError, ValueError, ImportError) as error:
-        raise no_model(source, error) from error
     if hasattr(model, "ct_decompress_hook"):
         # compressed-tensors waits for the first forward of the whole model; blocks are read and run
         # before one.
@@ -306,10 +359,10 @@ def load_tokenizer(
         ValueError: nothing to load at `source`.
     """
     folder, gguf = locate(source)
-    try:
-        return AutoTokenizer.from_pretrained(folder, gguf_file=gguf, revision=revision, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {str(source)!r}: {error}") from error
+    with reading("tokenizer", source):
+        return AutoTokenizer.from_pretrained(
+            folder, gguf_file=gguf, revision=revision, **without_code(options)
+        )
 
 
 def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -41,6 +41,7 @@ TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
 )
 """Errors that a template's code raises for messages that it was not written for."""
 
@@ -222,13 +223,23 @@ def warn_of_unread_variables(
 
 
 def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Names of the variables that the tokenizer's chat templates read and do not set themselves."""
+    """Names of the variables that the tokenizer's chat templates read and do not set themselves.
+
+    Raises:
+        ValueError: a template that jinja cannot parse.
+    """
     templates = tokenizer.chat_template
     texts = list(templates.values()) if isinstance(templates, dict) else [templates]
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     read: set[str] = set()
     for text in texts:
-        read |= find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", str(text))))
+        try:
+            parsed = environment.parse(GENERATION_TAG.sub("", str(text)))
+            read |= find_undeclared_variables(parsed)
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path!r} cannot be parsed: {error}"
+            ) from error
     return read
 
 

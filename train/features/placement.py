@@ -17,12 +17,12 @@ from accelerate.utils import broadcast_object_list, get_balanced_memory
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...inference.engines.target import Target
 from ...inference.outer_modules import OuterTarget
 from ...inference.targets.dtypes import dtype_named
-from ...inference.targets.loading import locate, model_loader
+from ...inference.targets.loading import config_of, load_config, model_loader
 from ..config import TrainConfig
 from ..machines import shard_mesh
 
@@ -175,19 +175,16 @@ def packing_of(config: TrainConfig) -> dict[str, Any]:
     """
     if config.target_quantization:
         return config.target_quantization
-    folder, gguf = locate(config.target)
-    if gguf:
+    shape = config_of(config.target, config.target_revision)
+    if shape is None:
         return {}  # unpacked as it is loaded
-    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision)
     found = getattr(shape, "quantization_config", None)
     return dict(found if isinstance(found, dict) else found.to_dict()) if found else {}
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without weights, its buffers computed."""
-    folder, gguf = locate(config.target)
-    options = {"gguf_file": gguf} if gguf else {}
-    shape = AutoConfig.from_pretrained(folder, revision=config.target_revision, **options)
+    shape = load_config(config.target, config.target_revision)
     loader = model_loader(shape)
     with init_empty_weights(include_buffers=False):
         given = (

@@ -1,0 +1,173 @@
+"""A target's folder from somebody else: its code is not run, and what is broken is named."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from headstart.addons.certify.engines import end_tokens_of
+from headstart.inference import Target, load_tokenizer
+from headstart.inference.outer_modules import OuterTarget
+from headstart.inference.targets.loading import config_of, load_config, target_facts
+from headstart.inference.text.chat_template import load_chat_tokenizer, render, variables_read
+from headstart.train.config import DataConfig, TrainConfig
+from headstart.train.features.placement import empty_model, packing_of
+
+
+
+def training(folder):
+    return TrainConfig(
+        target=str(folder),
+        output=str(folder / "output"),
+        head={"type": "eagle3"},
+        data=DataConfig(sources=["data.jsonl"]),
+    )
+
+
+READERS = {
+    "config": config_of,
+    "facts": target_facts,
+    "model": lambda folder: Target.load(folder, torch.float32, "cpu"),
+    "outer modules": lambda folder: OuterTarget.load(folder, torch.float32, "cpu"),
+    "tokenizer": load_tokenizer,
+    "packing": lambda folder: packing_of(training(folder)),
+    "empty model": lambda folder: empty_model(training(folder), torch.float32),
+}
+EVIL = """
+from pathlib import Path
+from transformers import LlamaConfig as C, LlamaForCausalLM as M, PreTrainedTokenizerFast as T
+Path(__file__).with_name("ran").touch()
+Path({ran!r}).touch()
+"""
+
+
+@pytest.fixture
+def folder(target_folder, tmp_path):
+    return shutil.copytree(target_folder, tmp_path / "target")
+
+
+def edited(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("of", ["config", "tokenizer"])
+def test_no_code_of_a_folder_is_run_and_nobody_is_asked(
+    folder, tmp_path, monkeypatch, reader, of
+):
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    asked = []
+    monkeypatch.setattr(builtins, "input", lambda *words: asked.append(words) or "y")
+    if of == "tokenizer":
+        named = {"AutoTokenizer": [None, "evil.T"]}
+        edited(folder / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
+    else:
+        named = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoModel": "evil.M"}
+        edited(folder / "config.json", model_type="evil", architectures=["M"], auto_map=named)
+    try:
+        READERS[reader](folder)
+    except ValueError as error:
+        assert str(folder) in str(error)
+    assert not asked
+    assert not ran.exists()
+
+
+def test_code_runs_where_the_caller_says_so(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(EVIL.format(ran=str(ran)))
+    named = {"AutoTokenizer": [None, "evil.T"]}
+    edited(folder / "tokenizer_config.json", tokenizer_class="T", auto_map=named)
+    load_tokenizer(folder, trust_remote_code=True)
+    assert ran.exists()
+
+
+DEEP = "[" * 200_000
+BROKEN = {
+    "config deep": ("config.json", DEEP),
+    "config list": ("config.json", "[1]"),
+    "config null": ("config.json", "null"),
+    "config types": ("config.json", '{"model_type": "llama", "hidden_size": "x"}'),
+    "config digits": ("config.json", '{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}"),
+    "config binary": ("config.json", "\0\ud800"),
+    "weights empty": ("model.safetensors", ""),
+    "weights length": ("model.safetensors", "\x7f" * 8 + "{}"),
+    "tokenizer deep": ("tokenizer.json", DEEP),
+    "tokenizer list": ("tokenizer.json", "[]"),
+    "tokenizer no model": ("tokenizer.json", '{"version": "1.0"}'),
+    "tokenizer config list": ("tokenizer_config.json", "[1]"),
+    "tokenizer config deep": ("tokenizer_config.json", DEEP),
+    "generation list": ("generation_config.json", "[1]"),
+    "generation deep": ("generation_config.json", DEEP),
+    "generation type": ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_gives_one_line_that_names_the_folder(folder, what):
+    file, text = BROKEN[what]
+    (folder / file).write_text(text, errors="surrogatepass")
+    for read in (*READERS.values(), lambda place: end_tokens_of(place, load_tokenizer(place))):
+        try:
+            read(folder)
+        except ValueError as error:
+            assert str(folder) in str(error)
+            assert "\n" not in str(error)
+            assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_named_pipe_is_refused_and_not_waited_for(folder, reader, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if reader == "facts":  # None: the loading that follows says why
+        assert target_facts(folder) is None
+    else:
+        with pytest.raises(ValueError, match=name):
+            READERS[reader](folder)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 20, 24, 100])
+@pytest.mark.parametrize("begin", [b"GGUF\3\0\0\0", b"GGUF\3\0\0\0\xff\xff\xff\x7f", b""])
+def test_a_gguf_file_that_is_cut_or_lies_is_named(tmp_path, cut, begin):
+    pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    file.write_bytes((begin + b"\xff" * 200)[:cut])
+    for read in (load_config, load_tokenizer, READERS["model"]):
+        with pytest.raises(ValueError, match=str(file)):
+            read(file)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["(" * 5000, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if %}", "{% for x in"],
+)
+def test_a_template_that_cannot_be_parsed_is_named(folder, template):
+    edited(folder / "tokenizer_config.json", chat_template=template)
+    for file in folder.glob("*.jinja"):
+        file.write_text(template)
+    tokenizer = load_chat_tokenizer(str(folder))
+    messages = [{"role": "user", "content": "hello"}]
+    if template.startswith("("):  # text
+        assert render(tokenizer, messages) == template
+        return
+    with pytest.raises(ValueError, match="the chat template refuses"):
+        render(tokenizer, messages)
+    with pytest.raises(ValueError, match=f"{folder}.* cannot be parsed"):
+        variables_read(tokenizer)
+
+
+def test_a_macro_that_calls_itself_ends(folder):
+    template = "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"
+    for file in folder.glob("*.jinja"):
+        file.write_text(template)
+    edited(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ValueError, match="the chat template refuses"):
+        render(load_chat_tokenizer(str(folder)), [{"role": "user", "content": "hello"}])
