@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,10 +37,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import replacing, write_whole
+from ..files import parse_json, read_json, replacing, require_regular, write_whole
 from ..options import check_options
 
 MANIFEST = "manifest.json"
+SHARD_NAME = re.compile(r"[0-9a-f]{24}\.safetensors")
+"""Names of shards of many sequences."""
 SHARD_BYTES = 2**28
 """Size at which a shard is written."""
 OPEN_SHARDS = 256
@@ -81,9 +84,10 @@ class FeatureCache:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(manifest, indent=1))
         # another job may have written its own at the same time
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_manifest(folder)
         check_manifest(folder, before, manifest, "choose another folder, or remove this one")
         self.layers = tuple(before["layers"])
+        self.hidden_size = before.get("hidden_size")
         self.refresh()
 
     def refresh(self) -> None:
@@ -91,6 +95,10 @@ class FeatureCache:
         for path in sorted(set(self.folder.glob("*.safetensors")) - self._known):
             try:
                 file = opened(path)
+                shape = tuple(file.get_slice("states").get_shape())
+                fits = shape[1] == len(self.layers) and self.hidden_size in (None, shape[2])
+                if not fits:
+                    raise corrupt(path, f"states of {list(shape)}, not of this folder's layers")
             except ValueError:
                 if not path.exists():  # a text that another process has removed meanwhile
                     continue
@@ -139,12 +147,12 @@ class FeatureCache:
         location = self._locations[key]
         file, rows = self._shard(location.shard), slice(location.start, location.stop)
         states = file.get_slice("states")[rows]
+        if states.dtype != FORMATS[self.format]:
+            raise corrupt(location.shard, f"states of {states.dtype}, not {self.format}")
         scales = file.get_slice("scales")[rows] if self.format == "int8" else None
         if key not in self._checked:
             if _checksum(states, scales) != location.checksum:
-                raise ValueError(
-                    f"{location.shard} is corrupt; `--features.repair` computes it again"
-                )
+                raise corrupt(location.shard, "other bytes than were written")
             self._checked.add(key)
         return states, scales
 
@@ -206,6 +214,29 @@ def cache_manifest(
     return {**model, "layers": list(layers), "hidden_size": hidden_size, "format": storage}
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a folder's manifest.
+
+    Raises:
+        ValueError: a file that is not one.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    names = ("target", "revision", "dtype", "tokenizer", "weights")
+    is_one = (
+        isinstance(manifest, dict)
+        and manifest.get("format") in tuple(FORMATS)
+        and type(manifest.get("hidden_size", 0)) is int
+        and isinstance(manifest.get("layers"), list)
+        and all(type(layer) is int for layer in manifest["layers"])
+        and all(isinstance(manifest.get(name), str | None) for name in names)
+    )
+    if not is_one:
+        raise ValueError(f"{path} is not the manifest of a folder of states; remove the folder")
+    checked: dict[str, Any] = manifest
+    return checked
+
+
 def check_manifest(
     folder: Path, before: Mapping[str, Any], manifest: Mapping[str, Any], advice: str
 ) -> None:
@@ -222,8 +253,8 @@ def check_manifest(
     elif needed["weights"] == before["weights"]:
         # One model by another name, such as a policy that was trained in memory and has been saved
         # since.
-        needed["target"] = before["target"]
-        needed["revision"] = before["revision"]
+        needed["target"] = before.get("target")
+        needed["revision"] = before.get("revision")
     check_options(f"{folder} holds states with", before, needed, advice)
 
 
@@ -244,13 +275,25 @@ def text_row(path: Path) -> dict[str, Any]:
         ValueError: a file that is cut or not such a shard.
     """
     try:
-        with safe_open(path, "pt") as file:
-            known = json.loads(file.metadata()["row"])
-            tokens = file.get_tensor("tokens").tolist()
-            mask = file.get_tensor("loss_mask").int().tolist()
-    except (SafetensorError, OSError, KeyError, TypeError) as error:
+        with safe_open(require_regular(path), "pt") as file:
+            known = parse_json((file.metadata() or {})["row"], "its row")
+            tokens_T = file.get_tensor("tokens")
+            mask_T = file.get_tensor("loss_mask")
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
-    return {"input_ids": tokens, "loss_mask": mask, **known}
+    is_text = (
+        isinstance(known, dict)
+        and tokens_T.ndim == 1
+        and tokens_T.dtype == torch.int32
+        and mask_T.dtype == torch.bool
+        and mask_T.shape == tokens_T.shape
+        and bool(mask_T.any())
+        and int(tokens_T.min()) >= 0
+    )
+    if not is_text:
+        raise ValueError(f"{path} is not a text of tokens with an answer; remove it")
+    # whatever else is known, the text is that of the tensors
+    return {**known, "input_ids": tokens_T.tolist(), "loss_mask": mask_T.int().tolist()}
 
 
 def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -267,37 +310,64 @@ def text_rows(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def corrupt_shards(folder: Path) -> list[Path]:
-    """List the shards that cannot be read, or whose bytes are not those that were written."""
-    corrupt = []
+    """List the shards that cannot be read, or whose bytes are not those that were written.
+
+    Files of other names than `FeatureCache` writes are left out: they are not its to repair.
+    """
+    found = []
     for path in sorted(folder.glob("*.safetensors")):
+        if not SHARD_NAME.fullmatch(path.name):
+            continue
         try:
             file = opened(path)
         except ValueError:
-            corrupt.append(path)
+            found.append(path)
             continue
         states = file.get_tensor("states")
         scaled = "scales" in file.keys()  # noqa: SIM118
         scales = file.get_tensor("scales") if scaled else None
         ends = file.get_tensor("ends").tolist()
-        found = [
+        checksums = [
             _checksum(states[start:stop], None if scales is None else scales[start:stop])
             for start, stop in zip([0, *ends[:-1]], ends, strict=True)
         ]
-        if found != file.get_tensor("checksums").tolist():
-            corrupt.append(path)
-    return corrupt
+        if checksums != file.get_tensor("checksums").tolist():
+            found.append(path)
+    return found
 
 
 def opened(path: Path) -> Any:
     """Open a shard; a ValueError if it is none, or truncated."""
+    require_regular(path)
     try:
         file = safe_open(path, "pt")
-        assert {"keys", "ends", "checksums", "states"} <= set(file.keys())
-        return file
-    except (SafetensorError, OSError, AssertionError) as error:
-        raise ValueError(
-            f"{path} is corrupt ({error}); `--features.repair` computes it again"
-        ) from error
+        states = file.get_slice("states").get_shape()
+        keys_n2 = file.get_tensor("keys")
+        ends_n = file.get_tensor("ends")
+        checksums_n = file.get_tensor("checksums")
+    except (SafetensorError, OSError) as error:
+        raise corrupt(path, str(error)) from error
+    texts = len(keys_n2)
+    is_shard = (
+        len(states) == 3
+        and keys_n2.shape == (texts, 2)
+        and ends_n.shape == checksums_n.shape == (texts,)
+        and {keys_n2.dtype, ends_n.dtype, checksums_n.dtype} == {torch.int64}
+        and texts > 0
+        and bool((ends_n.diff(prepend=ends_n.new_zeros(1)) >= 0).all())
+        and int(ends_n[-1]) == states[0]
+    )
+    if not is_shard:
+        raise corrupt(path, "its sequences do not fit its states")
+    return file
+
+
+def corrupt(path: Path, reason: str) -> ValueError:
+    """The error for a shard that cannot be used, with what helps."""
+    advice = "remove it"
+    if SHARD_NAME.fullmatch(path.name):
+        advice = "`--features.repair` computes it again"
+    return ValueError(f"{path} is corrupt ({reason}); {advice}")
 
 
 def key_of(tokens_T: Tensor | NDArray[Any]) -> Key:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.[0-9a-f]{8}\.partial")
+"""Names of files that `replacing` writes."""
+TEXT_SHARD = "recorded-"
+"""Begin of the names of files that each hold one text with its states."""
 
 
 @contextmanager
@@ -28,6 +35,20 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def remove_partials(folder: Path, patterns: Sequence[str]) -> None:
+    """Remove what `replacing` left in a folder, in processes that were killed.
+
+    Args:
+        folder: the folder itself; nothing below it.
+        patterns: the names of files that were to be written, as of a shell.
+    """
+    for path in folder.glob(".*.partial"):
+        left = PARTIAL.fullmatch(path.name)
+        written_here = left is not None and any(fnmatch(left["name"], each) for each in patterns)
+        if written_here and path.is_file() and not path.is_symlink():
+            path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
@@ -131,4 +152,4 @@ def file_sizes(folder: Path) -> int:
 
 def text_shards(folder: str | Path) -> list[Path]:
     """Return the files of a states folder that each hold one text with its tokens, oldest first."""
-    return sorted(Path(folder).glob("recorded-*.safetensors"))
+    return sorted(Path(folder).glob(f"{TEXT_SHARD}*.safetensors"))

@@ -18,29 +18,48 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
+from safetensors import SafetensorError
 
 from ..console import log
-from ..files import file_sizes, free_bytes, require_free, write_whole
-from ..heads.checkpoints.files import HEAD, finish_replacing, json_ready, refuse_foreign
+from ..files import (
+    file_sizes,
+    free_bytes,
+    read_json,
+    refuse_pipes,
+    require_free,
+    write_whole,
+)
+from ..heads.checkpoints.files import (
+    HEAD,
+    OF_BROKEN_PICKLES,
+    finish_replacing,
+    json_ready,
+    refuse_foreign,
+)
 from ..options import check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 
+LONGEST_REASON = 300
+"""Characters of a reader's message that a refusal repeats."""
 FREE_TO_CHANGE = (
     "loop.micro_batch",
     "loop.micro_tokens",
@@ -207,6 +226,32 @@ def _refuse_foreign_config(path: Path) -> None:
         )
 
 
+@contextmanager
+def reading_checkpoint(folder: Path) -> Iterator[None]:
+    """Report what is broken in a checkpoint in one line.
+
+    Raises:
+        ValueError: whatever a reader of its files raises.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        SafetensorError,
+        pickle.UnpicklingError,
+        *OF_BROKEN_PICKLES,
+    ) as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise ValueError(
+            f"{folder} cannot be read ({type(error).__name__}: {reason}); remove it, and the run"
+            " resumes from the checkpoint before it"
+        ) from error
+
+
 class RunFolder:
     """One run's files. Only the main process writes, except in `save`."""
 
@@ -257,7 +302,9 @@ class RunFolder:
         path = self.folder / INPUTS
         resumes = bool(earlier_options(self.folder))
         if resumes and path.exists():
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = read_json(path)
+            if not isinstance(before, dict):
+                raise ValueError(f"{path} does not hold the digests of a run; remove it")
             for name, option in OF_INPUTS.items():
                 if before.get(name) != inputs.get(name):
                     raise ValueError(
@@ -314,9 +361,8 @@ class RunFolder:
         for half in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{half} is half-written and skipped")
         if whole:
-            found = Progress(
-                **json.loads((whole[-1] / "progress.json").read_text(encoding="utf-8"))
-            )
+            with reading_checkpoint(whole[-1]):
+                found = Progress(**read_json(whole[-1] / "progress.json"))
             written = f"{whole[-1]} was written by {found.engine} on {found.processes} processes"
             movable = {found.engine, engine} <= {
                 "one process",
@@ -333,7 +379,9 @@ class RunFolder:
                     f" and random draws of other processes make the weights of {engine} on"
                     f" {processes} differ in their last digits"
                 )
-            self.accelerator.load_state(str(whole[-1]))
+            with reading_checkpoint(whole[-1]):
+                refuse_pipes(whole[-1])
+                self.accelerator.load_state(str(whole[-1]))
             progress = dataclasses.replace(found, processes=processes, engine=engine)
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"

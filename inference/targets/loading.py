@@ -280,9 +280,11 @@ def generation_config_of(
     folder, _ = locate(source)
     with reading("generation config", source):
         try:
-            return GenerationConfig.from_pretrained(folder, revision=revision or "main")
+            generation = GenerationConfig.from_pretrained(folder, revision=revision or "main")
         except OSError:
             return None
+        end_tokens_of(generation)  # refuses what is no token
+        return generation
 
 
 def end_tokens_of(generation: GenerationConfig) -> frozenset[int]:

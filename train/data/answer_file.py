@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...files import read_json
 from ..config import SelfMadeConfig
 
 FORMAT = "tokens"
@@ -21,6 +22,18 @@ names no format."""
 def state_path(path: Path) -> Path:
     """Path of the state of a file of answers."""
     return path.with_name(path.name + ".state.json")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Read the state of a file of answers, which has its options at least.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    state = read_json(path)
+    if not isinstance(state, dict) or not isinstance(state.get("options"), dict):
+        raise ValueError(f"{path} is not the state of a file of answers; choose another output")
+    return state
 
 
 def lines_of(rows: Iterable[dict[str, Any]]) -> str:

@@ -41,6 +41,7 @@ from .answer_file import (
     check_fingerprint,
     check_format,
     lines_of,
+    read_state,
     state_path,
     with_defaults,
 )
@@ -116,14 +117,22 @@ class _Output:
             self.write_state()
             self.path.touch()
             return
-        state = json.loads(self.state_path.read_text(encoding="utf-8"))
+        state = read_state(self.state_path)
         if "progress" not in state:
             raise ValueError(
                 f"{self.path} was begun with answers from elsewhere, not the model's in this"
                 f" process; {RESUME_ADVICE}"
             )
-        self.progress = FileProgress(**state["progress"])
-        self.seen = set(state["seen"])
+        try:
+            self.progress = FileProgress(**state["progress"])
+            self.seen = set(state["seen"])
+            whole = {type(value) for value in dataclasses.astuple(self.progress)} == {int}
+        except (TypeError, KeyError):
+            whole = False
+        if not whole or self.progress.size < 0:
+            raise ValueError(
+                f"{self.state_path} is broken; remove it and {self.path} to start anew"
+            )
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
         if config.target_dtype in ("fastest", "auto"):

@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...console import console
-from ...files import write_whole
+from ...files import read_json, write_whole
 from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
@@ -372,7 +372,7 @@ def cached_sequences(
             with WeakFileLock(f"{place}.lock"):
                 if not (place / "manifest.json").is_file():
                     _make(place, made_of, source, rendering, num_proc)
-        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(place / "manifest.json")
         advice = "another tokenizer, chat template, option or data: remove it"
         check_options(f"{place} holds sequences with", manifest["made_of"], made_of, advice)
         own = concatenate_datasets([_mapped(place / file) for file in manifest["files"]])

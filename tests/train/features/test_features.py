@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import shutil
 
 import pytest
@@ -201,6 +202,78 @@ def test_a_corrupt_shard_is_named_and_the_others_are_not(target, head, cached, e
         online_features(target, head, collate(examples)),
         collate(examples),
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "[1]",
+        "null",
+        "{",
+        '{"layers": ' + "9" * 5000 + "}",
+        '{"layers": null}',
+        '{"layers": [0, "x"], "format": "float32", "hidden_size": 32}',
+        '{"layers": [0, -1], "format": "../../etc", "hidden_size": 32}',
+        '{"layers": [0, -1], "format": "float32", "hidden_size": {"a": 1}}',
+        '{"layers": [0, -1], "format": "float32", "hidden_size": 32, "dtype": [1]}',
+    ],
+)
+def test_a_manifest_that_is_none_is_named_in_one_line(cached, text):
+    folder = cached().cache.folder
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match=r"manifest\.json is not") as caught:
+        cached()
+    assert "\n" not in str(caught.value)
+
+
+SPOILT = {
+    "ends float": {"ends": lambda ends: ends.double()},
+    "ends beyond": {"ends": lambda ends: ends + 10**9},
+    "ends falling": {"ends": lambda ends: ends - 10**6},
+    "keys flat": {"keys": lambda keys: keys.flatten()},
+    "more keys": {"keys": lambda keys: keys.repeat(5, 1)},
+    "checksums": {"checksums": lambda sums: sums[:0]},
+    "states narrow": {"states": lambda states: states[..., :5].contiguous()},
+    "states flat": {"states": lambda states: states.flatten()},
+    "fewer layers": {"states": lambda states: states[:, :1].contiguous()},
+    "nothing": {
+        name: lambda part: part[:0].contiguous() for name in ("keys", "ends", "checksums", "states")
+    },
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_shard_that_does_not_fit_itself_is_named(target, cached, examples, what):
+    width = target.info.hidden_size
+    source = cached(hidden_size=width)
+    source.fill(collate(examples))
+    source.cache.flush()
+    (path,) = source.cache.folder.glob("*.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    for name, change in SPOILT[what].items():
+        tensors[name] = change(tensors[name])
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"{path} is corrupt .*--features.repair") as caught:
+        cached(hidden_size=width)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "a.safetensors", "recorded-1-a-b.safetensors"])
+def test_a_named_pipe_among_states_is_refused_and_not_waited_for(cached, name):
+    folder = cached().cache.folder
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=f"{name} is a named pipe"):
+        cached()
+
+
+def test_files_of_others_among_states_are_not_repaired(cached):
+    folder = cached().cache.folder
+    (folder / "thesis.safetensors").write_text("precious")
+    assert corrupt_shards(folder) == []
+    with pytest.raises(ValueError, match=r"thesis.safetensors is corrupt .*; remove it"):
+        cached()
 
 
 def test_a_full_disk_leaves_no_half_shard(cached, examples, monkeypatch):
