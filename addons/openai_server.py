@@ -1,27 +1,37 @@
 """Requests to an OpenAI-compatible server (vLLM, SGLang, llama.cpp), for the add-ons that ask one.
 
     server = OpenAIServer.at("http://HOST:8000/v1", seconds=600)
-    served = json.loads(server.ask("/models"))
+    served = server.ask_object("/models")
     text = server.ask("/completions", {"model": "NAME", "prompt": [1, 2, 3]}, retries=3)
 
 User, password and query of the URL are sent, and shown nowhere: not even where the server repeats
-them.
+them. An answer has a limit of bytes and of the time in which all of it must come.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import random
+import socket
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from functools import partial
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+)
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from ..files import parse_json
 from ..heads.checkpoints.public import public_url
 
 KEY = "OPENAI_API_KEY"
@@ -30,6 +40,13 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
 """Seconds before a request is repeated: at first, doubled each time, and at most."""
 LONGEST_WAIT = 60.0
 """Seconds for which a server may ask to be left alone (Retry-After)."""
+LISTING_SECONDS = 30.0
+"""Longest time for what a server answers without a model."""
+LONGEST_ANSWER = 2**26
+"""Bytes of a server's answer: a hundred times those of a long one with all its
+log-probabilities."""
+SHOWN = 200
+"""Characters of an answer that an error shows."""
 LONGEST_ERROR = 100_000
 """Bytes of a server's error that are read."""
 
@@ -37,7 +54,13 @@ LONGEST_ERROR = 100_000
 class ServerError(ValueError):
     """A request that a server refused, or did not answer."""
 
-    def __init__(self, told: str, status: int | None = None, wait: float | None = None) -> None:
+    def __init__(
+        self,
+        told: str,
+        status: int | None = None,
+        wait: float | None = None,
+        answered: bool = False,
+    ) -> None:
         super().__init__(told if status is None else f"status {status}: {told}")
         self.told = told
         """The server's words, or what kept it from answering."""
@@ -45,10 +68,14 @@ class ServerError(ValueError):
         """HTTP status; None if no answer came."""
         self.wait = wait
         """Seconds after which the server wants to be asked again, if it says so."""
+        self.answered = answered
+        """Whether an answer came that cannot be used."""
 
     @property
     def may_pass(self) -> bool:
         """Whether the same request may be answered later."""
+        if self.answered:
+            return False
         return self.status is None or self.status in (408, 409, 429) or self.status >= 500
 
 
@@ -59,7 +86,7 @@ class OpenAIServer:
     name: str
     """URL without user, password and query."""
     seconds: float
-    """Longest time without a byte of an answer."""
+    """Longest time in which a whole answer must come."""
     headers: dict[str, str] = field(repr=False)
     query: str = field(repr=False)
     secrets: frozenset[str] = field(repr=False)
@@ -78,7 +105,9 @@ class OpenAIServer:
             _ = parts.port  # raises if it is not a number
         except ValueError:
             raise ValueError(wrong) from None
-        if not has_host:
+        # A password with / or # in it ends the host too early: a name server would be asked for
+        # what comes before.
+        if not has_host or "@" in parts.path + parts.fragment:
             raise ValueError(wrong)
         headers = {"Content-Type": "application/json", "User-Agent": "headstart"}
         secrets = {value for _, value in parse_qsl(parts.query) if len(value) > 3}
@@ -117,24 +146,53 @@ class OpenAIServer:
                 time.sleep(pause if error.wait is None else error.wait)
                 repeated += 1
 
+    def ask_object(
+        self, path: str, body: dict[str, Any] | None = None, retries: int = 0
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers, as `ask` does.
+
+        Raises:
+            ServerError: as `ask`, or an answer of something else.
+        """
+        text = self.ask(path, body, retries)
+        try:
+            reply = parse_json(text, "its answer")
+        except ValueError as error:
+            raise ServerError(f"{error}: {text[:SHOWN]!r}", answered=True) from None
+        if not isinstance(reply, dict):
+            raise ServerError(f"its answer is no JSON object: {text[:SHOWN]!r}", answered=True)
+        return reply
+
     def _once(self, path: str, body: dict[str, Any] | None) -> str:
         url = f"{self.name}{path}?{self.query}" if self.query else self.name + path
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, self.headers)
+        seconds = self.seconds if body is not None else min(self.seconds, LISTING_SECONDS)
         try:
-            with _opener.open(request, timeout=self.seconds) as response:
-                return self.without_secrets(response.read().decode("utf-8", "replace"))
-        except urllib.error.HTTPError as error:
-            text = error.read(LONGEST_ERROR).decode("utf-8", "replace")
-            told = self.without_secrets(_message(text))
-            wait = _seconds(error.headers.get("Retry-After"))
-            raise ServerError(told, error.code, wait) from None  # it holds what was sent
-        except (OSError, HTTPException) as error:
+            try:
+                with _opener.open(request, timeout=seconds) as response:
+                    sent = response.read(LONGEST_ANSWER + 1)
+                    if len(sent) <= LONGEST_ANSWER and response.length:
+                        raise IncompleteRead(sent, response.length)
+            except urllib.error.HTTPError as error:
+                text = error.read(LONGEST_ERROR).decode("utf-8", "replace")
+                told = self.without_secrets(_message(text))
+                wait = _seconds(error.headers.get("Retry-After"))
+                raise ServerError(told, error.code, wait) from None  # it holds what was sent
+        # UnicodeError: a host whose name no name server takes
+        except (OSError, HTTPException, UnicodeError) as error:
             reason = getattr(error, "reason", error)
-            told = f"cannot be reached: {reason or type(reason).__name__}"
+            words = " ".join(str(reason).split())[:SHOWN]
+            told = f"cannot be reached: {words or type(reason).__name__}"
             if isinstance(reason, TimeoutError):
-                told = f"did not answer in {self.seconds:g} seconds: timed out"
+                told = f"did not answer in {seconds:g} seconds: timed out"
             raise ServerError(self.without_secrets(told)) from None
+        if len(sent) > LONGEST_ANSWER:
+            raise ServerError(
+                f"answers with more than {LONGEST_ANSWER:,} bytes, which are not read",
+                answered=True,
+            )
+        return self.without_secrets(sent.decode("utf-8", "replace"))
 
     def without_secrets(self, text: str) -> str:
         """A text with *** in the place of key, password and values of the query."""
@@ -150,13 +208,82 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_opener = urllib.request.build_opener(_NoRedirects)
+class _UntilDeadline(io.RawIOBase):
+    """Bytes from a socket, all of which must come before a deadline.
+
+    The timeout of a socket holds between two bytes.
+    """
+
+    def __init__(self, stream: io.RawIOBase, connected: socket.socket, deadline: float) -> None:
+        super().__init__()
+        self.stream = stream
+        self.connected = connected
+        self.deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connected.settimeout(left)
+        count: int | None = self.stream.readinto(buffer)
+        return count
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    """A response whose head and body must come before a deadline."""
+
+    def __init__(self, deadline: float, connected: socket.socket, *more: Any, **named: Any) -> None:
+        super().__init__(connected, *more, **named)
+        stream: Any = self.fp
+        self.fp = io.BufferedReader(_UntilDeadline(stream.detach(), connected, deadline))
+
+
+class _Connection(HTTPConnection):
+    """A connection whose timeout is that of all that is read."""
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + float(self.timeout or 0)
+        self.response_class: Any = partial(_Response, deadline)
+        super().connect()
+
+
+class _SecureConnection(HTTPSConnection):
+    """The same, encrypted."""
+
+    def connect(self) -> None:
+        deadline = time.monotonic() + float(self.timeout or 0)
+        self.response_class: Any = partial(_Response, deadline)
+        super().connect()
+
+
+class _Http(urllib.request.HTTPHandler):
+    """Opens http:// by such a connection."""
+
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    """Opens https:// by such a connection."""
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, req)
+
+
+_opener = urllib.request.build_opener(_NoRedirects, _Http, _Https)
 
 
 def _message(text: str) -> str:
     """The words of an error: those of its JSON, if it is one of OpenAI's form, or all of it."""
     try:
-        reply = json.loads(text)
+        reply = parse_json(text, "error")
     except ValueError:
         return text
     error = reply.get("error", reply) if isinstance(reply, dict) else reply

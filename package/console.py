@@ -50,6 +50,12 @@ def printable(text: str) -> str:
     return CONTROLS.sub("", text.replace("\r\n", "\n"))
 
 
+def table_cell(text: object) -> str:
+    """A text of others in one line of Markdown, which ends no cell and begins no HTML."""
+    line = " ".join(printable(str(text)).split())
+    return line.replace("|", "\\|").replace("<", "&lt;")
+
+
 class ConsoleHandler(logging.Handler):
     """Prints messages on the console, above progress bars; warnings are marked."""
 

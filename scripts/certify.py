@@ -201,7 +201,8 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     if config.output:
         path = Path(config.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(report, indent=2) + "\n")
+        # the same JSON, in which a server's words begin no HTML
+        write_whole(path, json.dumps(report, indent=2).replace("<", "\\u003c") + "\n")
         write_whole(path.with_suffix(".md"), page(report))
         log.info(f"written: {path}, {path.with_suffix('.md')}")
     return report

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from headstart import console
-from headstart.console import ProgressBar, counted, log, printable, show_on_console
+from headstart.console import ProgressBar, counted, log, printable, show_on_console, table_cell
 from headstart.scripts.command_line import run
 
 
@@ -88,6 +88,14 @@ def test_processes_after_the_first_say_nothing_but_warnings(capsys, monkeypatch)
 )
 def test_what_would_control_a_terminal_is_not_printed(text, shown):
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [("a|b", "a\\|b"), ("<script>", "&lt;script>"), ("\x1b[2Ja\n# b\u202e", "a # b"), (5, "5")],
+)
+def test_a_text_in_a_table_ends_no_cell_and_begins_no_html(text, cell):
+    assert table_cell(text) == cell
 
 
 def test_messages_control_no_terminal(capsys):

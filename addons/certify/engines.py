@@ -7,7 +7,6 @@ these, the answer's text is tokenized here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ...console import printable
 from ...inference.engines.target import Target
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.loading import generation_config_of, locate
@@ -28,6 +28,9 @@ RETRIES = 3
 """Repetitions of a request after a transient error, with exponential backoff."""
 TOKENS = 16384
 """Tokens of all rows that are generated at once in this process."""
+LARGEST = torch.finfo(torch.float64).max
+TEXT_TOKENS = 4
+"""Tokens that a text may become here for each token that was generated, at most."""
 SHOWN = 300
 """Characters of what a server sent that an error shows."""
 IDS_BY = ("token ids", "token texts", "text")
@@ -190,9 +193,8 @@ def end_tokens_of(source: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[
         ends = None if generation is None else generation.eos_token_id
     if ends is None:
         ends = tokenizer.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset(ends if isinstance(ends, list) else [ends])
+    listed = ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in listed if token is not None)
 
 
 class ServerEngine:
@@ -233,7 +235,7 @@ class ServerEngine:
         reply = self._request("/models")
         served = [row.get("id") for row in _rows(reply, "data")]
         if self.model not in served:
-            names = ", ".join(map(str, served)) or "none"
+            names = shortened(", ".join(map(str, served[:SHOWN]))) or "none"
             raise ValueError(
                 f"{self.server.name} does not serve {self.model!r}; choose from {names}"
             )
@@ -241,7 +243,7 @@ class ServerEngine:
     def greedy(self, prompt: Prompt) -> Answer:
         body = {"temperature": 0.0, "max_tokens": self.asked.new_tokens, **self._logprobs()}
         (choice,) = self._choices(prompt, body)[:1]
-        return self._answer(choice)
+        return self._answer(choice, self.asked.new_tokens)
 
     def draws(self, prompt: Prompt, count: int) -> list[Path]:
         """Draw `count` continuations of a prompt, as token ids.
@@ -265,7 +267,10 @@ class ServerEngine:
                 "ignore_eos": True,  # servers may leave out an end token
                 **self._logprobs(),
             }
-            answers = [self._answer(choice) for choice in self._choices(prompt, body)]
+            answers = [
+                self._answer(choice, self.asked.sample_tokens)
+                for choice in self._choices(prompt, body)
+            ]
             if any(answer.ids_by == IDS_BY[-1] for answer in answers):
                 raise UnknownTokens
             found += [tuple(answer.tokens[: self.asked.sample_tokens]) for answer in answers]
@@ -290,7 +295,7 @@ class ServerEngine:
         else:
             body["prompt"] = prompt.ids
             reply = self._request("/completions", body)
-        self.told = str(reply.get("system_fingerprint") or self.told)
+        self.told = shortened(str(reply.get("system_fingerprint") or self.told))
         choices = _rows(reply, "choices")
         if not choices:
             raise self._malformed(reply)
@@ -306,28 +311,25 @@ class ServerEngine:
     def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that the server answers; a ValueError in one line for anything else."""
         try:
-            text = self.server.ask(path, body, RETRIES)
+            return self.server.ask_object(path, body, RETRIES)
         except ServerError as error:
-            told = " ".join(error.told.split())[:SHOWN]
+            told = shortened(error.told)
+            if error.answered:
+                raise ValueError(
+                    f"{self.server.name} answered with what is no completion: {told}"
+                ) from None
             if error.status is None:
                 raise ValueError(f"{self.server.name} {told}") from None
             raise ValueError(
                 f"{self.server.name}{path} answered with status {error.status}: {told}"
             ) from None
-        try:
-            reply = json.loads(text)
-        except ValueError:
-            raise self._malformed(text) from None
-        if not isinstance(reply, dict):
-            raise self._malformed(reply)
-        return reply
 
     def _malformed(self, reply: Any) -> ValueError:
-        shown = " ".join(str(reply).split())[:200]
+        shown = shortened(str(reply))
         return ValueError(f"{self.server.name} answered with what is no completion: {shown!r}")
 
-    def _answer(self, choice: dict[str, Any]) -> Answer:
-        """An answer by the best description that the server gave of its tokens."""
+    def _answer(self, choice: dict[str, Any], most: int) -> Answer:
+        """An answer of at most `most` tokens, by the server's best description of them."""
         logprobs = choice.get("logprobs")
         texts, values, best = _log_probs(logprobs)
         finished = choice.get("finish_reason") == "stop"
@@ -342,14 +344,23 @@ class ServerEngine:
             text = message.get("content") if isinstance(message, dict) else choice.get("text")
             if not isinstance(text, str):
                 raise self._malformed(choice)
+            # lone surrogates, which JSON can hold, are no text
+            text = text.encode("utf-8", "replace").decode()
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             ids_by = IDS_BY[2]
-        size = len(self.tokenizer)
-        if any(not 0 <= token < max(size, self.tokenizer.vocab_size) for token in ids):
+            most *= TEXT_TOKENS
+        if len(ids) > most:
             raise ValueError(
-                f"{self.server.name} answered with token {max(ids)}, outside of the target's"
-                f" {size}: another model?"
+                f"{self.server.name} answered with {len(ids):,} tokens, and was asked for at most"
+                f" {most:,}"
             )
+        size = max(len(self.tokenizer), self.tokenizer.vocab_size)
+        for token in ids:
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"{self.server.name} answered with token {shortened(str(token))}, outside of"
+                    f" the target's {size}: another model?"
+                )
         if values is None or len(values) != len(ids):
             values = None
             best = None
@@ -383,6 +394,11 @@ class UnknownTokens(ValueError):
 
     def __init__(self) -> None:
         super().__init__("the server gives neither token ids nor log-probabilities")
+
+
+def shortened(text: str) -> str:
+    """The beginning of a server's text, in one line and without control characters."""
+    return " ".join(printable(text[: 2 * SHOWN]).split())[:SHOWN]
 
 
 def _rows(reply: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -445,4 +461,7 @@ def _numbers(values: Any, kind: type) -> bool:
     kinds = (int, float) if kind is float else (int,)
     if not isinstance(values, (list, tuple)) or not values:
         return False
-    return all(isinstance(value, kinds) and not isinstance(value, bool) for value in values)
+    if not all(isinstance(value, kinds) and not isinstance(value, bool) for value in values):
+        return False
+    # NaN is no log-probability, and 10**400 no float
+    return kind is int or all(-LARGEST <= value <= LARGEST for value in values)

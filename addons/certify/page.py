@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...console import table_cell
+
 WEAK = 0.3
 """Smallest detectable total variation from which a sampling test says little."""
 
@@ -109,7 +111,7 @@ def page(report: dict[str, Any]) -> str:
             f"{name} {version}" for name, version in report["versions"].items() if version
         ),
     }
-    parts += [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
+    parts += [f"| {name} | {table_cell(value)} |" for name, value in rows.items()]
     parts += ["", "## Greedy", ""]
     parts += summary({**report, "reasons": [], "sampling": None, "untested": []})[:-1]
     if greedy["first_divergences"]:
@@ -206,10 +208,6 @@ def _divergence(row: dict[str, Any]) -> str:
 
 def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _cell(text: object) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
 
 
 def _text(text: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
-from ...files import write_whole
+from ...files import parse_json, write_whole
 from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
 from ...inference.text.chat_template import REASONING_KEYS, prompt_ids
 from ...inference.text.messages import check_conversation
@@ -39,6 +39,7 @@ from ...train.data.answer_file import (
     check_fingerprint,
     check_format,
     lines_of,
+    read_state,
     state_path,
     with_defaults,
 )
@@ -147,7 +148,7 @@ def ask_servers(config: AnswersConfig) -> Path:
             f"{path} exists and was not written by this command; choose another output"
         )
     else:
-        state = json.loads(state_path(path).read_text(encoding="utf-8"))
+        state = read_state(state_path(path))
         if "progress" in state:
             raise ValueError(
                 f"{path} was begun with the model in this process, not a server; {RESUME_ADVICE}"
@@ -228,7 +229,9 @@ def _read_answered(path: Path) -> tuple[set[int], str | None]:
             if not line.endswith(b"\n"):
                 break
             position += len(line)
-            row = json.loads(line)
+            row = parse_json(line, f"a row of {path}")
+            if not isinstance(row, dict) or type(row.get("number")) is not int:
+                raise ValueError(f"{path} holds a row that was not written here: choose another")
             tokenizer = row.get("tokenizer")
             if row.get("sequence") == row.get("sequences"):
                 answered.add(row["number"])
@@ -389,6 +392,11 @@ class _Work:
             ) from None  # the error itself holds what the server sent
         if reply.is_empty:
             return None
+        if len(reply.tokens) > self.config.answer_tokens + 1:  # one that ended it
+            raise _ServerFailed(
+                f"{server.name} answered prompt {number} with {len(reply.tokens):,} tokens, and was"
+                f" asked for {self.config.answer_tokens:,} at most"
+            )
         gives_tokens = self.tokenizer is not None and bool(reply.prompt and reply.tokens)
         if self.with_tokens is None:
             self.with_tokens = gives_tokens
@@ -445,6 +453,12 @@ class _Work:
         """An answer whose token ids are known."""
         tokenizer = self.tokenizer
         assert tokenizer is not None
+        size = max(len(tokenizer), tokenizer.vocab_size)
+        if max(reply.tokens) >= size:
+            raise ValueError(
+                f"{server.name} answered with token {max(reply.tokens)}, outside of the"
+                f" tokenizer's {size}: name the served model's tokenizer"
+            )
         ends = frozenset(reply.tokens[-1:] if reply.finished else [])
         message = readable(tokenizer, reply.prompt, reply.tokens, ends)
         if not server.compared:
@@ -571,7 +585,7 @@ def check_rendering(
 
 def parsed_reply(text: str) -> Reply:
     """Parse a chat completion; a ValueError says what is wrong with it."""
-    reply: Any = json.loads(text)
+    reply: Any = parse_json(text, "it")
     if not isinstance(reply, dict):
         raise ValueError("it is not a JSON object")
     choices = reply.get("choices")
@@ -607,7 +621,7 @@ def parsed_reply(text: str) -> Reply:
         reasoning=next((texts[name] for name in REASONING_KEYS if texts[name]), ""),
         tool_calls=calls,
         finished=finished,
-        length=counted if type(counted) is int else None,
+        length=counted if type(counted) is int and 0 <= counted < 2**31 else None,
         prompt=prompt,
         tokens=tokens,
     )
@@ -626,7 +640,9 @@ def _can_be_read(calls: list[Any]) -> bool:
 def _token_ids(value: Any, name: str) -> list[int]:
     if value is None:
         return []
-    if not isinstance(value, list) or any(type(token) is not int or token < 0 for token in value):
+    if not isinstance(value, list) or any(
+        type(token) is not int or not 0 <= token < 2**31 for token in value
+    ):
         raise ValueError(f"its {name} must be a list of token ids, not {_shown(value)}")
     return value
 

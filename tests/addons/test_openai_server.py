@@ -4,8 +4,10 @@ shown."""
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -109,6 +111,87 @@ def test_a_redirect_is_not_followed_which_would_send_the_key_elsewhere(running):
     replies(running, 302, 200, Location="http://127.0.0.1:9/")
     with pytest.raises(ServerError, match="status 302"):
         OpenAIServer.at(running.url, 5.0).ask("/models")
+
+
+@pytest.mark.parametrize("url", ["http://u:12/s3cr3t@h/v1", "http://u:12#s3cr3t@h/v1"])
+def test_a_password_that_ends_the_host_too_early_is_asked_of_no_name_server(url):
+    with pytest.raises(ValueError, match="must be a URL") as caught:
+        OpenAIServer.at(url, 1.0)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n", b""])
+@pytest.mark.parametrize("status", [b"", b"500"])
+def test_an_answer_that_never_ends_has_a_limit_of_the_whole_time(begin, status):
+    begin = begin.replace(b"200", status or b"200")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ended = threading.Event()
+
+        def drip():
+            connected, _ = listening.accept()
+            with connected, suppress(OSError):
+                connected.sendall(begin)
+                while not ended.wait(0.05):
+                    connected.sendall(b" ")
+
+        threading.Thread(target=drip, daemon=True).start()
+        server = OpenAIServer.at(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", 0.5)
+        began = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer in 0\.5 seconds"):
+            server.ask("/completions", {})
+        ended.set()
+    assert time.monotonic() - began < 5
+
+
+def test_an_answer_without_end_has_a_limit_of_bytes(running, monkeypatch):
+    monkeypatch.setattr(openai_server, "LONGEST_ANSWER", 1000)
+    replies(running, 200, text="x" * 1000)
+    assert len(OpenAIServer.at(running.url, 5.0).ask("/models")) == 1000
+    replies(running, 200, text="x" * 1001)
+    with pytest.raises(ServerError, match="more than 1,000 bytes") as caught:
+        OpenAIServer.at(running.url, 5.0).ask("/models", retries=3)
+    assert not caught.value.may_pass
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"nonsense\r\n\r\n",
+        b"HTTP/1.1 x OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 200 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"1" * 70_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\ncut short",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"",
+    ],
+)
+def test_what_is_no_http_is_told_in_one_line(head):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            connected, _ = listening.accept()
+            with connected, suppress(OSError):
+                connected.recv(10_000)
+                connected.sendall(head)
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        with pytest.raises(ServerError, match="cannot be reached") as caught:
+            OpenAIServer.at(url, 5.0).ask("/completions", {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[1]", "null", "x", '{"a": ' + "9" * 5000 + "}"])
+def test_what_is_no_json_object_is_an_answer_that_cannot_be_used(running, text):
+    replies(running, 200, text=text)
+    with pytest.raises(ServerError, match=r"not valid JSON|no JSON object") as caught:
+        OpenAIServer.at(running.url, 5.0).ask_object("/models", retries=3)
+    assert not caught.value.may_pass and len(str(caught.value)) < 1000
+
+
+def test_a_host_that_no_name_server_takes_is_told():
+    with pytest.raises(ServerError, match="cannot be reached"):
+        OpenAIServer.at(f"http://{'a' * 70}.b/v1", 5.0).ask("/models")
 
 
 @pytest.mark.parametrize("status", [200, 400])

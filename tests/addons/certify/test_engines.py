@@ -285,6 +285,13 @@ MALFORMED = {
     "other tokens": {"choices": [{"text": "x"}], "prompt_token_ids": [1, 2]},
     "status 400: .*unknown field": (400, {"error": {"message": "unknown field 'min_p'"}}),
     "status 500": (500, "down"),
+    "maximum recursion depth": "[" * 200_000,
+    "is no JSON object": [1],
+    "4300 digits": '{"choices": [{"token_ids": [' + "9" * 5000 + "]}]}",
+    "with 1,000 tokens, and was asked for at most 12": {"choices": [{"token_ids": [5] * 1000}]},
+    "with 1,001 tokens, .* at most 48": {"choices": [{"text": "x" * 1001}]},
+    "answered with token -1, outside": {"choices": [{"token_ids": [5, -1]}]},
+    "answered with token 1180591620717411303424": {"choices": [{"token_ids": [2**70]}]},
 }
 
 
@@ -295,6 +302,31 @@ def test_malformed_answers_give_one_line(config, server, told):
     with pytest.raises(ValueError, match=told) as caught:
         certify(config)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "log_probs", [[float("nan")] * NEW_TOKENS, [-(10**400)] * NEW_TOKENS, [float("-inf")], [True]]
+)
+def test_log_probabilities_that_are_no_numbers_are_left_out(log_probs):
+    logprobs = {"token_logprobs": log_probs, "top_logprobs": [{"a": -1.0}] * len(log_probs)}
+    assert engines._log_probs(logprobs) == (None, None, None)
+
+
+def test_what_a_server_says_of_itself_controls_no_terminal_and_no_page(config, server, tmp_path):
+    told = "\x1b[2J\x1b]0;owned\x07\u202e<script>alert(1)</script>|\n# x" + "A" * 100_000
+    server.changed = lambda reply: {**reply, "system_fingerprint": told}
+    certify(replace(config, output=str(tmp_path / "c.json")))
+    for path in (tmp_path / "c.json", tmp_path / "c.md"):
+        text = path.read_text(encoding="utf-8")
+        assert "alert(1)" in text and "<script" not in text
+        assert not any(sign in text for sign in ("\x1b", "\u001b", "\u202e", "\\u202e"))
+        assert len(text) < 20_000
+
+
+def test_a_lone_surrogate_in_a_text_is_read_as_a_question_mark(config, server):
+    server.shown = "text"
+    server.changed = lambda reply: {**reply, "choices": [{"text": "a \ud800 b", "index": 0}]}
+    certify(replace(config, samples=0))
 
 
 def test_another_name_is_refused_with_those_that_are_served(config):

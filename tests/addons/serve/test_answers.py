@@ -117,7 +117,7 @@ def config(server, tmp_path):
         server=server.url,
         batch_size=4,
         temperature=0.5,
-        answer_tokens=7,
+        answer_tokens=40,
         seed=100,
     )
 
@@ -149,7 +149,7 @@ def test_every_prompt_is_asked_once_with_the_settings(config, server, tokenizer)
             "model": "served-model",
             "messages": body["messages"],
             "temperature": 0.5,
-            "max_tokens": 7,
+            "max_tokens": 40,
             "seed": 100 + number,
         }
     assert encode(
