@@ -70,8 +70,8 @@ class ServedFeaturesConfig(FeaturesConfig):
     server_model: str | None = None
     """The server's name of the target; null for one that ends like `target`."""
     server_folder: str | None = None
-    """Where this machine sees the folder to which the server writes; null for the server's own
-    path."""
+    """The folder to which the server writes, as this machine sees it: of the server's answers only
+    names of files count, and files are removed once they are read. Needed with `server`."""
     server_seconds: float = 300.0
     """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
 
@@ -122,6 +122,11 @@ def check_server(features: ServedFeaturesConfig) -> None:
         raise ValueError(
             f"features.server is a URL such as http://HOST:8000/v1, not {features.server!r}"
         )
+    if features.server is not None and features.server_folder is None:
+        raise ValueError(
+            "features.server needs features.server_folder, the folder to which the server writes,"
+            " as this machine sees it: its files are removed once they are read"
+        )
     if features.server_seconds <= 0:
         raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
@@ -161,7 +166,11 @@ def open_server(
     if features.from_server is not None:
         return FileStates(Path(features.from_server), server_layers)
     assert features.server is not None
-    folder = None if features.server_folder is None else Path(features.server_folder)
+    assert features.server_folder is not None
     return StateServer(
-        features.server, server_layers, features.server_model, features.server_seconds, folder
+        features.server,
+        server_layers,
+        features.server_model,
+        features.server_seconds,
+        Path(features.server_folder),
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...files import require_regular
 from ...heads.base import TargetInfo, TargetModules
 from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
@@ -35,6 +37,10 @@ from ...train.data.token_cache import conversations_of
 from ...train.features.sources import States, StateSource
 
 NAME = re.compile(r"hs_(\d+)\.safetensors")
+WRITTEN_SECONDS = 600.0
+"""Longest time for which a file of states may be written."""
+LOCK_PAUSE = 0.01
+"""Seconds between two questions whether it is."""
 WORSE = 2.0
 """Nats by which the stream said to leave the last block may predict answers worse than another
 one."""
@@ -79,12 +85,18 @@ class ServerLayers:
         """
         info = self.info
         try:
-            with safe_open(path, "pt") as file:
+            with safe_open(require_regular(path), "pt") as file:
                 names = set(file.keys())
                 if lacking := {"token_ids", "hidden_states"} - names:
                     held = ", ".join(sorted(names)) or "nothing"
                     raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}; it holds {held}")
-                found_T = file.get_tensor("token_ids").long()
+                found_T = file.get_tensor("token_ids")
+                if found_T.ndim != 1 or found_T.is_floating_point() or found_T.dtype == torch.bool:
+                    raise ValueError(
+                        f"{path} has token_ids of {list(found_T.shape)} {found_T.dtype}, not a list"
+                        " of token ids"
+                    )
+                found_T = found_T.long()
                 kept = file.get_slice("hidden_states")
                 shape = tuple(kept.get_shape())
                 wanted = (len(found_T), len(self.given), info.hidden_size)
@@ -108,6 +120,8 @@ class ServerLayers:
             raise ValueError(
                 f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}"
             )
+        if not states_TLD.is_floating_point():
+            raise ValueError(f"{path} has hidden_states of {states_TLD.dtype}, which are no states")
         if not states_TLD.isfinite().all():
             raise ValueError(f"{path} has hidden_states that contain NaN or infinity")
         return found_T[:count], states_TLD[:, list(self.columns)]
@@ -156,14 +170,30 @@ def difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
     )
 
 
-def wait_until_written(path: Path) -> None:
-    """Wait while vLLM, which holds a lock on a file beside it, writes a file."""
+def wait_until_written(path: Path, seconds: float = WRITTEN_SECONDS) -> bool:
+    """Wait while vLLM, which holds a lock on a file beside it, writes a file.
+
+    Returns:
+        whether it was written in that time.
+
+    Raises:
+        ValueError: the lock is a named pipe or a device.
+    """
+    lock = require_regular(Path(f"{path}.lock"))
     try:
-        descriptor = os.open(f"{path}.lock", os.O_RDONLY)
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return
+        return True
+    deadline = time.monotonic() + seconds
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(LOCK_PAUSE)
     finally:
         os.close(descriptor)
 
@@ -211,7 +241,8 @@ class FileStates(StateSource):
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
         path = self.folder / f"hs_{conversation}.safetensors"
-        wait_until_written(path)
+        if not wait_until_written(path):
+            raise ValueError(f"{path} is being written for more than {WRITTEN_SECONDS:g} s")
         _, states_TLD = self.given.read(path, tokens_T, f" from conversation {conversation}")
         return states_TLD, None
 

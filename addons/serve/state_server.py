@@ -1,13 +1,12 @@
 """States from a running vLLM: its method `extract_hidden_states`, with a connector to files.
 
 A request holds a sequence's token ids and asks for one new token. The answer names the file that
-the server writes, which is read once its lock is free, and removed. Server and trainer share the
-folder of these files.
+the server writes, in the folder that the user names. It is read once its lock is free, compared
+with what was asked for, and only then removed.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from ...inference.engines.target import Target
 from ...train.data.chat_template import Example
 from ...train.features.sources import States, StateSource
 from ..openai_server import OpenAIServer, ServerError
-from .state_files import ServerLayers, wait_until_written
+from .state_files import NAME, ServerLayers, wait_until_written
 
 TOGETHER = 32
 """Most requests of a process at once."""
@@ -31,6 +30,8 @@ PAUSE = 1.0
 LOGPROB_NOISE = {torch.float32: 0.02, torch.bfloat16: 0.25, torch.float16: 0.1}
 """Largest difference, in nats, of a token's log-probability by the server and by the target's LM
 head on its states, by the dtype of these."""
+LARGEST = 1e6
+"""Nats of a log-probability, at most."""
 SHOWN = 300
 """Characters of a server's error that are shown."""
 
@@ -50,9 +51,8 @@ class StateServer(StateSource):
     """Its name of the model; None for the one that it serves."""
     seconds: float
     """Longest time that a sequence may take."""
-    folder: Path | None = None
-    """Where this machine sees the folder to which the server writes; None for the server's own
-    path."""
+    folder: Path
+    """Where this machine sees the folder to which the server writes: nothing else is opened."""
 
     before_norm = True
     greedy = True
@@ -68,8 +68,13 @@ class StateServer(StateSource):
             ValueError: no server, one without states, or one of another model, tokenizer or list of
                 layers.
         """
-        served = self._repeated(lambda: self._ask("/models"))["data"]
+        served = self._repeated(lambda: self.server.ask_object("/models")).get("data")
+        if not isinstance(served, list) or not all(
+            isinstance(model, dict) and isinstance(model.get("id"), str) for model in served
+        ):
+            raise Refused(f"{self.where} answers /models without a list of its models")
         names = {model["id"]: Path(str(model.get("root") or model["id"])).name for model in served}
+        shown = ", ".join(map(repr, names))[:SHOWN]
         if self.model is None:
             own = [
                 name
@@ -78,26 +83,26 @@ class StateServer(StateSource):
             ]
             if not own:
                 raise ValueError(
-                    f"{self.where} serves {', '.join(map(repr, names))}, and the target is"
+                    f"{self.where} serves {shown}, and the target is"
                     f" {target.name!r}; start it with this target, or name the same weights by"
                     " features.server_model"
                 )
             self.model = own[0]
         elif self.model not in names:
             raise ValueError(
-                f"{self.where} serves {', '.join(map(repr, names))}, not features.server_model"
-                f" {self.model!r}"
+                f"{self.where} serves {shown}, not features.server_model {self.model!r}"
             )
         modules = target.modules
         tokens_T = torch.tensor(example.tokens)
         reply, states_TLD = self._answer(tokens_T, 1, logprobs=1)
         self.given.check_last(states_TLD, example, modules, self.where)
-        choice = reply["choices"][0]
-        token, theirs = int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+        token = self._new_tokens(reply, 1, target.info.vocab_size)[0]
+        theirs = self._log_prob(reply)
         like = modules.lm_head.weight
         last_D = modules.norm(states_TLD[-1, self.layers.index(-1)].to(like)[None])[0]
         ours = float(modules.logits(last_D).float().log_softmax(-1)[token])
-        if abs(ours - theirs) > LOGPROB_NOISE.get(states_TLD.dtype, 0.25):
+        # in this order NaN is refused, too
+        if not abs(ours - theirs) <= LOGPROB_NOISE.get(states_TLD.dtype, 0.25):
             raise ValueError(
                 f"{self.where} gives token {token} a log-probability of {theirs:.2f}, and the LM"
                 f" head of {target.name!r} gives it {ours:.2f} on the server's states: it serves"
@@ -127,7 +132,8 @@ class StateServer(StateSource):
     def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
         # The last token was never read, and has no states.
         reply, states_TLD = self._answer(torch.tensor(example.prompt), new_tokens + 1)
-        text = [*example.prompt, *reply["choices"][0]["token_ids"]]
+        new = self._new_tokens(reply, new_tokens + 1, self.given.info.vocab_size)
+        text = [*example.prompt, *new]
         return torch.tensor(text[: len(states_TLD)]), (states_TLD, None)
 
     def probe(self, tokens_T: Tensor) -> States | None:
@@ -150,28 +156,71 @@ class StateServer(StateSource):
         return self._repeated(lambda: self._once(request, tokens_T))
 
     def _once(self, request: dict[str, Any], tokens_T: Tensor) -> tuple[dict[str, Any], Tensor]:
-        reply = self._ask("/completions", request)
-        named = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if not named:
+        reply = self.server.ask_object("/completions", request)
+        parameters = reply.get("kv_transfer_params")
+        named = parameters.get("hidden_states_path") if isinstance(parameters, dict) else None
+        if not isinstance(named, str) or not named:
             raise Refused(
                 f"{self.where} answers without states: start it with --speculative-config of the"
                 " method extract_hidden_states and a --kv-transfer-config that writes them"
                 " (docs/training.md)"
             )
-        path = Path(named) if self.folder is None else self.folder / Path(named).name
-        wait_until_written(path)
-        if not path.exists():
+        name = Path(named).name
+        # hs_NUMBER.safetensors is a file of `features.from_server`, which is nobody's to remove
+        if not name.endswith(".safetensors") or "\0" in name or NAME.fullmatch(name):
             raise Refused(
-                f"{self.where} wrote states to {named}, which this machine does not see at {path}:"
-                " share that folder, and name it by features.server_folder if it has another path"
+                f"{self.where} names {named[:SHOWN]!r} as the file of its states, which vLLM's"
+                " connector does not write"
+            )
+        path = self.folder / name
+        if not wait_until_written(path, self.seconds) or not path.exists():
+            raise Refused(
+                f"{self.where} wrote states to {named[:SHOWN]!r}, which this machine does not see"
+                f" at {path}: share that folder, and name it by features.server_folder as it is"
                 " here"
             )
-        found_T, states_TLD = self.given.read(path)
+        if path.is_symlink():
+            raise Refused(f"{path} is a link, which vLLM's connector does not write")
+        read_T, states_TLD = self.given.read(path)
+        longest = len(tokens_T) + request["max_tokens"]
+        asked_for = torch.equal(read_T[: len(tokens_T)], tokens_T) and len(read_T) <= longest
+        if not asked_for:
+            raise Refused(f"{self.where} gave the states of other tokens than it was asked for")
         path.unlink()
         Path(f"{path}.lock").unlink(missing_ok=True)
-        if not torch.equal(found_T[: len(tokens_T)], tokens_T):
-            raise Refused(f"{self.where} gave the states of other tokens than it was asked for")
         return reply, states_TLD
+
+    def _new_tokens(self, reply: dict[str, Any], most: int, vocab_size: int) -> list[int]:
+        """The tokens of an answer, of which at least one and at most `most` were asked for."""
+        tokens = self._choice(reply).get("token_ids")
+        fits = (
+            isinstance(tokens, list)
+            and 0 < len(tokens) <= most
+            and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
+        )
+        if not fits:
+            raise Refused(
+                f"{self.where} answers with token_ids {str(tokens)[:SHOWN]!r}, not with up to"
+                f" {most} of the target's {vocab_size} tokens"
+            )
+        new: list[int] = tokens
+        return new
+
+    def _log_prob(self, reply: dict[str, Any]) -> float:
+        """The log-probability of an answer's first token."""
+        logprobs = self._choice(reply).get("logprobs")
+        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+        value = values[0] if isinstance(values, list) and values else None
+        if not isinstance(value, int | float) or not abs(value) < LARGEST:
+            raise Refused(f"{self.where} answers with log-probabilities {str(values)[:SHOWN]!r}")
+        return float(value)
+
+    def _choice(self, reply: dict[str, Any]) -> dict[str, Any]:
+        choices = reply.get("choices")
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+            raise Refused(f"{self.where} answers without choices: {str(reply)[:SHOWN]!r}")
+        choice: dict[str, Any] = choices[0]
+        return choice
 
     def _repeated(self, work: Callable[[], Any]) -> Any:
         """Do what asks the server, again while it does not answer, for at most `seconds`."""
@@ -181,6 +230,8 @@ class StateServer(StateSource):
                 return work()
             except ServerError as error:
                 told = error.told[:SHOWN]
+                if error.answered:
+                    raise Refused(f"{self.where}: {told}") from None
                 if not error.may_pass:
                     raise Refused(
                         f"{self.where} refuses a request ({error.status}): {told!r}"
@@ -195,12 +246,3 @@ class StateServer(StateSource):
                     " resumes from the newest checkpoint"
                 ) from None
             time.sleep(PAUSE)
-
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        text = self.server.ask(path, body)
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise Refused(
-                f"{self.where} answers {path} with something else than JSON: {error}"
-            ) from None

@@ -240,7 +240,12 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(
         ),
         eval=EvalConfig(prompts=4, new_tokens=12, conversations=4, nodes=8),
     )
-    features = ServedFeaturesConfig(mode="served", server=url, server_layers=list(LAYERS))
+    features = ServedFeaturesConfig(
+        mode="served",
+        server=url,
+        server_layers=list(LAYERS),
+        server_folder=str(target.parent / "files"),
+    )
     served = dataclasses.replace(online, output=str(tmp_path / "served"), features=features)
     folder = dataclasses.replace(
         features, mode="stored", folder=str(tmp_path / "features"), format="float32"

@@ -4,7 +4,9 @@ wrong with one."""
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
+import os
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart.addons.openai_server import OpenAIServer
 from headstart.addons.serve import state_server
 from headstart.addons.serve.options import ServedFeaturesConfig, ServedTrainConfig, training_source
 from headstart.addons.serve.state_files import ServerLayers
@@ -136,7 +139,7 @@ def examples():
 
 
 def source_of(served, outer, layers=(0, -1), given=GIVEN, **options):
-    options = {"model": None, "seconds": 20.0, **options}
+    options = {"model": None, "seconds": 20.0, "folder": served.folder, **options}
     return StateServer(served.url, ServerLayers.of(given, layers, outer.info), **options)
 
 
@@ -236,7 +239,93 @@ def test_the_folder_may_have_another_path_here(served, outer, examples, tmp_path
         ValueError, match=r"which this machine does not see at .*elsewhere.*features.server_folder"
     ):
         connect(served, outer, examples, folder=tmp_path / "elsewhere")
+    assert len(list(served.folder.iterdir())) == 1, "what is not read is not removed"
     connect(served, outer, examples, folder=served.folder)
+
+
+def hostile(served, monkeypatch, change):
+    """Have the server's answers changed by `change`, which gets and returns an answer."""
+    answer = served.answer
+    monkeypatch.setattr(served, "answer", lambda body, number: change(answer(body, number)))
+
+
+def with_choice(**changes):
+    return lambda reply: {**reply, "choices": [{**reply["choices"][0], **changes}]}
+
+
+def with_path(named):
+    return lambda reply: {**reply, "kv_transfer_params": {"hidden_states_path": named}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda reply: [1], "no JSON object"),
+        (lambda reply: {**reply, "choices": None}, "answers without choices"),
+        (lambda reply: {**reply, "choices": []}, "answers without choices"),
+        (lambda reply: {**reply, "choices": [3]}, "answers without choices"),
+        (lambda reply: {**reply, "kv_transfer_params": [1]}, "answers without states"),
+        (with_choice(token_ids=[]), "answers with token_ids"),
+        (with_choice(token_ids=[5] * 1000), "answers with token_ids"),
+        (with_choice(token_ids=[10**6]), "answers with token_ids"),
+        (with_choice(token_ids=[-1]), "answers with token_ids"),
+        (with_choice(token_ids=["5"]), "answers with token_ids"),
+        (with_choice(token_ids=[10**400]), "answers with token_ids"),
+        (with_choice(logprobs=None), "answers with log-probabilities"),
+        (with_choice(logprobs={"token_logprobs": [float("nan")]}), "with log-probabilities"),
+        (with_choice(logprobs={"token_logprobs": [-(10**400)]}), "with log-probabilities"),
+        (with_choice(logprobs={"token_logprobs": ["a"]}), "with log-probabilities"),
+        (with_path(5), "answers without states"),
+        (with_path("/etc/passwd"), "connector does not write"),
+        (with_path(".."), "connector does not write"),
+        (with_path("a\0.safetensors"), "connector does not write"),
+        (with_path("hs_3.safetensors"), "connector does not write"),
+        (with_path("missing.safetensors"), "does not see"),
+        (with_path("link.safetensors"), "is a link"),
+        (with_path("pipe.safetensors"), "named pipe"),
+        (with_path("locked.safetensors"), "named pipe"),
+        (with_path("other.safetensors"), "other tokens than it was asked for"),
+        (with_path("0-d.safetensors"), "not a list of token ids"),
+        (with_path("text.safetensors"), "cannot be read"),
+    ],
+)
+def test_a_hostile_server_is_refused_in_one_line_and_nothing_of_others_is_removed(
+    served, outer, examples, monkeypatch, tmp_path, change, message
+):
+    folder = served.folder
+    states = torch.zeros(3, 2, 32)
+    tensors = {"token_ids": torch.tensor([1, 2, 3]), "hidden_states": states}
+    (tmp_path / "thesis").write_text("precious")
+    (folder / "link.safetensors").symlink_to(tmp_path / "thesis")
+    (folder / "text.safetensors").write_text("precious")
+    save_file(tensors, folder / "other.safetensors")
+    save_file(tensors, folder / "hs_3.safetensors")
+    save_file({**tensors, "token_ids": torch.tensor(3)}, folder / "0-d.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    os.mkfifo(folder / "locked.safetensors.lock")
+    before = sorted(folder.iterdir())
+    hostile(served, monkeypatch, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        connect(served, outer, examples)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    assert set(before) <= set(folder.iterdir()) and (tmp_path / "thesis").exists()
+
+
+@pytest.mark.parametrize("models", [{}, {"data": None}, {"data": [1]}, {"data": [{"id": 5}]}, []])
+def test_a_list_of_models_that_is_none_is_refused(served, outer, examples, monkeypatch, models):
+    monkeypatch.setattr(OpenAIServer, "_once", lambda *_: json.dumps(models))
+    with pytest.raises(ValueError, match=r"list of its models|no JSON object"):
+        connect(served, outer, examples)
+
+
+def test_a_lock_that_is_held_is_not_waited_for_without_end(served, outer, examples, monkeypatch):
+    path = served.folder / "held.safetensors"
+    lock = open(f"{path}.lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    hostile(served, monkeypatch, with_path(str(path)))
+    with pytest.raises(ValueError, match="does not see"):
+        connect(served, outer, examples, seconds=0.2)
+    lock.close()
 
 
 def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, examples, monkeypatch):
@@ -270,7 +359,13 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(served, outer, exam
 
 
 def run_on(config, served, **features):
-    given = {"mode": "served", "server": served.url, "server_layers": GIVEN, **features}
+    given = {
+        "mode": "served",
+        "server": served.url,
+        "server_layers": GIVEN,
+        "server_folder": str(served.folder),
+        **features,
+    }
     head = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
     options = {**vars(config), "head": head, "features": ServedFeaturesConfig(**given)}
     return ServedTrainConfig(**options)
