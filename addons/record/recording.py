@@ -47,7 +47,7 @@ from ...inference.text.streaming import StreamClosed
 from ...inference.trees.stats import Stats
 from ...inference.trees.verify import greedy, is_lossy_rule
 from ...inference.tuning.machine import hardware
-from .folder import AnswerMarks, End, RecordedFolder, keep_costs
+from .folder import AnswerMarks, End, RecordedFolder, check_kind, keep_costs
 
 NO_RECORD = "HEADSTART_NO_RECORD"
 """Environment variable that switches all recording off, unless it is empty or 0."""
@@ -123,6 +123,7 @@ def record(
             "a recording needs a max_length of at least 2 tokens and max_bytes of at least 1, not "
             f"{max_length} and {max_bytes}"
         )
+    check_kind(kind, "a recording")
     tokenizer = tokenizer or load_tokenizer(target.name)
     layers = kept_layers(lm.drafter.feature_layers)
     with target.lock, as_loaded(target.model):
@@ -242,6 +243,8 @@ class Recording(RoundObserver):
         self._waiting: SimpleQueue[Answer | None] = SimpleQueue()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._warned_of_fork = False
         self._stopped = folder is None
         self._thread = threading.Thread(
             target=self._write_all, name="headstart recording", daemon=True
@@ -264,8 +267,13 @@ class Recording(RoundObserver):
     def stop(self) -> None:
         """End the recording once all answers so far are on disk.
 
-        Answers that are being decoded are left out.
+        Answers that are being decoded are left out. In a forked process nothing is waited for: the
+        thread that writes is not there.
         """
+        if os.getpid() != self._process:
+            if self in self._observers:
+                self._observers.remove(self)
+            return
         with self._lock:
             if self._stopped:
                 return
@@ -320,16 +328,35 @@ class Recording(RoundObserver):
             parts.append(f"ended by itself: {self.failure}")
         return "; ".join(parts)
 
+    def _forked(self) -> bool:
+        """Whether this is a forked process, whose answers nothing writes; the first one is told."""
+        if os.getpid() == self._process:
+            return False
+        if not self._warned_of_fork and self.folder is not None:
+            self._warned_of_fork = True
+            warnings.warn(
+                "this process was forked from one that records, and its answers are not recorded:"
+                " call the recording's stop() here, and record again, in"
+                f" {str(self.folder.folder)!r} if you like",
+                stacklevel=2,
+            )
+        return True
+
     def begin(self, call: ObservedCall) -> None:
-        self._calls.append(RecordedCall(self, call))
+        if not self._forked():
+            self._calls.append(RecordedCall(self, call))
 
     def prefill(self, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk) -> None:
-        self._calls[-1].prefill(rows, starts, chunk)
+        if not self._forked():
+            self._calls[-1].prefill(rows, starts, chunk)
 
     def round(self, finished: Round) -> None:
-        self._calls[-1].round(finished)
+        if not self._forked():
+            self._calls[-1].round(finished)
 
     def end(self, stats: Stats, error: BaseException | None) -> None:
+        if self._forked():
+            return
         call = self._calls.pop()
         if error is None:
             call.end("complete")

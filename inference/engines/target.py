@@ -8,7 +8,6 @@ hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from ..targets.adapters import active_adapters, check_adapters, unwrapped
 from ..targets.as_loaded import as_loaded
 from ..targets.changes import WeightWatch, code_of
 from ..targets.dtypes import chosen_dtype
+from ..targets.fork_lock import ForkLock
 from ..targets.info import before_lm_head, fingerprint, target_modules
 from ..targets.loading import (
     MAPS,
@@ -96,7 +96,7 @@ class Target(TargetModel):
         self._weights = WeightWatch()
         self._refreshed = 0
         self._tried = False
-        self.lock = threading.RLock()
+        self.lock = ForkLock(repr(self.name))
         """Held by the running generation: kernels, drafters and their measurements are shared."""
         if self.engine_kind is ModelEngine:
             if self.stateful is not None:

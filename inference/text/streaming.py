@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -21,18 +23,43 @@ def streamed(generate: Callable[..., object]) -> Iterator[list[int]]:
     """
     rounds: queue.Queue[list[int] | BaseException | None] = queue.Queue()
     streamer = QueueStreamer(rounds)
+    process = os.getpid()
     thread = threading.Thread(
         target=_run, args=(generate, streamer), name="headstart stream", daemon=True
     )
+
+    def close() -> None:
+        streamer.closed = True
+        if os.getpid() == process:  # a forked process has no such thread
+            thread.join()
+
+    # An interpreter that ends while the thread is inside torch aborts.
+    atexit.register(close)
     thread.start()
     try:
-        while (tokens := rounds.get()) is not None:
+        while (tokens := _next_round(rounds, process)) is not None:
             if isinstance(tokens, BaseException):
                 raise tokens
             yield tokens
     finally:
-        streamer.closed = True
-        thread.join()
+        atexit.unregister(close)
+        close()
+
+
+def _next_round(
+    rounds: queue.Queue[list[int] | BaseException | None], process: int
+) -> list[int] | BaseException | None:
+    """The next item from the thread of a process.
+
+    Raises:
+        ValueError: this is another process, where nothing would come.
+    """
+    if os.getpid() != process:
+        raise ValueError(
+            "this stream was begun before the process was forked, and its thread is not here: begin"
+            " another one"
+        )
+    return rounds.get()
 
 
 def _run(generate: Callable[..., object], streamer: QueueStreamer) -> None:
