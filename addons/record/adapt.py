@@ -26,7 +26,7 @@ from filelock import Timeout
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from ...console import log
-from ...files import write_whole
+from ...files import TEXT_SHARD, remove_partials, write_whole
 from ...heads.base import CheckpointMetadata, DraftHead
 from ...heads.by_name import head_name
 from ...heads.checkpoints.files import HEAD, refuse_foreign
@@ -53,6 +53,14 @@ from .recording import refuse_if_off
 
 FIRST_HEAD = "first_head"
 """Of an adapted head's training: the one before all adaptations."""
+SHOWN = 200
+"""Characters of a name in a checkpoint that a warning shows."""
+LOCK = "adapt.lock"
+"""The lock, which stays: a folder without it is not one in which an adaptation has worked."""
+WRITTEN = ("adapt.json", "recorded", "training", "new", "report.md")
+"""What is written to an output folder besides best/."""
+PARTLY_WRITTEN = ("*.json", "*.jsonl", "*.yaml", "report.md", f"{TEXT_SHARD}*.safetensors")
+"""Files of which a process that was killed leaves a part."""
 LOCK_SECONDS = 1.0
 """Time in which a process that has been killed leaves its folder."""
 
@@ -69,12 +77,19 @@ def adapt(config: AdaptConfig) -> Path | None:
     output = Path(config.output)
     refuse_if_off(f"adapting a head to {config.recorded!r}")
     refuse_foreign(output / "best", HEAD)
+    if not (output / LOCK).exists():
+        for name in WRITTEN:
+            if (output / name).exists():
+                raise ValueError(
+                    f"{output / name} was not written by an adaptation, which would replace it:"
+                    " choose another output"
+                )
     output.mkdir(mode=0o700, parents=True, exist_ok=True)
     with alone_in(output):
         for name in ("recorded", "training"):  # both hold what people wrote
             (output / name).mkdir(mode=0o700, exist_ok=True)
-        for left in output.rglob(".*.partial"):  # by a process that was killed
-            left.unlink()
+        for name in (".", "recorded", "recorded/states", "training"):
+            remove_partials(output / name, PARTLY_WRITTEN)
         return adapt_in(output, config)
 
 
@@ -112,26 +127,31 @@ def adapt_in(output: Path, config: AdaptConfig) -> Path | None:
 def first_head(
     config: AdaptConfig, old: DraftHead, metadata: CheckpointMetadata
 ) -> tuple[str, DraftHead]:
-    """The head before all adaptations and its name, as given or as the old head's checkpoint says.
+    """The head before all adaptations and its name.
+
+    What the old head's checkpoint says of it is opened if it is a folder, and an adaptation wrote
+    the checkpoint here: others could name any folder or repository.
 
     Raises:
         ValueError: a named head that is not there, or one of another architecture.
     """
+    if config.first is not None:
+        return config.first, fitting_head(config.first, config, old)
     told = metadata.training.get(FIRST_HEAD)
-    name = config.first or told
-    if name is None:
+    if told is None:
         return config.head, old
-    try:
-        first = fitting_head(name, config, old)
-    except ValueError as error:
-        if config.first is not None:
-            raise
-        log.warning(
-            f"{config.head!r} was adapted from {told!r}, which cannot be read ({error}): the new "
-            f"head is averaged with {config.head!r} instead; name the first one (first)"
-        )
-        return config.head, old
-    return name, first
+    reason = "which is opened only if an adaptation here wrote that, and it is a folder"
+    written_here = (Path(config.head).parent / LOCK).exists()
+    if written_here and isinstance(told, str) and Path(told).is_absolute():
+        try:
+            return told, fitting_head(told, config, old)
+        except ValueError as error:
+            reason = f"which cannot be read ({error})"
+    log.warning(
+        f"{config.head!r} was adapted from {str(told)[:SHOWN]!r}, {reason}: the new head is"
+        f" averaged with {config.head!r} instead; name the first one (first)"
+    )
+    return config.head, old
 
 
 def fitting_head(name: str, config: AdaptConfig, old: DraftHead) -> DraftHead:
@@ -157,7 +177,7 @@ def alone_in(output: Path) -> Iterator[None]:
     """
     with ExitStack() as held:
         try:
-            held.enter_context(WeakFileLock(output / "adapt.lock", timeout=LOCK_SECONDS))
+            held.enter_context(WeakFileLock(output / LOCK, timeout=LOCK_SECONDS))
         except Timeout:
             raise ValueError(
                 f"another process adapts a head in {str(output)!r}; wait for its end, or choose"

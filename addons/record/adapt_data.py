@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ...console import log
-from ...files import replacing, text_shards, write_whole
-from ...inference.feature_cache import MANIFEST, text_rows
+from ...files import read_json, replacing, require_regular, text_shards, write_whole
+from ...inference.feature_cache import MANIFEST, read_manifest, text_rows
 from ...inference.targets.loading import load_tokenizer, target_facts
 from ...options import check_options
 from ...train.config import DataConfig, TrainConfig
 from ...train.data.conversations import check_row, open_source
 from ...train.data.split import check_renders, rendering
 from .config import AdaptConfig
-from .folder import COSTS
+from .folder import COSTS, check_kind
 from .judging import outer_modules_of
 
 REPLAYED = "replay.jsonl"
@@ -53,7 +53,7 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     kept = folder.parent / "adapt.json"
     last = folder / "training.jsonl"
     if last.exists():
-        before = json.loads(kept.read_text(encoding="utf-8"))
+        before = read_json(kept)
         advice = "continue with these, or choose another output"
         check_options(f"{folder.parent} was begun with", before, options, advice)
         return
@@ -86,7 +86,7 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
         judged += snapshot_replay(config, manifest, rows, training, judged, folder)
     known = Path(config.recorded) / COSTS
     if known.exists():
-        write_whole(folder / COSTS, known.read_text(encoding="utf-8"))
+        write_whole(folder / COSTS, require_regular(known).read_text(encoding="utf-8"))
     write_whole(states / MANIFEST, json.dumps(manifest, indent=1))
     _write_rows(folder / "judged.jsonl", judged)
     write_whole(kept, json.dumps(options, indent=1))
@@ -254,11 +254,14 @@ def _linked(source: str, folder: Path) -> list[dict[str, Any]]:
     for path in text_shards(source):
         place = folder / path.name
         try:
-            _link(path, place)
+            _link(require_regular(path), place)
         except FileNotFoundError:  # it has given way to a newer one meanwhile
             continue
         places.append(place)
-    return text_rows(places)
+    rows = text_rows(places)
+    for row in rows:
+        check_kind(row.get("kind"), f"an answer in {str(source)!r}")
+    return rows
 
 
 def _link(path: Path, place: Path) -> None:
@@ -282,17 +285,15 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: a folder without one.
     """
-    path = Path(folder) / MANIFEST
-    if not path.exists():
+    if not (Path(folder) / MANIFEST).exists():
         raise ValueError(
             f"no recorded answers in {str(folder)!r}; `headstart chat --record FOLDER` writes them"
         )
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return manifest
+    return read_manifest(Path(folder))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file."""
+    """The rows of a JSON Lines file that `_write_rows` wrote."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 

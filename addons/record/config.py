@@ -34,7 +34,7 @@ class AdaptConfig(CommandOptions):
     """Share of the training sequences that are taken from `replay`."""
     first: str | None = None
     """The head before all adaptations, part of whose weights stay in the new one; null for what the
-    checkpoint of `head` says, and `head` if it says nothing."""
+    checkpoint of `head` says, if an adaptation here wrote it, and otherwise `head`."""
     first_share: float = 0.5
     """Share of these weights in the new head, from 0 to 1: the rest are those that were trained. So
     it forgets less, and what one adaptation after another loses of other texts does not add up.

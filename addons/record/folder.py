@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import secrets
 import time
 from contextlib import suppress
@@ -25,11 +26,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...files import text_shards, write_whole
+from ...files import TEXT_SHARD, read_json, text_shards, write_whole
 from ...inference.feature_cache import FeatureCache, encoded, key_of, write_shard
 from ...inference.tuning.round_costs import RoundCosts
 
 COSTS = "costs.json"
+NAME = re.compile(TEXT_SHARD + r"\d{20}-(?P<kind>[0-9a-f]{8})-[0-9a-f]{8}\.safetensors")
+"""The names of files that `RecordedFolder` writes, and removes."""
+LONGEST_KIND = 200
+"""Characters of a label of a prompt's kind."""
 HEADER_BYTES = 2000
 """Bytes of a file, at most, that are not states or tokens."""
 End = Literal["complete", "stopped", "failed"]
@@ -103,7 +108,7 @@ class RecordedFolder:
             return 0
         self._make_room(size, marks.kind)
         age_and_kind = f"{time.time_ns():020d}-{_hashed(marks.kind)}"
-        name = f"recorded-{age_and_kind}-{secrets.token_hex(4)}.safetensors"
+        name = f"{TEXT_SHARD}{age_and_kind}-{secrets.token_hex(4)}.safetensors"
         about = {"row": json.dumps(dataclasses.asdict(marks))}
         write_shard(self.folder / name, {key_of(tokens_T): states}, more, about)
         return size
@@ -117,7 +122,10 @@ class RecordedFolder:
                 bytes_of_file = path.stat().st_size
             except FileNotFoundError:  # another process has removed it
                 continue
-            files.setdefault(path.name.split("-")[2], []).append((path, bytes_of_file))
+            written = NAME.fullmatch(path.name)
+            if written is None:  # not by `write`: a copy that somebody keeps here
+                continue
+            files.setdefault(written["kind"], []).append((path, bytes_of_file))
             total += bytes_of_file
         taken = {
             name: sum(bytes_of_file for _, bytes_of_file in own) for name, own in files.items()
@@ -155,7 +163,7 @@ def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
         return None
     try:
         return RoundCosts.read(entry), str(entry["machine"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(f"{folder / COSTS} cannot be read ({error!r}); remove it") from error
 
 
@@ -163,10 +171,23 @@ def _costs_in(folder: Path) -> dict[str, Any]:
     path = folder / COSTS
     if not path.exists():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error!r}); remove it") from error
+    costs = read_json(path)
+    if not isinstance(costs, dict):
+        raise ValueError(f"{path} does not hold costs of rounds; remove it")
+    return costs
+
+
+def check_kind(kind: Any, where: str) -> None:
+    """Refuse a label of a prompt's kind that is not a short text.
+
+    Raises:
+        ValueError: with `where` it stands.
+    """
+    if not isinstance(kind, str) or len(kind) > LONGEST_KIND:
+        raise ValueError(
+            f"{where} has a kind of {str(kind)[:40]!r}; a kind is a text of at most {LONGEST_KIND}"
+            " characters"
+        )
 
 
 def _hashed(kind: str) -> str:

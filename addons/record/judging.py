@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...console import table_cell
 from ...heads.base import DraftHead
 from ...heads.checkpoints.save_load import load_head
 from ...inference.drafters.by_name import chains_alone
@@ -385,7 +386,7 @@ def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
 
 
 def _kind(comparison: Comparison) -> str:
-    return comparison.kind.replace("|", "\\|") or "(none)"  # a bar would end the cell of a table
+    return table_cell(comparison.kind) or "(none)"
 
 
 def _named(tree: TreePolicy) -> str:

@@ -135,9 +135,60 @@ def test_the_first_head_has_the_architecture_of_the_one_that_is_adapted(
         tmp_path / "told",
         CheckpointMetadata(training={"first_head": str(tmp_path / "other")}),
     )
+    (tmp_path / "adapt.lock").touch()
     adapt(dataclasses.replace(config, head=str(tmp_path / "told"), steps=2))
     told = " ".join(capsys.readouterr().out.split())
-    assert "other', which cannot be read" in told, "the checkpoint may be a stranger's"
+    assert "other', which cannot be read" in told
+
+
+@pytest.mark.parametrize(
+    "named", ["user/first-head", "/", "relative", ["a"], {"a": 1}, 5, True, "\x1b[2J" * 1000]
+)
+def test_a_name_in_a_strangers_checkpoint_is_not_opened(
+    config, begun, tmp_path, monkeypatch, caplog, named
+):
+    head, _ = load_head(begun / "head")
+    save_head(head, tmp_path / "told", CheckpointMetadata(training={"first_head": named}))
+    config = dataclasses.replace(config, head=str(tmp_path / "told"))
+    old, metadata = load_head(config.head)
+    monkeypatch.setattr(adapting, "load_head", None)
+    assert adapting.first_head(config, old, metadata) == (config.head, old)
+    assert "is opened only if an adaptation here wrote that" in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_nothing_that_others_wrote_is_removed_from_the_output_folder(config, tmp_path):
+    output = tmp_path / "new"
+    kept = [
+        output / ".film.mkv.partial",
+        output / ".thesis.json.partial",
+        output / "deep" / ".adapt.json.12.0123abcd.partial",
+        output / ".x.partial",
+        output / ".costs.json.partial.0.abc.partial",
+    ]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    kept[3].unlink()
+    kept[3].mkdir()
+    left = output / "recorded" / "states" / ".manifest.json.12.0123abcd.partial"
+    with pytest.raises(ValueError, match=r"holds 0 different answers|no recorded answers"):
+        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.touch()
+    with pytest.raises(ValueError, match="no recorded answers"):
+        adapt(dataclasses.replace(config, recorded=str(tmp_path / "nothing")))
+    assert all(path.exists() for path in kept)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("name", ["recorded", "training", "new", "adapt.json", "report.md"])
+def test_an_output_folder_that_holds_such_things_of_others_is_refused(config, tmp_path, name):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} was not written by an adaptation"):
+        adapt(config)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
 
 
 def test_the_recorded_target_may_be_named_otherwise(config, taught, tmp_path, capsys):

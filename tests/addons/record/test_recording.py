@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import EachRound
+from safetensors.torch import load_file, save_file
 
 from headstart.addons.record import record, recording
 from headstart.addons.record.folder import RecordedFolder
@@ -346,6 +347,85 @@ def test_old_answers_give_way_by_kind(target, tokenizer, tmp_path):
         lm.generate(**prompts(1), **greedy())
     assert running.skipped == {"it alone is larger than max_bytes": 1}
     assert text_shards(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recorded-talk-at-school.safetensors",
+        "recorded-mine.safetensors",
+        "recorded-2025-backup-of-everything.safetensors",
+        "recorded-.safetensors",
+    ],
+)
+def test_files_of_others_do_not_give_way(target, tokenizer, tmp_path, name):
+    lm = model_with(target, "medusa")
+    with record(lm, tmp_path, tokenizer=tokenizer):
+        lm.generate(**prompts(1), **greedy())
+    (path,) = text_shards(tmp_path)
+    size = path.stat().st_size + recording_slack()
+    path.rename(tmp_path / name)
+    with record(lm, tmp_path, tokenizer=tokenizer, max_bytes=2 * size) as running:
+        for seed in range(1, 5):
+            lm.generate(prompts(1, seed=seed)["inputs"], **greedy())
+    assert (tmp_path / name).exists()
+    assert running.written == 4 and running.failure is None
+
+
+@pytest.mark.parametrize("kind", [5, None, b"x", 1.5, [1], "x" * 201])
+def test_a_kind_that_is_no_short_text_is_refused_at_once(target, tokenizer, tmp_path, kind):
+    with pytest.raises(ValueError, match="a kind is a text of at most 200 characters"):
+        record(model_with(target, "medusa"), tmp_path, tokenizer=tokenizer, kind=kind)
+    assert list(tmp_path.iterdir()) == []
+
+
+ROWS = {
+    "deep": "[" * 200_000,
+    "cut": "{",
+    "a list": "[1]",
+    "null": "null",
+    "missing": None,
+}
+PARTS = {
+    "mask without an answer": {"loss_mask": lambda mask: mask & False},
+    "mask shorter": {"loss_mask": lambda mask: mask[:3]},
+    "mask 2-D": {"loss_mask": lambda mask: mask[None]},
+    "mask of numbers": {"loss_mask": lambda mask: mask.long()},
+    "tokens 2-D": {"tokens": lambda tokens: tokens[None]},
+    "tokens negative": {"tokens": lambda tokens: -tokens - 1},
+    "tokens float": {"tokens": lambda tokens: tokens.float()},
+    "no tokens": {"tokens": lambda tokens: tokens[:0], "loss_mask": lambda mask: mask[:0]},
+}
+
+
+@pytest.fixture
+def answer(target, tokenizer, tmp_path):
+    lm = model_with(target, "medusa")
+    with record(lm, tmp_path / "recorded", tokenizer=tokenizer):
+        lm.generate(**prompts(1), **greedy())
+    (path,) = text_shards(tmp_path / "recorded")
+    return path
+
+
+@pytest.mark.parametrize("what", [*ROWS, *PARTS])
+def test_a_text_that_is_none_is_named_in_one_line(answer, what):
+    tensors = {name: tensor.clone() for name, tensor in load_file(answer).items()}
+    row = ROWS.get(what, "{}")
+    for name, change in PARTS.get(what, {}).items():
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, answer, None if row is None else {"row": row})
+    with pytest.raises(ValueError, match=f"{answer} .*remove it") as caught:
+        text_row(answer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_does_not_take_the_place_of_the_text(answer):
+    before = text_row(answer)
+    tensors = {name: tensor.clone() for name, tensor in load_file(answer).items()}
+    row = {"kind": "", "input_ids": "/etc/passwd", "loss_mask": [1]}
+    save_file(tensors, answer, {"row": json.dumps(row)})
+    assert text_row(answer)["input_ids"] == before["input_ids"]
+    assert text_row(answer)["loss_mask"] == before["loss_mask"]
 
 
 def recording_slack():
