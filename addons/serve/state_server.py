@@ -193,18 +193,16 @@ class StateServer(StateSource):
     def _new_tokens(self, reply: dict[str, Any], most: int, vocab_size: int) -> list[int]:
         """The tokens of an answer, of which at least one and at most `most` were asked for."""
         tokens = self._choice(reply).get("token_ids")
-        fits = (
-            isinstance(tokens, list)
-            and 0 < len(tokens) <= most
-            and all(type(token) is int and 0 <= token < vocab_size for token in tokens)
-        )
-        if not fits:
+        if (
+            not isinstance(tokens, list)
+            or not 0 < len(tokens) <= most
+            or not all(type(token) is int and 0 <= token < vocab_size for token in tokens)
+        ):
             raise Refused(
                 f"{self.where} answers with token_ids {str(tokens)[:SHOWN]!r}, not with up to"
                 f" {most} of the target's {vocab_size} tokens"
             )
-        new: list[int] = tokens
-        return new
+        return tokens
 
     def _log_prob(self, reply: dict[str, Any]) -> float:
         """The log-probability of an answer's first token."""
