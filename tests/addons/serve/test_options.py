@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers import INFO
@@ -26,7 +27,14 @@ RUN = [
     "--features.server_layers",
     "[1, 12]",
 ]
-SERVER = ["--features.server", "http://user:secret@host:8000/v1", "--features.server_seconds", "7"]
+SERVER = [
+    "--features.server",
+    "http://user:secret@host:8000/v1",
+    "--features.server_seconds",
+    "7",
+    "--features.server_folder",
+    "/shared/states",
+]
 
 
 @pytest.fixture
@@ -53,6 +61,7 @@ def test_a_running_server_is_what_training_and_the_features_command_take_states_
         assert isinstance(server, StateServer)
         assert (server.seconds, server.server.name) == (7.0, "http://host:8000/v1")
         assert server.layers == (0, -1)
+        assert server.folder == Path("/shared/states")
 
 
 def test_states_that_a_server_has_written_to_a_folder_are_read_there(called):

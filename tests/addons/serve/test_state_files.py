@@ -195,6 +195,10 @@ def test_a_longer_file_serves_a_sequence_that_is_cut_here(target, head, source, 
             {"server": "http://h/v1", "from_server": "f", "mode": "stored"},
             "are two sources of the same states",
         ),
+        (
+            {"server": "http://h/v1", "server_layers": [1], "mode": "served"},
+            "features.server needs features.server_folder",
+        ),
         ({"server_seconds": 0}, "server_seconds must be above 0, not 0"),
     ],
 )
