@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from .base import DraftHead, TargetInfo
 from .dflash import DFlashHead
@@ -91,7 +95,19 @@ def build_head(name: str, options: dict[str, Any], target: TargetInfo) -> DraftH
         ValueError: as `head_config`, or options that do not fit the target.
     """
     config = head_config(name, options)
-    return HEADS[name](config, target)
+    with float32_by_default():
+        return HEADS[name](config, target)
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Build parameters in float32, whatever default dtype the program has set for torch."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def head_name(head: DraftHead) -> str:

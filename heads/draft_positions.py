@@ -120,7 +120,7 @@ def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: in
         return has_draft_BT
     # Sort by sequence, then at random, with positions that have no draft last. The rank in the row
     # minus the size of the sequences before is the rank in the sequence.
-    draws_BT = torch.rand(batch, time).masked_fill(~has_draft_BT, 1.0).double()
+    draws_BT = torch.rand(batch, time, dtype=torch.float32).masked_fill(~has_draft_BT, 1.0).double()
     order_BT = (2 * sequences_BT + draws_BT).argsort(1)
     ranks_BT = order_BT.argsort(1)
     sizes_BS = zeros_BS.scatter_add(1, sequences_BT, torch.ones_like(ranks_BT))

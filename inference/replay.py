@@ -226,7 +226,11 @@ class ReplayEngine(Engine):
         next_BN = texts_RT[text_B1, (places_BN + 1).clamp(max=longest - 1)].clamp(min=0)
         features_BNF = features_RTF[text_B1, places_BN].masked_fill(~found_BN[..., None], 0)
         logits_BKV = torch.zeros(
-            batch, len(kept), self.target.info.vocab_size, device=self.target.device
+            batch,
+            len(kept),
+            self.target.info.vocab_size,
+            dtype=torch.float32,
+            device=self.target.device,
         )
         logits_BKV.scatter_(2, next_BN[:, kept, None], found_BN[:, kept, None].float())
         return TargetOutput(logits_BKV, features_BNF)

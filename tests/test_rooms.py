@@ -285,3 +285,18 @@ def test_the_core_does_not_name_an_addon() -> None:
         str(path.relative_to(ROOT)) for path in core if "addons" in path.read_text(encoding="utf-8")
     ]
     assert not naming, f"{', '.join(naming)} should know nothing of what is built on the core"
+
+
+def test_new_tensors_do_not_take_torchs_default_dtype() -> None:
+    """A program may have set another one, and kernels of ours write to the memory of a tensor."""
+    makers = ("zeros", "ones", "empty", "rand", "randn", "linspace", "eye")
+    unnamed = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                f"torch.{maker}" for maker in makers
+            }:
+                names = {keyword.arg for keyword in node.keywords}
+                if "dtype" not in names:
+                    unnamed.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not unnamed, f"name the dtype: {', '.join(unnamed)}"

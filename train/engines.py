@@ -414,10 +414,10 @@ def _timed() -> float:
     The step is a forward and a backward of two linear layers; times are medians.
     """
     weights = [
-        torch.full(shape, 1 / INNER, requires_grad=True)
+        torch.full(shape, 1 / INNER, dtype=torch.float32, requires_grad=True)
         for shape in ((INNER, WIDTH), (WIDTH, INNER))
     ]
-    rows_RD = torch.ones(ROWS, WIDTH)
+    rows_RD = torch.ones(ROWS, WIDTH, dtype=torch.float32)
 
     def step(enabled: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

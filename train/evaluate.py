@@ -250,8 +250,8 @@ def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[floa
 
     Batches of short conversations have fewer depths.
     """
-    losses, counts = torch.zeros(2, max_depth)
-    hits = torch.zeros(max_depth, sums[0][2].shape[1])
+    losses, counts = torch.zeros(2, max_depth, dtype=torch.float32)
+    hits = torch.zeros(max_depth, sums[0][2].shape[1], dtype=torch.float32)
     for losses_K, counts_K, hits_KI in sums:
         depths = len(counts_K)
         losses[:depths] += losses_K

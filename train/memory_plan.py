@@ -323,14 +323,16 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
     modules = TargetModules(
-        nn.Embedding(8, narrow.hidden_size).requires_grad_(False),
-        nn.Linear(narrow.hidden_size, 8, bias=False).requires_grad_(False),
+        nn.Embedding(8, narrow.hidden_size, dtype=torch.float32).requires_grad_(False),
+        nn.Linear(narrow.hidden_size, 8, bias=False, dtype=torch.float32).requires_grad_(False),
         nn.Identity(),
         (),
     )
     features = TargetFeatures(
-        features_BTF=torch.zeros(1, time, len(head.feature_layers) * narrow.hidden_size),
-        last_BTD=torch.zeros(1, time, narrow.hidden_size),
+        features_BTF=torch.zeros(
+            1, time, len(head.feature_layers) * narrow.hidden_size, dtype=torch.float32
+        ),
+        last_BTD=torch.zeros(1, time, narrow.hidden_size, dtype=torch.float32),
         tokens_BT=torch.zeros(1, time, dtype=torch.int64),
         loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
         modules=modules,

@@ -167,7 +167,7 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._model: DraftModel | None = None
         self._expansions: list[Expansion] = []
-        self._own_D = self._index_V = torch.empty(0)
+        self._own_D = self._index_V = torch.empty(0, dtype=torch.float32)
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
         in it or -1."""
         self._watching = ExitStack()

@@ -152,7 +152,9 @@ class DFlashHead(OffsetVocabularyHead):
             )
             start_layer(layer, block, f"layer {number}", self.config.name)
         self.fc.weight.zero_()  # the identity on the last feature
-        self.fc.weight[:, -self.target.hidden_size :].copy_(torch.eye(self.target.hidden_size))
+        self.fc.weight[:, -self.target.hidden_size :].copy_(
+            torch.eye(self.target.hidden_size, dtype=torch.float32)
+        )
 
     def forward(
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1

@@ -103,7 +103,9 @@ class EagleHead(DraftHead):
             block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()
         without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
         self.fc.weight.zero_()
-        self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
+        self.fc.weight[:, -self.shape.hidden_size :].copy_(
+            torch.eye(self.shape.hidden_size, dtype=torch.float32)
+        )
         for i, layer in enumerate(self.layers):
             gains = without_norm if i == 0 else {}
             start_layer(
@@ -120,7 +122,9 @@ class EagleHead(DraftHead):
         This divides them by s, the size of the residual stream, which the weights do not show.
         """
         draw = torch.Generator().manual_seed(0)
-        features_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
+        features_BTD = gain_D.cpu() * torch.randn(
+            1, 64, len(gain_D), generator=draw, dtype=torch.float32
+        )
         features_BTD = features_BTD.to(self.fc.weight)
         rotary = self.rotary(torch.arange(64, device=features_BTD.device)[None], features_BTD.dtype)
         kv = TrainingTimeTest(self.config.num_layers).at(0)

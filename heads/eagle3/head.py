@@ -192,7 +192,9 @@ class Eagle3Head(OffsetVocabularyHead):
         for name, layer in self.layers.items():
             start_layer(layer, block, f"layer {name}", "eagle3")
         self.fc.weight.zero_()  # the identity on the last fused feature
-        self.fc.weight[:, -self.shape.hidden_size :].copy_(torch.eye(self.shape.hidden_size))
+        self.fc.weight[:, -self.shape.hidden_size :].copy_(
+            torch.eye(self.shape.hidden_size, dtype=torch.float32)
+        )
 
     @property
     def test_steps(self) -> int:

@@ -29,8 +29,12 @@ def norm_gain(norm: nn.Module, size: int) -> Tensor | None:
     if len(weights) != 1:
         return None
     (weight,) = weights.values()
-    ones_D = torch.full((size,), 1024.0)  # so large that eps is nothing beside the variance
-    x_D = torch.linspace(-1024, 2048, size)  # with a mean that a LayerNorm would take out
+    ones_D = torch.full(
+        (size,), 1024.0, dtype=torch.float32
+    )  # so large that eps is nothing beside the variance
+    x_D = torch.linspace(
+        -1024, 2048, size, dtype=torch.float32
+    )  # with a mean that a LayerNorm would take out
     gain_D, found_D = (
         functional_call(norm, weights, (states_D.to(weight)[None],))[0]
         for states_D in (ones_D, x_D)
@@ -103,9 +107,9 @@ def _alike(ours: DecoderLayer, block: nn.Module, target: TargetInfo) -> bool:
         == "flex_attention"
     )
     time = 1 if flex else 4  # flex_attention takes no additive mask
-    x_1TD = torch.randn(1, time, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(
-        weight
-    )
+    x_1TD = torch.randn(
+        1, time, target.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    ).to(weight)
     positions_1T = torch.arange(time, device=weight.device)[None]
     rotary = Rotary(target, target.head_dim)(positions_1T, weight.dtype)
     hidden_TT = torch.ones(time, time, dtype=torch.bool, device=weight.device).triu(1)

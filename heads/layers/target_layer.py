@@ -329,7 +329,7 @@ def _cached_shape(model: Any) -> tuple[int, int]:
         shapes.append((key_BGTE.shape[1], key_BGTE.shape[-1]))
         return value_BGTE.new_empty(*query_BHTE.shape[:-1], value_BGTE.shape[-1])
 
-    x_11D = torch.empty(1, 1, model.config.hidden_size)
+    x_11D = torch.empty(1, 1, model.config.hidden_size, dtype=torch.float32)
     position_11 = torch.zeros(1, 1, dtype=torch.int64)
     attention(
         hidden_states=x_11D,

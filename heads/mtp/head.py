@@ -206,7 +206,9 @@ class MtpHead(DraftHead):
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
-        hidden_BTD = gain_D.cpu() * torch.randn(1, 64, len(gain_D), generator=draw)
+        hidden_BTD = gain_D.cpu() * torch.randn(
+            1, 64, len(gain_D), generator=draw, dtype=torch.float32
+        )
         z_BTD = nn.functional.linear(layer.hidden_layernorm(hidden_BTD.to(weight)), weight[:, part])
         positions_BT = torch.arange(64, device=weight.device)[None]
         attend = partial(TrainingTimeTest(len(self.mtp_layers)).at(0).attend, k)

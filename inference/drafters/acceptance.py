@@ -51,8 +51,8 @@ def accuracy_by_rank(
     Returns:
         accuracy_KI: shares of all positions of the answers, by depth and by rank.
     """
-    hits_KI = torch.zeros(head.max_depth, min(RANKS, head.draft_vocab_size))
-    counts_K = torch.zeros(head.max_depth)
+    hits_KI = torch.zeros(head.max_depth, min(RANKS, head.draft_vocab_size), dtype=torch.float32)
+    counts_K = torch.zeros(head.max_depth, dtype=torch.float32)
     for answer in answers:
         tokens_1T = answer.tokens_T[None]
         positions_T = torch.arange(len(answer.tokens_T))

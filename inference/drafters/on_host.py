@@ -63,7 +63,7 @@ class HostDrafter(BatchDrafter):
             finished.verdict,
             lengths_B=torch.tensor([len(tokens) for tokens in finished.tokens]),
             emitted_BA=emitted_BA,
-            features_BAF=torch.empty(*emitted_BA.shape, 0),
+            features_BAF=torch.empty(*emitted_BA.shape, 0, dtype=torch.float32),
         )
         verified = replace(roots, max_depth=finished.verified.max_depth)
         self.drafter.observe(replace(finished, verified=verified, verdict=verdict))

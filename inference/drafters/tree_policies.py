@@ -453,7 +453,7 @@ def _root(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.tensor([[-1]], device=device),
         torch.tensor([[0]], device=device),
-        torch.tensor([[torch.inf]], device=device),
+        torch.tensor([[torch.inf]], dtype=torch.float32, device=device),
     )
 
 

@@ -94,14 +94,16 @@ class TreeAttention:
 
     def of_prompt(self, tokens: int, slots: int) -> Tensor:
         """Stands for the causal mask of the last `tokens` of `slots`."""
-        mask = torch.empty(1, 1, tokens, slots, device="meta")
+        mask = torch.empty(1, 1, tokens, slots, dtype=torch.float32, device="meta")
         self._slots[mask] = None
         return mask
 
     def of_tree(self, slots: TreeSlots) -> Tensor:
         """Stands for the mask of the nodes of a tree, which the tree kernel reads."""
         batch, nodes, uncommitted = slots.ancestors_BNM.shape
-        mask = torch.empty(batch, 1, nodes, uncommitted, device="meta")
+        mask = torch.empty(
+            batch, 1, nodes, uncommitted, dtype=torch.float32, device="meta"
+        )
         self._slots[mask] = slots
         return mask
 

@@ -207,7 +207,8 @@ def minus_uniform(keys_P: Tensor, width: int) -> Tensor:
 
     Each key's row holds the numbers for the `width` counters from that key on.
     """
-    keys_P, numbers_PV = keys_P.contiguous(), torch.empty(len(keys_P), width)
+    keys_P = keys_P.contiguous()
+    numbers_PV = torch.empty(len(keys_P), width, dtype=torch.float32)
     kernels().headstart_uniform(
         keys_P.data_ptr(), len(keys_P), width, numbers_PV.data_ptr(), torch.get_num_threads()
     )

@@ -63,7 +63,9 @@ class PositionNoise:
         z_BP = (z_BP ^ (z_BP >> 27)) * MIX_2
         keys_BP = (z_BP ^ (z_BP >> 31)).astype(np.int64)
         self._keys_BP = upload(keys_BP, self._device)
-        self._ready_BKV = torch.empty(len(rows), 0, self._vocab_size, device=self._device)
+        self._ready_BKV = torch.empty(
+            len(rows), 0, self._vocab_size, dtype=torch.float32, device=self._device
+        )
 
     def next(self, count: int) -> Tensor:
         """E_BKV of the next K = `count` positions of each row; float32."""

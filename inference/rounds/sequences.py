@@ -278,7 +278,7 @@ class Conversation:
         device = self.cache.lengths_B.device
         tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
         kept_B = torch.tensor([kept], device=device)
-        empty_1TF = torch.empty(1, kept, 0, device=device)
+        empty_1TF = torch.empty(1, kept, 0, dtype=torch.float32, device=device)
         chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
         drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
         self.cache.ensure_capacity(context.capacity)

@@ -214,7 +214,7 @@ def _chain(nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
 @constants
 def _unit_rows(nodes: int, device: torch.device) -> Tensor:
     """The unit vector of each node, and zeros for the parent -1 of the root: float32 [N + 1, N]."""
-    return torch.eye(nodes + 1, nodes, device=device)
+    return torch.eye(nodes + 1, nodes, dtype=torch.float32, device=device)
 
 
 @constants

@@ -27,7 +27,7 @@ def now(device: torch.device) -> float:
 
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over a large tensor reads."""
-    read = torch.zeros(READ_BYTES.get(device.type, 2**28) // 4, device=device)
+    read = torch.zeros(READ_BYTES.get(device.type, 2**28) // 4, dtype=torch.float32, device=device)
     taken = seconds_in_turns({"sum": lambda: read.sum().item()}, REPEATS)["sum"]
     return read.numel() * 4 / statistics.median(taken)
 

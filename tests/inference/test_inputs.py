@@ -18,8 +18,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from headstart.heads import build_head
-from headstart.inference import Conversation, SpeculativeLM, custom_generate, speculative_lm
+from headstart.heads import HEADS, build_head
+from headstart.inference import (
+    Conversation,
+    SpeculativeLM,
+    Target,
+    custom_generate,
+    speculative_lm,
+)
 
 VOCAB = 40
 ROW = torch.randint(1, VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
@@ -220,6 +226,38 @@ def test_autocast_is_off_while_it_decodes(compile):
         assert torch.equal(
             lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
         )
+
+
+@pytest.fixture
+def default_dtype():
+    """Sets torch's default dtype until the test ends."""
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("compile", "default"), [(False, torch.float64), (True, torch.bfloat16)])
+@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "lookahead", "ngram"])
+def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compile, default):
+    given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
+    sampled = given | {"do_sample": True}
+    target = Target(in_training().eval().requires_grad_(False))
+    options = {"eagle3": {"feature_layers": [0, -1]}}.get(kind, {})
+
+    def texts():
+        draft = {"drafter": kind} if kind not in HEADS else {}
+        if kind in HEADS:
+            draft["head"] = tools.head_for(target, kind, **options)
+        lm = SpeculativeLM.from_pretrained(target, fallback=False, compile=compile, **draft)
+        draws = torch.Generator().manual_seed(0)
+        return [
+            lm.generate(ROW, **given).sequences.tolist(),
+            lm.generate(ROW, generator=draws, **sampled).sequences.tolist(),
+        ]
+
+    expected = texts()
+    default_dtype(default)
+    assert texts() == expected
+    assert torch.get_default_dtype() == default
 
 
 def test_an_adapter_in_train_mode(tiny_target):

@@ -265,3 +265,17 @@ def test_states_stay_in_the_targets_own_format_where_the_head_computes_in_it(
     assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.99
     assert state_dtype("float32", torch.float32) == torch.float32
     assert state_dtype("bfloat16", torch.float16) == torch.float32  # which bfloat16 would round
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "dspark"])
+def test_torchs_default_dtype_changes_no_weight(kind, default, short, tmp_path, changed):
+    short = changed(short, head={"type": kind}, loop={"max_steps": 2})
+    expected = (train(short) / "last" / "model.safetensors").read_bytes()
+    torch.set_default_dtype(default)
+    try:
+        other = train(changed(short, output=str(tmp_path / "other")))
+        assert torch.get_default_dtype() == default
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (other / "last" / "model.safetensors").read_bytes() == expected

@@ -191,9 +191,9 @@ def with_states(batch: Batch, states: Sequence[States], layers: int, width: int)
     `states` follows the order of the sequences in the batch.
     """
     shape = (*batch.tokens_BT.shape, layers)
-    first = states[0] if states else (torch.zeros(0), None)
+    first = states[0] if states else (torch.zeros(0, dtype=torch.float32), None)
     states_BTLD = torch.zeros((*shape, width), dtype=first[0].dtype)
-    scales_BTL = None if first[1] is None else torch.zeros(shape)
+    scales_BTL = None if first[1] is None else torch.zeros(shape, dtype=torch.float32)
     for (states_TLD, scales_TL), (row, place) in zip(states, batch.places(), strict=False):
         states_BTLD[row, place] = states_TLD
         if scales_BTL is not None and scales_TL is not None:
