@@ -21,6 +21,20 @@ TEXT_SHARD = "recorded-"
 """Begin of the names of files that each hold one text with its states."""
 
 
+def at_home(path: str | Path) -> str:
+    """Return a path with the home folder in the place of a leading ~, or of ~USER.
+
+    Shells do so for an argument of their own, and nobody for a config file or a Python string.
+
+    Raises:
+        ValueError: nothing says where the home folder is.
+    """
+    expanded = os.path.expanduser(str(path))
+    if expanded == "~" or expanded.startswith("~/"):
+        raise ValueError(f"{str(path)!r} is in the home folder, which is unknown; set HOME")
+    return expanded
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to, which takes its place as the block ends.
@@ -59,6 +73,7 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
     Raises:
         OSError: with the file's name and size; an older file is as it was.
     """
+    path = Path(at_home(path))
     try:
         with replacing(path) as partial:
             partial.touch(mode=mode)
@@ -152,4 +167,4 @@ def file_sizes(folder: Path) -> int:
 
 def text_shards(folder: str | Path) -> list[Path]:
     """Return the files of a states folder that each hold one text with its tokens, oldest first."""
-    return sorted(Path(folder).glob(f"{TEXT_SHARD}*.safetensors"))
+    return sorted(Path(at_home(folder)).glob(f"{TEXT_SHARD}*.safetensors"))

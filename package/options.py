@@ -6,10 +6,13 @@ anything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
+
+from .files import at_home
 
 Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
 
@@ -49,8 +52,14 @@ class CommandOptions:
     most_used: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows before all others, up to five, those of groups by dotted
     names."""
+    texts: ClassVar[tuple[str, ...]] = ()
+    """Options whose values may begin with ~ and are no paths."""
 
     def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            if option.name not in self.texts:
+                value = getattr(self, option.name)
+                object.__setattr__(self, option.name, with_home(value))
         for name in self.required:
             if not attrgetter(name)(self):
                 raise ValueError(f"option {name!r} is required and was not given")
@@ -58,6 +67,19 @@ class CommandOptions:
             value = attrgetter(name)(self)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def with_home(value: Any) -> Any:
+    """Return an option's value with the home folder in its paths, see `at_home`."""
+    if isinstance(value, str):
+        return at_home(value)
+    if isinstance(value, list):
+        return [with_home(element) for element in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        options = {option.name: getattr(value, option.name) for option in dataclasses.fields(value)}
+        changed = {name: with_home(option) for name, option in options.items()}
+        return value if changed == options else dataclasses.replace(value, **changed)
+    return value
 
 
 def template_variables(

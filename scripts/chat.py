@@ -39,6 +39,7 @@ class ChatConfig(SamplingOptions):
 
     required = ("target",)
     most_used = ("target", "head", "max_new_tokens", "temperature", "record")
+    texts = ("system",)
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0}
 
     max_new_tokens: int = 512

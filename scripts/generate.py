@@ -28,6 +28,7 @@ class GenerateConfig(SamplingOptions):
 
     required = ("target", "prompt")
     most_used = ("target", "head", "prompt", "max_new_tokens", "temperature")
+    texts = ("prompt",)
     takes_encoder_decoders: ClassVar[bool] = True
     minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 0, "temperature": 0, "top_k": 0}
 

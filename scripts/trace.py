@@ -37,6 +37,7 @@ class TraceConfig(SamplingOptions):
 
     required = ("target",)
     most_used = ("target", "head", "prompt", "output", "max_new_tokens")
+    texts = ("prompt",)
     minimum: ClassVar[dict[str, float]] = {
         "max_new_tokens": 1,
         "temperature": 0,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ...files import at_home
 from ...inference.drafters.base import PrefillChunk
 from ...inference.drafters.costs import head_shape, kept_costs
 from ...inference.drafters.round import Round
@@ -139,7 +140,7 @@ def record(
             _CHECKED[target] = target.engine.name
         provenance = {**target.current_provenance(), **tokenizer_provenance(tokenizer)}
         manifest = cache_manifest(provenance, layers, target.info.hidden_size, format)
-        recorded = RecordedFolder(Path(folder), manifest, max_bytes)
+        recorded = RecordedFolder(Path(at_home(folder)), manifest, max_bytes)
         recording = Recording(target, recorded, kind, max_length, lm.observers)
     costs = None if lm.head is None else kept_costs(target, lm.head)
     if lm.head is not None and costs is not None:

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...files import at_home
+
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 OF_BROKEN_PICKLES = (
@@ -266,7 +268,7 @@ def refuse_foreign(final: str | Path, contents: Contents) -> None:
     Raises:
         ValueError: naming the first of its files, or a file of that name.
     """
-    final = Path(final).resolve()
+    final = Path(at_home(final)).resolve()
     if final.exists() and not final.is_dir():
         raise ValueError(f"{final} is a file: choose another folder for {contents.what}")
     _refuse(final, contents)
@@ -292,7 +294,7 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
 
     What was there before must be earlier `contents`, see `refuse_foreign`.
     """
-    final = Path(final).resolve()
+    final = Path(at_home(final)).resolve()
     refuse_foreign(final, contents)
     partial, replaced = (
         final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced")

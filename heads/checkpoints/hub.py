@@ -18,6 +18,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ...files import at_home
+
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
 """Patterns of the files that are downloaded: all files of a head."""
 REASONS: dict[type[Exception], str] = {
@@ -48,7 +50,7 @@ def local_folder(
 
     Where that fails, a ValueError has the Hub's reason.
     """
-    folder = Path(source)
+    folder = Path(at_home(source))
     if folder.is_dir():
         return folder
     where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")

@@ -22,7 +22,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...files import write_whole
+from ...files import at_home, write_whole
 from ..base import CheckpointMetadata, DraftHead, TargetInfo, dtype_name
 from ..by_name import OBJECTIVE_OPTIONS, build_head, head_name
 from ..layers.draft_vocab import draft_ids, with_trained_rows
@@ -153,7 +153,7 @@ def save_head(
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
         (partial / GENERATE_FILE).parent.mkdir()
         (partial / GENERATE_FILE).write_text(
-            generate_source(str(Path(folder).resolve())), encoding="utf-8"
+            generate_source(str(Path(at_home(folder)).resolve())), encoding="utf-8"
         )
         if adapter is not None:
             adapter.save_pretrained(partial / ADAPTER_FOLDER)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...files import read_json, require_regular
+from ...files import at_home, read_json, require_regular
 
 SORTED_TOKENS = 16
 """Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched
@@ -103,7 +103,8 @@ class Datastore:
         Raises:
             ValueError: a folder without a datastore, or files of another kind.
         """
-        manifest = Path(folder) / MANIFEST_FILE
+        folder = Path(at_home(folder))
+        manifest = folder / MANIFEST_FILE
         if not manifest.is_file():
             raise ValueError(
                 f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore`"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...files import at_home
+
 SPECS = {
     "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",
     "retrieval": "retrieval:FOLDER[:NODES[:LENGTH[:NGRAM]]]",
@@ -128,7 +130,7 @@ def _numbers(name: str, options: str, most: int) -> list[int]:
 def _path_and_numbers(options: str, most: int) -> tuple[str, str]:
     """Split PATH[:NUMBER...]; a path may hold colons itself, and is taken whole if it exists."""
     numbers: list[str] = []
-    path = options
+    path = at_home(options)
     while len(numbers) < most and ":" in path and not Path(path).exists():
         before, _, last = path.rpartition(":")
         if not last.isdigit():

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ...extras import require_extra
+from ...files import at_home
 from ...heads.base import TargetModules, dtype_name
 from ..targets.adapters import active_adapters, check_adapters, unwrapped
 from ..targets.as_loaded import as_loaded
@@ -167,7 +168,7 @@ class Target(TargetModel):
     ) -> Target:
         """`from_pretrained` with a given dtype (or "auto", as in transformers) and device."""
         model = load_model(source, dtype, device, revision, options)
-        return cls(model, str(source), downloaded_commit(source, revision, options))
+        return cls(model, at_home(source), downloaded_commit(source, revision, options))
 
     def compile(self, mode: bool = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.
@@ -248,13 +249,14 @@ class Target(TargetModel):
 
         # before the model changes: a head is compared with the base model
         provenance = self.provenance
+        folder = Path(at_home(folder)).resolve()
         with reading("adapter", folder):
             merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)
         self.before_lm_head = before_lm_head(self.model)
         vars(self).pop("computes_logits", None)  # found anew
-        self.adapter = str(Path(folder).resolve())
+        self.adapter = str(folder)
         setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
         self.refresh()  # peft changes weights in a way that their version does not show
 

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME
 
 from ...extras import require_extra
-from ...files import refuse_pipes
+from ...files import at_home, refuse_pipes
 from ...heads.base import dtype_name
 
 PACKAGE = "package:"
@@ -74,7 +74,7 @@ LONGEST_REASON = 300
 
 def locate(source: str | Path) -> tuple[str, str | None]:
     """The folder or Hub id of a target, and the name of the GGUF file in it, or None."""
-    text = str(source)
+    text = at_home(source)
     if text.startswith(PACKAGE) or text.endswith(".gguf"):
         require_extra("gguf", f"the GGUF file of {text!r}")
     if text.startswith(PACKAGE):

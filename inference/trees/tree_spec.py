@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
+from ...files import at_home
+
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
 """How the children of a node are made, which decides the acceptance rules that are exact: the
 draft's top-k tokens; one sampled child; several, sampled independently; several, sampled without
@@ -286,9 +288,10 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         if kind == "dynamic" and len(numbers) <= 3:
             return DynamicShape(*map(int, numbers))
     literal = tree.startswith("[")
-    if literal or Path(tree).is_file():
+    file = Path(at_home(tree))
+    if literal or file.is_file():
         try:
-            paths = json.loads(tree if literal else Path(tree).read_text(encoding="utf-8"))
+            paths = json.loads(tree if literal else file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}"

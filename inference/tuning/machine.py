@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...files import write_whole
+from ...files import at_home, write_whole
 
 FORMAT = 2
 """Version of the file's entries; another version measures anew and leaves the rest of the file
@@ -53,8 +53,8 @@ def cache_folder() -> Path:
         RuntimeError: the user has no home.
     """
     if own := os.environ.get("HEADSTART_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart"
+        return Path(at_home(own))
+    return Path(at_home(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "headstart"
 
 
 def hardware(device: torch.device) -> str:

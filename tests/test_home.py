@@ -1,0 +1,106 @@
+"""A leading ~ in a path is the home folder, which only a shell would put there otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from headstart.addons.record import record
+from headstart.files import at_home, write_whole
+from headstart.heads import DraftHead
+from headstart.inference import Retrieval, SpeculativeLM, load_tokenizer, tree_policy
+from headstart.inference.drafters.ngram_index import Datastore
+from headstart.inference.drafters.specs import drafter_spec
+from headstart.inference.tuning.machine import cache_folder
+from headstart.scripts.command_line import options
+from headstart.scripts.generate import GenerateConfig
+from headstart.scripts.trace import TraceConfig
+from headstart.train.config import DataConfig, FeaturesConfig, TrainConfig
+
+ROW = torch.tensor([[5, 7, 9, 11]])
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The home folder; the working directory, in which no folder named ~ may be made, is another
+    one."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    yield home
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "expanded"),
+    [
+        ("~/x", "{home}/x"),
+        ("~", "{home}"),
+        ("a/~/x", "a/~/x"),
+        ("~draft.jsonl", "~draft.jsonl"),
+        ("", ""),
+        ("user/head", "user/head"),
+    ],
+)
+def test_only_a_leading_home_is_one(home, path, expanded):
+    assert at_home(path) == expanded.format(home=home)
+
+
+def test_an_unknown_home_is_refused(monkeypatch):
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="'~/x' is in the home folder, which is unknown; set HOME"):
+        at_home("~/x")
+
+
+def test_options_of_a_file_of_a_command_line_and_of_python(home):
+    (home / "c.yaml").write_text("target: ~/target\ndrafter: lookahead\nprompt: ~/hello\n")
+    read = options(GenerateConfig, "generate", "", ["--config=~/c.yaml", "--head=~/head"])
+    assert (read.target, read.head) == (f"{home}/target", f"{home}/head")
+    assert read.prompt == "~/hello"
+    assert TraceConfig(target="~/t", drafter="lookahead", prompt="~").prompt == "~"
+    config = TrainConfig(
+        target="~/target",
+        output="~/run",
+        data=DataConfig(sources=["~/a/*.jsonl", "other.jsonl"], cache="~/cache"),
+        features=FeaturesConfig(folder="~/states"),
+    )
+    assert (config.target, config.output) == (f"{home}/target", f"{home}/run")
+    assert config.data.sources == [f"{home}/a/*.jsonl", "other.jsonl"]
+    assert (config.data.cache, config.features.folder) == (f"{home}/cache", f"{home}/states")
+
+
+def test_stored_texts_at_home_are_the_source_of_their_tokens(home):
+    (home / "states").mkdir()
+    (home / "states" / "recorded-1.safetensors").touch()
+    features = FeaturesConfig(mode="stored", folder="~/states")
+    config = TrainConfig(target="x", output="y", features=features)
+    assert config.data.sources == [f"{home}/states"]
+
+
+def test_what_python_loads_and_writes(home, target_folder, tools, monkeypatch):
+    shutil.copytree(target_folder, home / "target")
+    lm = SpeculativeLM.from_pretrained("~/target", compile=False)
+    assert lm.target.name == f"{home}/target"
+    tools.head_for(lm.target, "medusa", num_heads=2).save_pretrained("~/head")
+    assert str(home / "head") in (home / "head" / "custom_generate" / "generate.py").read_text()
+    DraftHead.from_pretrained("~/head")
+    lm = SpeculativeLM.from_pretrained(lm.target, head="~/head", compile=False)
+    lm.use_head("~/head")
+    tokenizer = load_tokenizer("~/target")
+    (home / "tree.json").write_text(json.dumps([[0], [0, 0]]))
+    assert repr(tree_policy("~/tree.json")) == repr(tree_policy("[[0], [0, 0]]"))
+    (home / "store").mkdir()
+    Datastore.of([[1, 2, 3, 4]], "t").save(home / "store")
+    assert Datastore.load("~/store").tokenizer == "t"
+    assert drafter_spec("retrieval:~/store:3") == Retrieval(f"{home}/store", 3)
+    with record(lm, "~/recorded", tokenizer=tokenizer):
+        lm.generate(ROW, max_new_tokens=4, do_sample=False)
+    assert list((home / "recorded").glob("recorded-*"))
+    assert write_whole("~/page.html", "").parent == home
+    monkeypatch.setenv("HEADSTART_CACHE", "~/cache")
+    assert cache_folder() == home / "cache"
