@@ -419,8 +419,9 @@ class DraftHead(nn.Module, ABC):
             ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another
                 shape, or a head of another class; `DraftHead.from_pretrained` loads any.
         """
-        folder = cls.checkpoints.local_folder(source, revision, token, cache_dir)
-        head, _ = cls.checkpoints.load_head(folder)
+        head, _ = cls.checkpoints.load_head(
+            source, revision=revision, token=token, cache_dir=cache_dir
+        )
         if not isinstance(head, cls):
             raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
         return head

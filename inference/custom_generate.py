@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
+from ..heads.checkpoints.hub import HUB_OPTIONS
 from .drafters.by_name import DrafterSource
 from .inputs import Prompts, with_tokenizer
 from .output import GenerateDictOutput, GenerateOutput
@@ -111,14 +112,16 @@ def generate_from(
     compile: bool = True,
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
+    revision: str | None = None,
     **settings: Any,
 ) -> Tensor | GenerateOutput | GenerateDictOutput:
     """Serve `model.generate(..., custom_generate=HEAD, trust_remote_code=True)`.
 
     A checkpoint's generate.py calls this function.
 
-    Takes the user's arguments as they were given to `model.generate`, and `compile`, `dtype` and
-    `allow_adapter` of `custom_generate`. `head` is the place that the file names.
+    Takes the user's arguments as they were given to `model.generate`, `compile`, `dtype` and
+    `allow_adapter` of `custom_generate`, and the revision and the options of the Hub by which
+    transformers has found the file. `head` is the place that the file names.
 
     Raises:
         ValueError: the head is not where it was saved.
@@ -131,6 +134,8 @@ def generate_from(
             " into that file; `headstart push` writes the repository's name"
         )
     options = {"head": head, "compile": compile, "dtype": dtype, "allow_adapter": allow_adapter}
+    options |= {"head_revision": revision}
+    options |= {name: settings.pop(name) for name in HUB_OPTIONS if name in settings}
     engine = engine_of(model, generate_from, options)
     inputs = settings.pop("inputs", None)
     input_ids = settings.pop("input_ids", None)

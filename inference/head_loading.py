@@ -26,6 +26,7 @@ def load_fitting_head(
     """A head that fits the target, in its dtype; nothing is changed and nothing measured.
 
     The head "mtp" is the one in the target's own checkpoint.
+    A Hub id is asked for with the target's options of the Hub.
     A warning names what differs between the target that the head was trained against and this one;
     the dtype only if it `was_named`.
 
@@ -49,7 +50,7 @@ def load_fitting_head(
             )
         return native_head(target)
     else:
-        loaded, _ = load_head(head, target.info, target.dtype, revision)
+        loaded, _ = load_head(head, target.info, target.dtype, revision, **target.hub)
     metadata = loaded.metadata or CheckpointMetadata()
     used = dict(target.provenance)
     if not dtype_was_named:
@@ -75,7 +76,8 @@ def native_head(target: Target) -> DraftHead:
         raise ValueError(
             f"an MTP head is read from safetensors, and {target.name!r} is a GGUF file"
         )
-    head = read_native_mtp(target.name, target.info, described(target.config), target.commit)
+    layer = described(target.config)
+    head = read_native_mtp(target.name, target.info, layer, target.commit, **target.hub)
     head.metadata = CheckpointMetadata(provenance=dict(target.provenance))
     return head.to(target.dtype)
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from .engines.target import Target
 from .rounds.sequences import Conversation
 from .targets.as_loaded import as_loaded
 from .targets.interface import CACHE_NAMES, filled_cache
-from .targets.loading import load_tokenizer
 from .targets.prompt_inputs import ENCODED, TOKEN_TYPES, check_prompt_inputs, is_prompt_input
 
 CONFIG_SETTINGS = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
@@ -341,17 +339,11 @@ def _tokenizer_for(
     if tokenizer is not None:
         return tokenizer
     try:
-        return _tokenizer_named(target.name)
+        return target.tokenizer
     except ValueError as error:
         raise ValueError(
             f"{what} needs the tokenizer; give generate(..., tokenizer=...)"
         ) from error
-
-
-@lru_cache(maxsize=4)
-def _tokenizer_named(name: str) -> PreTrainedTokenizerBase:
-    """`load_tokenizer`, once for all calls that need it."""
-    return load_tokenizer(name)
 
 
 def padding_token(config: GenerationConfig) -> int:

@@ -48,7 +48,7 @@ class ReplayTarget(Target):
     shares_prompts = False
 
     def __init__(self, target: Target) -> None:
-        super().__init__(target.model, target.name, target.commit)
+        super().__init__(target.model, target.name, target.commit, target.hub)
         self.original = target
         self.computes_logits = target.computes_logits  # tried now: later there is no forward
         self.lock = target.lock

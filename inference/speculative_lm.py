@@ -59,7 +59,7 @@ from .rounds.sequences import Conversation, Sequences
 from .rounds.verification import Verification, verification_by
 from .running import alone, runs
 from .targets.as_loaded import as_loaded, warn_of_autocast
-from .targets.loading import check_model_options, refuse_loading_options
+from .targets.loading import model_options, refuse_loading_options
 from .targets.prompt_inputs import is_prompt_input
 from .text.chat import Chat
 from .text.streaming import streamed
@@ -209,7 +209,7 @@ class SpeculativeLM:
         """
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_rule_name(acceptance)
-        check_model_options(model_kwargs)
+        model_kwargs = model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:

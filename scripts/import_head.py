@@ -52,12 +52,12 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.scripts.load_target import embedding_of, original_target
 
     refuse_foreign(config.output, HEAD)
-    folder = local_folder(config.head, config.revision, config.token)
+    folder = local_folder(config.head, config.revision, token=config.token)
     found = read_json(folder / "config.json")
     if "headstart" in found:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
-    target = original_target(config.target)
+    target = original_target(config.target, token=config.token)
     lm_head_VD = target.modules.lm_head_rows(None).cpu()
     parts = TargetParts(embedding_of(target), lm_head_VD, target.config.to_dict())
     head, read = import_head(found, tensors, target.info, parts)

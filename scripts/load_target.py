@@ -14,14 +14,23 @@ from headstart.inference.targets.dtypes import own_dtype
 from headstart.inference.targets.loading import default_device
 
 
-def original_target(source: str, dtype: torch.dtype | None = None) -> Target:
+def original_target(
+    source: str, dtype: torch.dtype | None = None, token: str | None = None
+) -> Target:
     """Load a target in this dtype, or in that of its checkpoint."""
-    return Target.load(source, dtype or own_dtype(source)[0], default_device())
+    hub = {"token": token}
+    own, _ = own_dtype(source, options=hub)
+    return Target.load(source, dtype or own, default_device(), options=hub)
 
 
-def target_of(head: DraftHead, source: str | None, dtype: torch.dtype | None = None) -> Target:
+def target_of(
+    head: DraftHead,
+    source: str | None,
+    dtype: torch.dtype | None = None,
+    token: str | None = None,
+) -> Target:
     """Load a head's target, by default the one in its config, and check that they fit."""
-    target = original_target(source or head.target.name, dtype)
+    target = original_target(source or head.target.name, dtype, token)
     head.target.check(target.info)
     return target
 

@@ -67,7 +67,7 @@ def push_head(config: PushConfig) -> None:
     head, _ = load_head(folder)
     shared = {}
     if head.served_names:
-        target = target_of(head, config.target)
+        target = target_of(head, config.target, token=config.token)
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"

@@ -111,7 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         match = re.match(r"/api/models/([^/]+/[^/]+)(/revision/|/tree/)?([^/]*)$", path)
         resolve = re.match(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)$", path)
-        found = (match or resolve or [None, None])[1]
+        below = re.match(r"/api/models/([^/]+/[^/]+)/tree/[^/]+/.+$", path)
+        found = (match or resolve or below or [None, None])[1]
         if found not in self.server.repos or (
             found in self.server.private and "Authorization" not in self.headers
         ):

@@ -43,7 +43,7 @@ from ...inference.rounds.observers import ObservedCall, RoundObserver
 from ...inference.rounds.sequences import Conversation
 from ...inference.speculative_lm import SpeculativeLM
 from ...inference.targets.as_loaded import as_loaded
-from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
+from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.streaming import StreamClosed
 from ...inference.trees.stats import Stats
 from ...inference.trees.verify import greedy, is_lossy_rule
@@ -125,7 +125,7 @@ def record(
             f"{max_length} and {max_bytes}"
         )
     check_kind(kind, "a recording")
-    tokenizer = tokenizer or load_tokenizer(target.name)
+    tokenizer = tokenizer or target.tokenizer
     layers = kept_layers(lm.drafter.feature_layers)
     with target.lock, as_loaded(target.model):
         for observer in lm.observers:

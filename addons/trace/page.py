@@ -25,7 +25,6 @@ from ...inference.engines.encoder_decoder import Seq2SeqTarget
 from ...inference.inputs import prompts_of
 from ...inference.output import GenerateOutput
 from ...inference.speculative_lm import SpeculativeLM
-from ...inference.targets.loading import load_tokenizer
 from ...inference.text.detokenizer import decoded, shown_token, text_pieces
 from ...inference.trees.stats import Stats
 from .record import WHOLE_ROUNDS, Recorder, Tracer, rounded
@@ -118,7 +117,7 @@ def trace(
         raise ValueError(f"trace records one row, not a batch of {rows}")
     if options.get("max_new_tokens") == 0:
         raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
-    tokenizer = tokenizer or load_tokenizer(lm.target.name)
+    tokenizer = tokenizer or lm.target.tokenizer
     tracer = Tracer()
     with lm.target.lock:  # other threads generate before or afterwards
         lm.observers.append(tracer)

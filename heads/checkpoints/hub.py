@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
@@ -22,6 +23,8 @@ from ...files import at_home
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
 """Patterns of the files that are downloaded: all files of a head."""
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token")
+"""Options of the Hub's client for where files are and how they are asked for."""
 REASONS: dict[type[Exception], str] = {
     HFValidationError: "it is no folder, and no Hub id either: {error}",
     GatedRepoError: "its repository is gated; ask for access, then give a token",
@@ -40,29 +43,26 @@ its own."""
 def local_folder(
     source: str | Path,
     revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
     files: Sequence[str] = FILES,
+    **hub: Any,
 ) -> Path:
     """Return a folder unchanged; download the files of a Hub id, or take them from the cache.
 
     Only files that match the patterns in `files` are downloaded.
 
-    Where that fails, a ValueError has the Hub's reason.
+    `hub` holds options of `HUB_OPTIONS`. Where the download fails, a ValueError has the Hub's
+    reason.
     """
+    assert hub.keys() <= set(HUB_OPTIONS)
     folder = Path(at_home(source))
     if folder.is_dir():
         return folder
+    if hub.get("cache_dir") is not None:
+        hub["cache_dir"] = at_home(hub["cache_dir"])
     where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")
     try:
         return Path(
-            snapshot_download(
-                str(source),
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                allow_patterns=list(files),
-            )
+            snapshot_download(str(source), revision=revision, allow_patterns=list(files), **hub)
         )
     except Exception as error:
         reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))

@@ -87,18 +87,18 @@ def load_head(
     target: TargetInfo | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
+    **hub: Any,
 ) -> tuple[DraftHead, CheckpointMetadata]:
     """Load a head from a folder or a Hub id, strictly; see `DraftHead.from_pretrained`.
 
     Its dimensions must match those of `target`, if given. A `dtype` of None keeps the saved one.
+    `hub` holds options of `hub.HUB_OPTIONS`.
 
     Raises:
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that
             is missing, extra or of another shape; each named.
     """
-    folder = local_folder(source, revision, token, cache_dir)
+    folder = local_folder(source, revision, **hub)
     config = _read_config(folder)
     section = config["headstart"]
     saved_target = TargetInfo(**section["target"])

@@ -217,8 +217,7 @@ def read_native_mtp(
     target: TargetInfo,
     layer: dict[str, Any],
     revision: str | None = None,
-    token: str | None = None,
-    cache_dir: str | Path | None = None,
+    **hub: Any,
 ) -> MtpHead:
     """The MTP head in a model's own checkpoint.
 
@@ -227,20 +226,19 @@ def read_native_mtp(
         target: its dimensions.
         layer: its text config, see `layers.target_layer.described`.
         revision: revision of the Hub id.
-        token: access token of the Hub.
-        cache_dir: folder of the Hub's cache.
+        hub: options of `hub.HUB_OPTIONS`.
 
     Raises:
         ValueError: a checkpoint without an MTP head or in another format than safetensors, or
             tensors that are missing, unknown or of another shape; each named.
     """
-    folder = _folder_with_index(source, revision, token, cache_dir)
+    folder = _folder_with_index(source, revision, hub)
     files = _files_of_tensors(folder, source)
     found = find(files, target.num_layers, repr(str(source)))
     names = found.read & files.keys()
     wanted = sorted({files[name] for name in names})
     if not all((folder / file).is_file() for file in wanted):
-        folder = local_folder(source, revision, token, cache_dir, wanted)
+        folder = local_folder(source, revision, wanted, **hub)
     return head_of_tensors(found, _read_all(folder, files, names), target, layer, repr(str(source)))
 
 
@@ -317,13 +315,11 @@ def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, 
     return named
 
 
-def _folder_with_index(
-    source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
-) -> Path:
+def _folder_with_index(source: str | Path, revision: str | None, hub: dict[str, Any]) -> Path:
     """A model's folder with the index of its weights, or with its one file."""
-    folder = local_folder(source, revision, token, cache_dir, [CONFIG_FILE, INDEX_FILE])
+    folder = local_folder(source, revision, [CONFIG_FILE, INDEX_FILE], **hub)
     if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
-        folder = local_folder(source, revision, token, cache_dir, [CONFIG_FILE, WEIGHTS_FILE])
+        folder = local_folder(source, revision, [CONFIG_FILE, WEIGHTS_FILE], **hub)
     return folder
 
 
@@ -447,7 +443,7 @@ def write_native_mtp(
         ValueError: a model that brings none, so that its family has no names for it, or one of
             another shape.
     """
-    folder = local_folder(source, revision, None, None, ["*"])
+    folder = local_folder(source, revision, ["*"])
     where = repr(str(source))
     files = _files_of_tensors(folder, source)
     found = find(files, head.target.num_layers, where)

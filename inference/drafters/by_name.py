@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from ...heads.base import CheckpointMetadata, DraftHead, TargetModules
 from ..engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from ..engines.target import Target
-from ..targets.loading import load_tokenizer, tokenizer_provenance
+from ..targets.loading import tokenizer_provenance
 from ..trees.tree_spec import (
     DynamicShape,
     EarlyExitShape,
@@ -207,8 +207,9 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Batch
     if isinstance(spec, PreTrainedModel):
         spec = Seq2SeqTarget(spec) if is_encoder_decoder(spec) else Target(spec)
     if isinstance(spec, SmallerModel):
-        kind = Seq2SeqTarget if is_encoder_decoder(spec.name) else Target
-        spec = kind.load(spec.name, target.dtype, target.device)
+        hub = target.hub
+        kind = Seq2SeqTarget if is_encoder_decoder(spec.name, options=hub) else Target
+        spec = kind.load(spec.name, target.dtype, target.device, options=hub)
     if isinstance(spec, Target):
         return _assistant(spec, target, tree)
     if isinstance(spec, Ngram):
@@ -262,8 +263,8 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
             f"{model.name!r} cannot draft for {target.name!r}: one of them is an encoder-decoder"
         )
     try:
-        ours = tokenizer_provenance(load_tokenizer(target.name))["tokenizer"]
-        theirs = tokenizer_provenance(load_tokenizer(model.name))["tokenizer"]
+        ours = tokenizer_provenance(target.tokenizer)["tokenizer"]
+        theirs = tokenizer_provenance(model.tokenizer)["tokenizer"]
     except ValueError:  # models that were made in memory have no files: compare their sizes
         ours = str(target.info.vocab_size)
         theirs = str(model.info.vocab_size)
@@ -286,7 +287,7 @@ def _deepest(tree: TreeSpec) -> int:
 
 def _datastore(folder: str | Path, target: Target) -> Datastore:
     store = Datastore.load(folder)
-    tokenizer = tokenizer_provenance(load_tokenizer(target.name))["tokenizer"]
+    tokenizer = tokenizer_provenance(target.tokenizer)["tokenizer"]
     if store.tokenizer != tokenizer:
         raise ValueError(
             f"the datastore {str(folder)!r} was made with tokenizer {store.tokenizer}, the target"

@@ -110,8 +110,8 @@ class Datastore:
                 f"no datastore in {str(folder)!r}: it has no {MANIFEST_FILE}; `headstart datastore`"
                 " makes one"
             )
-        tokens = _mapped(Path(folder) / TOKENS_FILE)
-        order = _mapped(Path(folder) / ORDER_FILE)
+        tokens = _mapped(folder / TOKENS_FILE)
+        order = _mapped(folder / ORDER_FILE)
         about = read_json(manifest)
         if not isinstance(about, dict) or not isinstance(about.get("tokenizer"), str):
             raise ValueError(f"{manifest} names no tokenizer; make the datastore again")

@@ -8,6 +8,7 @@ draft model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -94,8 +95,14 @@ class Seq2SeqTarget(Target):
     engine_kind = Seq2SeqEngine
     shares_prompts = False
 
-    def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
-        super().__init__(model, name, commit)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str = "",
+        commit: str | None = None,
+        hub: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(model, name, commit, hub)
         self.was_tried()  # there is nothing to try: `FAMILIES` are known
         self.encoded: BaseModelOutput | None = None
         self.encoded_mask: Tensor | None = None

@@ -8,7 +8,7 @@ hidden size, F width of the chosen layers side by side.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...extras import require_extra
 from ...files import at_home
@@ -30,10 +30,12 @@ from ..targets.fork_lock import ForkLock
 from ..targets.info import before_lm_head, fingerprint, target_modules
 from ..targets.loading import (
     MAPS,
-    check_model_options,
     default_device,
     downloaded_commit,
+    hub_options,
     load_model,
+    load_tokenizer,
+    model_options,
     reading,
     refuse_loading_options,
 )
@@ -81,8 +83,16 @@ class Target(TargetModel):
     engine_kind: type[ModelEngine] = ModelEngine
     """The engine for models of its kind."""
 
-    def __init__(self, model: PreTrainedModel, name: str = "", commit: str | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str = "",
+        commit: str | None = None,
+        hub: Mapping[str, Any] | None = None,
+    ) -> None:
         """Wrap a loaded model, with the name and the Hub's commit that it was loaded by.
+
+        `hub` holds the options of `HUB_OPTIONS` for what else it needs from there.
 
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
@@ -90,6 +100,8 @@ class Target(TargetModel):
         super().__init__(model, name)
         self.commit: str | None = commit or getattr(model.config, "_commit_hash", None)
         """Commit of the Hub's repository; None for files that are not the Hub's, or unknown."""
+        self.hub = dict(hub or {})
+        """Options of `HUB_OPTIONS`, by which its head, draft model and tokenizer are found too."""
         merged = vars(model).get(MERGED_ADAPTER)
         self.adapter: str | None = None if merged is None else merged[0]
         """Folder of the peft adapter that was merged into the weights, by this target or an earlier
@@ -138,17 +150,20 @@ class Target(TargetModel):
             revision: revision of a Hub id.
             model_kwargs: quantization_config, attn_implementation, trust_remote_code, token,
                 cache_dir and others of `loading.MODEL_OPTIONS`, for transformers'
-                `from_pretrained`.
+                `from_pretrained`. A head, a draft model and the tokenizer are looked for by those
+                of the Hub too, also where the target is a loaded model.
 
         Raises:
             ValueError: nothing to load at `source`, an unknown option, or an architecture that
                 cannot run draft trees.
         """
-        check_model_options(model_kwargs)
+        model_kwargs = model_options(model_kwargs)
         source = unwrapped(source)
         if isinstance(source, PreTrainedModel):
-            refuse_loading_options(source.dtype, dtype, device_map, revision, model_kwargs)
-            return cls(source)
+            hub = hub_options(model_kwargs)
+            others = {name: model_kwargs[name] for name in model_kwargs.keys() - hub.keys()}
+            refuse_loading_options(source.dtype, dtype, device_map, revision, others)
+            return cls(source, hub=hub)
         where = default_device() if device_map is None else device_map
         if isinstance(where, dict) or where in MAPS:
             chosen = chosen_dtype(dtype, source, None, revision, model_kwargs)
@@ -168,7 +183,17 @@ class Target(TargetModel):
     ) -> Target:
         """`from_pretrained` with a given dtype (or "auto", as in transformers) and device."""
         model = load_model(source, dtype, device, revision, options)
-        return cls(model, at_home(source), downloaded_commit(source, revision, options))
+        commit = downloaded_commit(source, revision, options)
+        return cls(model, at_home(source), commit, hub_options(options or {}))
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that lies beside the model, loaded when it is first needed.
+
+        Raises:
+            ValueError: a model without files.
+        """
+        return load_tokenizer(self.name, self.commit, **self.hub)
 
     def compile(self, mode: bool = True) -> None:
         """Choose the engine that runs the forwards, see `chosen_engine`.

@@ -32,6 +32,7 @@ from transformers.utils import CONFIG_NAME
 from ...extras import require_extra
 from ...files import at_home, refuse_pipes
 from ...heads.base import dtype_name
+from ...heads.checkpoints.hub import HUB_OPTIONS
 
 PACKAGE = "package:"
 """Prefix of a target that is a GGUF file in an installed Python package."""
@@ -111,14 +112,21 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def check_model_options(options: dict[str, Any]) -> None:
-    """Refuse unknown options before anything is loaded."""
+def model_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a target with whole paths; refuse unknown ones."""
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))
     if unknown:
         raise ValueError(
             f"unknown option {unknown[0]!r} for a target; choose from"
             f" {', '.join(sorted(MODEL_OPTIONS))}"
         )
+    folders = [name for name in ("cache_dir", "offload_folder") if options.get(name) is not None]
+    return options | {name: at_home(options[name]) for name in folders}
+
+
+def hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a target's options that hold for all that is read from the Hub."""
+    return {name: options[name] for name in HUB_OPTIONS if name in options}
 
 
 def config_of(
@@ -363,7 +371,7 @@ def load_tokenizer(
     folder, gguf = locate(source)
     with reading("tokenizer", source):
         return AutoTokenizer.from_pretrained(
-            folder, gguf_file=gguf, revision=revision, **without_code(options)
+            folder, gguf_file=gguf, revision=revision, **without_code(model_options(options))
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.console import ProgressBar, counted
-from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference import SpeculativeLM, Stats, Target
 from headstart.inference.drafters.acceptance import Answered
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 from headstart.inference.text.chat_template import check_lengths, prompt_ids
@@ -95,7 +95,7 @@ def stock_settings(
     """
     if not target.model.generation_config.stop_strings:
         return {}
-    return {"tokenizer": tokenizer or load_tokenizer(target.name)}
+    return {"tokenizer": tokenizer or target.tokenizer}
 
 
 def answered(

@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from headstart.heads import CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, Target, generate_from
 from headstart.inference.drafters import costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.head_loading import load_fitting_head, merge_adapter_of
@@ -129,3 +130,57 @@ def test_a_head_whose_tree_is_known_needs_no_times(target, saved, monkeypatch):
         assert lm.drafter.max_nodes >= 2
     with pytest.raises(ValueError, match="unknown acceptance rule"):
         SpeculativeLM.from_pretrained(target, saved(), compile=False, acceptance="exact")
+
+
+ROW = torch.tensor([[5, 7, 9, 11]])
+SHORT = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture
+def private(hub, target_folder, tmp_path):
+    """The tiny target and a head for it as private repositories of a Hub."""
+    target = Target.from_pretrained(target_folder)
+    head = build_head("medusa", {"num_heads": 2}, target.info)
+    save_head(head, tmp_path / "head", CheckpointMetadata())
+    for name, folder in {"me/target": target_folder, "me/head": tmp_path / "head"}.items():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        hub.repos[name] = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+        hub.commits[name] = ["a" * 40]
+        hub.private.add(name)
+    return hub
+
+
+def used(**options):
+    """Load and use all that is found at a Hub: target, head, draft model and tokenizer."""
+    lm = SpeculativeLM.from_pretrained("me/target", "me/head", compile=False, **options)
+    lm.generate(ROW, stop_strings=["never"], **SHORT)
+    lm.use_head("me/head")
+    own = lm.target.model
+    SpeculativeLM.from_pretrained(own, "me/head", compile=False, **options)
+    SpeculativeLM.from_pretrained(own, drafter="model:me/target", compile=False, **options)
+    generate_from("me/head", own, input_ids=ROW, compile=False, **options, **SHORT)
+
+
+@pytest.mark.versions
+def test_options_of_the_hub_hold_for_all_that_is_found_there(private, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"give a token|is not a valid model identifier"):
+        used(cache_dir=tmp_path / "mine")
+    used(cache_dir=tmp_path / "mine", token="hf_x")
+    assert not (tmp_path / "cache").exists()
+    asked = []
+    private.trouble = lambda handler: asked.append(handler.path) or False
+    used(cache_dir=tmp_path / "mine", local_files_only=True, token="hf_x")
+    # transformers asks for the target's adapter all the same
+    assert {path.rpartition("/")[2] for path in asked} <= {"adapter_config.json"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    used(cache_dir=str(tmp_path / "mine"))
+    with pytest.raises(ValueError, match="no target model at 'me/target'"):
+        used()
+
+
+def test_a_revision_given_to_generate_is_that_of_the_head(private, target_folder):
+    own = Target.from_pretrained(target_folder).model
+    with pytest.raises(
+        ValueError, match=r"no head at 'me/head' at revision 'v2'.*no such revision"
+    ):
+        generate_from("me/head", own, input_ids=ROW, revision="v2", token="hf_x", **SHORT)
