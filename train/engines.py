@@ -28,6 +28,7 @@ from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
     gather_object,
@@ -52,6 +53,43 @@ ROWS, WIDTH, INNER = 512, 512, 2048
 """Tokens of the training step that is timed for "auto", and the widths of its two linear layers."""
 REPEATS, LIMIT = 7, 1.0
 """Most timed steps in each dtype, and seconds after which no more are started."""
+NOT_TAKEN = {
+    "ACCELERATE_DYNAMO_BACKEND": ("dynamo_backend", "no", "a head is trained uncompiled"),
+    "ACCELERATE_FP8_BACKEND": ("fp8_backend", "no", "a head is not trained in 8 bits"),
+    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm", "false", "Megatron-LM trains no head"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "parallelism_config",
+        "false",
+        "a head is trained by DDP, FSDP2 or DeepSpeed alone",
+    ),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", "false", "a head is not offloaded"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "fsdp_activation_checkpointing",
+        "false",
+        "loop.recompute decides what is computed again",
+    ),
+    "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", "none", "a head is sharded as a whole"),
+}
+"""Variables by which accelerate hands on settings that a run does not take: their names in a launch
+file, the value that asks for nothing, and why not. What changes neither results nor the engine,
+such as how FSDP wraps modules, is not here."""
+DECIDED_SECTIONS = (
+    "optimizer",
+    "scheduler",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "amp",
+    "data_types",
+    "torch_autocast",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "elasticity",
+    "progressive_layer_drop",
+    "quantize_training",
+)
+"""Sections of a DeepSpeed file that would change what the config says of steps."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -62,12 +100,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
 
     A launch file that contradicts the config, or whose engine cannot train it, raises a ValueError.
     """
-    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if requested not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
-        raise ValueError(
-            f"the launch file has mixed_precision {requested!r}, the config loop.precision"
-            f" {config.loop.precision!r}; leave the launch file's at 'no': the config decides"
-        )
+    check_launch(config)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -75,11 +108,6 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             raise ValueError(
                 "the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version"
                 " to 2"
-            )
-        if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-            raise ValueError(
-                "the launch file has fsdp_offload_params, but a head is not offloaded; set it to"
-                " false"
             )
         if not several:
             raise ValueError(
@@ -104,6 +132,8 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             cpu=on_cpu and not deepspeed,
             # `autocast` does it: accelerate's way keeps the weights in 16 bits
             mixed_precision="no",
+            # `gradients` does it: accelerate would divide the loss once more
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=None if config.loop.tracker == "none" else config.loop.tracker,
             project_dir=config.output,
             # DDP's buckets are the gradients themselves, and no second copy of them.
@@ -120,10 +150,41 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
         GROUPS.append(torch.distributed.group.WORLD)
     share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
     check_engine(requested_engine(accelerator), config)
+    check_accumulation(share)
     if deepspeed:
         unset_hf_deepspeed_config()  # else transformers would shard the target as it loads
         configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config, share)
     return accelerator, share
+
+
+def check_launch(config: TrainConfig) -> None:
+    """Refuse settings of a launch file, or left in the environment, that a run does not take."""
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if requested not in ("no", {"bfloat16": "bf16"}.get(config.loop.precision)):
+        raise ValueError(
+            f"the launch file has mixed_precision {requested!r}, the config loop.precision"
+            f" {config.loop.precision!r}; leave the launch file's at 'no': the config decides"
+        )
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    for variable, (name, harmless, reason) in NOT_TAKEN.items():
+        value = os.environ.get(variable, harmless)
+        if value.lower() != harmless and (fsdp or not variable.startswith("FSDP_")):
+            raise ValueError(
+                f"the launch file has {name} {value!r} ({variable} in the environment), but"
+                f" {reason}; set it to {harmless!r}"
+            )
+
+
+def check_accumulation(share: Share) -> None:
+    """Refuse a launch that accumulates gradients over another number of forwards than the run."""
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    steps = os.environ.get(variable, "auto")
+    if steps not in ("auto", "1", str(share.forwards)):
+        raise ValueError(
+            f"the launch file has gradient_accumulation_steps {steps} ({variable} in the"
+            f" environment), but the config decides the number of forwards a step, {share.forwards}"
+            " here; set it to 1, and choose loop.micro_batch or loop.micro_tokens"
+        )
 
 
 def check_engine(engine: str, config: TrainConfig) -> None:
@@ -310,13 +371,15 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
 
     A DeepSpeed file that contradicts the config raises a ValueError.
     """
-    for section in ("optimizer", "scheduler", "bf16", "fp16", "amp", "torch_autocast"):
+    for section in DECIDED_SECTIONS:
         if options.get(section, {}).get("enabled", section in options):
             raise ValueError(
                 f"the DeepSpeed file has a section {section!r}, which the config decides; remove it"
             )
-    for name in ("offload_optimizer", "offload_param"):
-        if options.get("zero_optimization", {}).get(name, {}).get("device", "none") != "none":
+    zero = options.get("zero_optimization", {})
+    for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params"):
+        asked = zero.get(name) or {}
+        if asked is True or (asked and asked.get("device", "none") != "none"):
             raise ValueError(
                 f"the DeepSpeed file has {name}, but a head is not offloaded; remove it"
             )

@@ -518,6 +518,9 @@ def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, chan
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             "has offload_optimizer, but a head is not",
         ),
+        ({"zero_optimization": {"cpu_offload": True}}, "has cpu_offload, but a head is not"),
+        ({"elasticity": {"enabled": True}}, "a section 'elasticity', which the config decides"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "a section 'data_types', which the config"),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
@@ -536,13 +539,52 @@ def test_a_launch_file_of_another_precision_is_refused(options, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("GRADIENT_ACCUMULATION_STEPS", "4", r"gradient_accumulation_steps 4 .*forwards a step, 2"),
+        ("DYNAMO_BACKEND", "INDUCTOR", r"dynamo_backend 'INDUCTOR' .* trained uncompiled; .* 'no'"),
+        ("FP8_BACKEND", "MSAMP", r"fp8_backend 'MSAMP' .*; set it to 'no'"),
+        ("USE_MEGATRON_LM", "true", r"megatron_lm 'true' .*; set it to 'false'"),
+        ("USE_PARALLELISM_CONFIG", "true", r"parallelism_config 'true' .*; set it to 'false'"),
+    ],
+)
+def test_a_setting_of_the_launch_that_a_run_does_not_take_is_refused(
+    short, changed, monkeypatch, variable, value, words
+):
+    monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    with pytest.raises(ValueError, match=words):
+        train(changed(short, loop={"micro_batch": 2}))
+
+
+def test_what_accelerate_config_writes_changes_no_weight(short, changed, tmp_path, monkeypatch):
+    short = changed(short, loop={"max_steps": 2, "micro_batch": 2})
+    expected = (train(short) / "last" / "model.safetensors").read_bytes()
+    usual = {
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_CPU": "True",
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    for name, value in usual.items():
+        monkeypatch.setenv(name, value)
+    other = train(changed(short, output=str(tmp_path / "other")))
+    assert (other / "last" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
     ("environment", "words"),
     [
         (
             {"FSDP_VERSION": "1"},
             "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2",
         ),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "has fsdp_offload_params, but a head is not offloaded"),
+        (
+            {"FSDP_OFFLOAD_PARAMS": "true"},
+            "has fsdp_offload_params 'true' .*, but a head is not offloaded; set it to 'false'",
+        ),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing 'true'"),
+        ({"FSDP_IGNORED_MODULES": "fc"}, "fsdp_ignored_modules 'fc' .*set it to 'none'"),
         ({"WORLD_SIZE": "1"}, "asks for FSDP2, and one process has nothing to shard"),
     ],
 )
