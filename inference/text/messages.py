@@ -3,6 +3,9 @@
 A row becomes {"messages": [{"role": "user", "content": "..."}]}; its other columns stay. `content`
 may be null beside `tool_calls`; parts of type text are joined. `tools` is passed to the chat
 template.
+
+Trainers mix these: a turn of `conversations` may be a message with role and content, a message may
+have ShareGPT's names of roles, and a call may be a turn or a key `function_call`.
 """
 
 from __future__ import annotations
@@ -23,9 +26,12 @@ SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "assistant"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """Roles by ShareGPT's value of `from`."""
+CALLS = ("function_call", "tool_call")
+"""Roles of a turn that is a call, or a list of calls, as JSON text."""
 
 Messages = list[dict[str, str]]
 """Roles and contents of a prompt or a conversation."""
@@ -84,43 +90,60 @@ def check_conversation(row: Any, where: str, expected: str | None = None) -> dic
             f"{where}: a row in the format {found!r}, but the source began with {expected!r}; all"
             " rows of a source have one format: split it into several sources"
         )
-    messages: Any
+    messages: Any = _pair(row, where) if found == "prompt/completion" else row[found]
+    if not isinstance(messages, list):
+        keys = ("from", "value") if found == "conversations" else ("role", "content")
+        raise ValueError(
+            f"{where}: no conversation; {found!r} must be a list of {{{keys[0]!r}: ...,"
+            f" {keys[1]!r}: ...}}"
+        )
     if found == "conversations":
-        messages = _sharegpt(row, where)
-    else:
-        messages = row["messages"] if found == "messages" else _pair(row, where)
-        if not isinstance(messages, list):
-            raise ValueError(
-                f"{where}: no conversation; 'messages' must be a list of {{'role': ..., 'content':"
-                " ...}"
-            )
-        messages = [_message(message, i, where) for i, message in enumerate(messages)]
+        messages = [_of_turn(turn, i, where) for i, turn in enumerate(messages)]
+    messages = [_message(message, i, where) for i, message in enumerate(messages)]
+    if found == "conversations" and isinstance(row.get("system"), str) and row["system"]:
+        messages.insert(0, {"role": "system", "content": row["system"]})
     if not messages:
         raise ValueError(f"{where}: no conversation: {TEXT_FORMATS[found][0]!r} is empty")
     tools = {"tools": _tools(row["tools"], where)} if row.get("tools") else {}
     return {**row, "messages": messages, **tools}
 
 
-def _sharegpt(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    turns = row["conversations"]
-    if not isinstance(turns, list):
+def _of_turn(turn: Any, number: int, where: str) -> Any:
+    """Return a ShareGPT turn with the keys of a message; one with a role has them already."""
+    if isinstance(turn, dict) and turn.get("from") is None and turn.get("role") is not None:
+        return turn
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise ValueError(f"{where}: message {number} needs a 'from' and a 'value' text")
+    speaker = turn.get("from")
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(
-            f"{where}: no conversation; 'conversations' must be a list of {{'from': ..., 'value':"
-            " ...}"
+            f"{where}: message {number} is from {speaker!r}; choose from"
+            f" {', '.join(SHAREGPT_ROLES)}"
         )
-    messages = (
-        [{"role": "system", "content": row["system"]}] if isinstance(row.get("system"), str) else []
-    )
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            raise ValueError(f"{where}: message {i} needs a 'from' and a 'value' text")
-        if not isinstance(turn.get("from"), str) or turn["from"] not in SHAREGPT_ROLES:
+    return {"role": speaker, "content": turn["value"]}
+
+
+def _with_tool_calls(message: dict[str, Any], number: int, where: str) -> dict[str, Any]:
+    """Return a message with `tool_calls` for a call in another form.
+
+    It is a role of `CALLS`, or OpenAI's older key `function_call`.
+    """
+    role, content = message.get("role"), message.get("content")
+    if role in CALLS and isinstance(content, str):
+        try:
+            calls = json.loads(content)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{where}: message {i} is from {turn.get('from')!r}; choose from"
-                f" {', '.join(SHAREGPT_ROLES)}"
-            )
-        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
-    return messages
+                f"{where}: message {number} is a {role} with no JSON: {error}"
+            ) from error
+        message = {**message, "content": None}
+    elif message.get("function_call") and not message.get("tool_calls"):
+        calls = message["function_call"]
+        message = {name: value for name, value in message.items() if name != "function_call"}
+    else:
+        return message
+    listed = calls if isinstance(calls, list) else [calls]
+    return message | {"tool_calls": [{"type": "function", "function": call} for call in listed]}
 
 
 def _pair(row: dict[str, Any], where: str) -> list[Any]:
@@ -140,6 +163,7 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
     """Check a message; its content becomes one text, or null beside tool calls."""
     if not isinstance(message, dict):
         raise ValueError(f"{where}: message {number} needs a 'role' and a 'content' text")
+    message = _with_tool_calls(message, number, where)
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -158,12 +182,15 @@ def _message(message: Any, number: int, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: message {number} needs a 'role' and a 'content' text, or 'tool_calls'"
         )
-    if message.get("role") not in ROLES:
+    role = message.get("role")
+    if isinstance(role, str):
+        role = SHAREGPT_ROLES.get(role, role)
+    if role not in ROLES:
         raise ValueError(
             f"{where}: message {number} has role {message.get('role')!r}; choose from"
             f" {', '.join(ROLES)}"
         )
-    message = {**message, "content": content}
+    message = {**message, "role": role, "content": content}
     if message.get("tool_calls"):
         if not isinstance(message["tool_calls"], list):
             raise ValueError(

@@ -39,15 +39,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
         },
         "a row in the format 'conversations'",
     ),
-    "the older function_call": (
-        messages(
-            {
-                "role": "assistant",
-                "content": None,
-                "function_call": {"name": "f", "arguments": "{}"},
-            }
-        ),
-        "message 1 needs a 'role' and a 'content' text, or 'tool_calls'",
+    "a function_call of no function": (
+        messages({"role": "assistant", "content": None, "function_call": {"arguments": "{}"}}),
+        "message 1 has a tool call without a function's 'name'",
     ),
     "a null answer": (messages({"role": "assistant", "content": None}), "message 1 needs"),
     "an image": (

@@ -36,6 +36,13 @@ def write(path, rows):
     [
         {"messages": MESSAGES},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {"id": "0", "conversations": MESSAGES},
+        {
+            "conversations": [
+                {"role": "human", "content": "hi"},
+                {"from": "gpt", "value": "yo", "role": None},
+            ]
+        },
         {"prompt": "hi", "completion": "yo"},
         {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
         {
@@ -53,6 +60,8 @@ def write(path, rows):
     ids=[
         "messages",
         "ShareGPT",
+        "conversations of messages",
+        "mixed turns",
         "prompt and completion",
         "the same as messages",
         "parts",
@@ -88,6 +97,34 @@ def test_sharegpt_has_other_roles_and_a_system_prompt_beside_the_turns():
     assert [(each["role"], each["content"]) for each in row["messages"]] == [
         ("system", "s"), ("user", "a"), ("assistant", "b"), ("tool", "c"),
     ]  # fmt: skip
+
+
+def test_an_empty_system_prompt_beside_the_turns_is_none():
+    row = check_conversation({"system": "", "conversations": MESSAGES}, "here")
+    assert row["messages"] == MESSAGES
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "function_call", "value": json.dumps([CALL["function"]])},
+        {"role": "tool_call", "content": json.dumps(CALL["function"])},
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "assistant", "tool_calls": [CALL]},
+    ],
+)
+@pytest.mark.parametrize(
+    "answer",
+    [{"from": "observation", "value": "2"}, {"role": "function", "name": "add", "content": "2"}],
+)
+def test_calls_and_their_results_in_the_forms_of_other_trainers(turn, answer):
+    turns = [{"from": "human", "value": "1 + 1?"}, turn, answer, {"from": "gpt", "value": "2"}]
+    row = check_conversation({"conversations": turns, "tools": json.dumps([CALL])}, "here")
+    asked, called, told, said = row["messages"]
+    assert called == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert (asked["role"], told["role"], told["content"]) == ("user", "tool", "2")
+    assert said == {"role": "assistant", "content": "2"} and row["tools"] == [CALL]
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
@@ -138,6 +175,17 @@ def test_tools_may_be_the_text_of_their_schemas(tools):
             "message 0 is from 'robot'; choose from system, human",
         ),
         ({"conversations": [{"from": "gpt"}]}, "message 0 needs a 'from' and a 'value'"),
+        ({"conversations": "hi"}, "'conversations' must be a list of {'from': ..., 'value': ...}"),
+        ({"conversations": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'"),
+        ({"conversations": [{"role": "user", "content": 1}]}, "message 0 needs a 'role'"),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(1)"}]},
+            "message 0 is a function_call with no JSON",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '["add"]'}]},
+            "message 0 has a tool call without a function's 'name'",
+        ),
         ({"prompt": 3, "completion": "x"}, "'prompt' must be a text or a list"),
         ({"conversations": []}, "'conversations' is empty"),
         (
