@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -372,8 +373,14 @@ class Stopping:
     """All other stopping criteria."""
 
     @classmethod
-    def of(cls, criteria: StoppingCriteriaList, max_length: int) -> Stopping:
-        """Sort the criteria that `model.generate` prepared."""
+    def of(cls, criteria: StoppingCriteriaList, max_length: float) -> Stopping:
+        """Sort the criteria that `model.generate` prepared.
+
+        A length of 10.5 ends a row of 11 tokens, as there.
+
+        Raises:
+            ValueError: a length that no row reaches.
+        """
         end_tokens: set[int] = set()
         others: list[Callable[..., Any]] = []
         for criterion in criteria:
@@ -383,7 +390,12 @@ class Stopping:
                 max_length = min(max_length, criterion.max_length)
             else:
                 others.append(criterion)
-        return cls(frozenset(end_tokens), max_length, others)
+        if not math.isfinite(max_length):
+            raise ValueError(
+                "max_length, the prompt's tokens and max_new_tokens together, is"
+                f" {max_length}; give a finite number"
+            )
+        return cls(frozenset(end_tokens), math.ceil(max_length), others)
 
 
 def check_size(

@@ -209,6 +209,15 @@ class SpeculativeLM:
         """
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_rule_name(acceptance)
+        flags = {
+            "lossy": lossy,
+            "compile": compile,
+            "fallback": fallback,
+            "allow_adapter": allow_adapter,
+        }
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, not {flag!r}")
         model_kwargs = model_options(model_kwargs)
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
@@ -222,9 +231,6 @@ class SpeculativeLM:
         target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
-        if not isinstance(compile, bool):
-            raise ValueError(f"compile must be True or False, not {compile!r}")
-
         loaded_head = None
         if head is not None:
             loaded_head = load_fitting_head(head, target, head_revision, dtype_was_named)
@@ -416,8 +422,8 @@ class SpeculativeLM:
         """
         prompts = prompts_of(inputs, input_ids, attention_mask)
         rows = len(prompts.input_ids)
-        if max_batch_size is not None and max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+        if max_batch_size is not None and (type(max_batch_size) is not int or max_batch_size < 1):
+            raise ValueError(f"max_batch_size must be an int of at least 1, not {max_batch_size!r}")
         check_conversation(past_key_values, rows, self.target)
         extra = {
             name: settings.pop(name) for name in [*settings] if is_prompt_input(self.target, name)
@@ -429,7 +435,8 @@ class SpeculativeLM:
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
         }
         settings |= {name: value for name, value in arguments.items() if value is not None}
-        if settings.get("max_new_tokens") == 0:
+        new_tokens = settings.get("max_new_tokens")
+        if type(new_tokens) is int and new_tokens == 0:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(prompts.input_ids, Stats(rows=[[] for _ in range(rows)]))

@@ -7,9 +7,12 @@ anything.
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal
 
 from .files import at_home
@@ -60,6 +63,7 @@ class CommandOptions:
             if option.name not in self.texts:
                 value = getattr(self, option.name)
                 object.__setattr__(self, option.name, with_home(value))
+        check_types(self)
         for name in self.required:
             if not attrgetter(name)(self):
                 raise ValueError(f"option {name!r} is required and was not given")
@@ -67,6 +71,28 @@ class CommandOptions:
             value = attrgetter(name)(self)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_types(options: Any, before: str = "") -> None:
+    """Refuse a value of another type in options that are numbers or flags, NaN too.
+
+    A command line and a file are checked as they are parsed, Python's arguments here.
+    """
+    hints = typing.get_type_hints(type(options))
+    for option in dataclasses.fields(options):
+        name, value = before + option.name, getattr(options, option.name)
+        if dataclasses.is_dataclass(value):
+            check_types(value, f"{name}.")
+        hint = hints[option.name]
+        kinds = set(typing.get_args(hint)) if isinstance(hint, UnionType) else {hint}
+        if value is None and NoneType in kinds:
+            continue
+        if kinds <= {bool, NoneType} and type(value) is not bool:
+            raise ValueError(f"{name} must be true or false, not {value!r}")
+        if kinds <= {int, NoneType} and type(value) is not int:
+            raise ValueError(f"{name} must be a whole number, not {value!r}")
+        if kinds <= {float, NoneType} and (type(value) not in (int, float) or math.isnan(value)):
+            raise ValueError(f"{name} must be a number, not {value!r}")
 
 
 def with_home(value: Any) -> Any:

@@ -29,6 +29,10 @@ class RandomSampler:
     """For each place of the batch, whether its row is being decoded; None if all are. An idle row
     gets the numbers of the first that is: those of the others are as without it."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.generator, torch.Generator | None):
+            raise ValueError(f"generator must be a torch.Generator or None, not {self.generator!r}")
+
     def draw_for(self, live: tuple[bool, ...] | None) -> None:
         """Draw for these places of the batch from now on."""
         self.live = live

@@ -305,9 +305,10 @@ def check_rule_name(name: str) -> None:
     Raises:
         ValueError: says which names there are.
     """
-    if name.partition(":")[0] not in ("auto", *RULES):
+    known = isinstance(name, str) and name.partition(":")[0] in ("auto", *RULES)
+    if not known:
         raise ValueError(
-            f"unknown acceptance rule {name.partition(':')[0]!r}; choose from auto,"
+            f"unknown acceptance rule {str(name).partition(':')[0]!r}; choose from auto,"
             f" {', '.join(RULES)}"
         )
 

@@ -18,6 +18,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -177,6 +178,34 @@ def test_it_stops_at_any_end_token_and_returns_nothing_past_it(tiny_target, tool
         assert written == whole[: first + 1]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "length",
+    [
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": torch.tensor(2)},
+        {"max_length": 8.5},
+        {"max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(7.2)]},
+    ],
+)
+def test_a_length_that_is_no_int_means_what_it_means_in_generate(tiny_target, length):
+    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(5)
+    settings = length | {"do_sample": False, "attention_mask": torch.ones_like(input_ids)}
+    settings |= {"pad_token_id": 0}
+    expected = target.model.generate(input_ids, **settings)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    assert torch.equal(lm.generate(input_ids, **settings).sequences, expected)
+    plain = target.model.generate(input_ids, custom_generate=lm.custom_generate(), **settings)
+    assert torch.equal(plain, expected)
+
+
+@pytest.mark.parametrize("name", ["lossy", "compile", "fallback", "allow_adapter"])
+@pytest.mark.parametrize("value", ["false", 1, None])
+def test_a_flag_is_true_or_false(tiny_target, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, not {value!r}"):
+        SpeculativeLM.from_pretrained(tiny_target(vocab_size=VOCAB), **{name: value})
+
+
 def test_nothing_asked_is_nothing_done(tiny_target):
     input_ids = prompt(5)
     output = SpeculativeLM(tiny_target(vocab_size=VOCAB)).generate(input_ids, max_new_tokens=0)
@@ -314,6 +343,13 @@ def test_three_sampled_tokens_have_the_targets_distribution(
             "generate option 'assistant_model' is not supported",
         ),
         ({"input_ids": prompt(3), "num_beams": 2}, "beam search is not supported"),
+        ({"input_ids": prompt(3), "max_new_tokens": torch.nan}, "max_new_tokens together, is nan"),
+        ({"input_ids": prompt(3), "max_new_tokens": False}, "max_new_tokens. must be greater than"),
+        ({"input_ids": prompt(3), "max_batch_size": 1.5}, "an int of at least 1, not 1.5"),
+        ({"input_ids": prompt(3), "max_batch_size": True}, "an int of at least 1, not True"),
+        ({"input_ids": prompt(3), "generator": 3}, "generator must be a torch.Generator or None"),
+        ({"input_ids": prompt(3), "acceptance": 3}, "unknown acceptance rule '3'"),
+        ({"input_ids": prompt(3), "tree": 1.5}, "tree"),
         (
             {"input_ids": prompt(3), "output_attentions": True, "return_dict_in_generate": True},
             "output_attentions is not supported; the output",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -94,6 +95,16 @@ REFUSED = [
     (GenerateConfig, "top_k", -1),
     (GenerateConfig, "top_p", 0.0),
     (GenerateConfig, "top_p", 1.5),
+    (TrainConfig, "loop.max_steps", 2.5),
+    (TrainConfig, "loop.max_steps", True),
+    (TrainConfig, "loop.batch_size", "8"),
+    (TrainConfig, "loop.recompute", "false"),
+    (TrainConfig, "loop.save_minutes", math.nan),
+    (TrainConfig, "optim.lr", math.nan),
+    (TrainConfig, "optim.lr", "1e-3"),
+    (SelfMadeConfig, "temperature", math.nan),
+    (GenerateConfig, "max_new_tokens", 1.5),
+    (GenerateConfig, "fallback", 1),
 ]
 
 
