@@ -23,7 +23,7 @@ from ..by_name import build_head
 from ..mtp.native import RECURRENT_DEPTH, find, head_of_tensors
 from .formats import FORMATS, READERS
 from .reading import Keys, Source, TargetParts
-from .save_load import build_unloaded
+from .save_load import build_unloaded, take_dtypes
 from .tables import LLAMA, places
 
 LAYERLESS = ("medusa", "fasterdecoding", "hydra")
@@ -144,8 +144,7 @@ def import_head(
     # a head.
     state = _matched(build_unloaded(name, options, target, len(tensors)), source, tensors)
     head = build_head(name, options, target)
-    for parameter_name, parameter in head.named_parameters():
-        parameter.data = parameter.data.to(state[parameter_name].dtype)
+    take_dtypes(head, state)
     head.load_state_dict(state)
     return head, source
 

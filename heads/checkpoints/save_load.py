@@ -111,9 +111,7 @@ def load_head(
     for name in head.served_names:  # copies of the target's tensors, for servers
         saved.pop(name, None)
     try:
-        for name, parameter in head.named_parameters():
-            if name in saved:
-                parameter.data = parameter.data.to(saved[name].dtype)
+        take_dtypes(head, saved)
         load_exactly(head, saved)
         head.check_loaded()
     except ValueError as error:
@@ -290,6 +288,24 @@ def push_head(head: DraftHead, repo: str, *options: Any) -> str:
         head.save_pretrained(saved)
         publishable(saved, ready, Listing(repo), {})
         return push_folder(ready, repo, *options)
+
+
+def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:
+    """Convert a head's parameters to the dtypes of the saved ones.
+
+    Raises:
+        ValueError: names those that are no floating-point numbers.
+    """
+    parameters = {name: own for name, own in head.named_parameters() if name in saved}
+    packed = [
+        f"tensor {name!r} of {saved[name].dtype}, not of a floating-point type"
+        for name in parameters
+        if not saved[name].is_floating_point()
+    ]
+    if packed:
+        raise ValueError("; ".join(packed))
+    for name, parameter in parameters.items():
+        parameter.data = parameter.data.to(saved[name].dtype)
 
 
 def load_exactly(head: DraftHead, saved: dict[str, Tensor]) -> None:

@@ -35,7 +35,7 @@ from ..checkpoints.files import (
     open_safetensors,
 )
 from ..checkpoints.hub import local_folder
-from ..checkpoints.save_load import build_unloaded
+from ..checkpoints.save_load import build_unloaded, take_dtypes
 from .head import MtpHead
 
 NATIVE = "mtp"
@@ -290,8 +290,7 @@ def head_of_tensors(
         raise ValueError(f"{where}: its MTP head cannot be read: " + "; ".join(sorted(problems)))
     head = build_head("mtp", chosen, target)
     assert isinstance(head, MtpHead)
-    for name, parameter in head.named_parameters():
-        parameter.data = parameter.data.to(state[name].dtype)
+    take_dtypes(head, state)
     head.load_state_dict(state)
     return head
 

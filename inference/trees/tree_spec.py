@@ -242,6 +242,8 @@ def tree_policies(tree: TreeSpec) -> list[TreePolicy]:
         return [tree_policy(spec) for spec in tree.split("|")]
     if isinstance(tree, TreePolicy):
         return [tree]
+    if not isinstance(tree, Sequence):
+        raise ValueError(f"tree must be a spec such as 'chain:4', paths or a policy, not {tree!r}")
     policies = [policy for policy in tree if isinstance(policy, TreePolicy)]
     return policies if policies and len(policies) == len(tree) else [tree_policy(tree)]
 

@@ -392,6 +392,17 @@ def test_no_other_tensor_is_taken(extra: str, tmp_path: Path) -> None:
         load_head(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = save(build(), tmp_path / "head")
+    name = "lm_heads.1.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ValueError, match=rf"model.safetensors: tensor '{name}' of {dtype}, not of"):
+        load_head(folder)
+
+
 def test_shapes_are_compared_and_every_problem_is_told(tmp_path: Path) -> None:
     """A shape that broadcasts is still wrong."""
     folder = save(build(), tmp_path / "head")
