@@ -101,9 +101,7 @@ class TreeAttention:
     def of_tree(self, slots: TreeSlots) -> Tensor:
         """Stands for the mask of the nodes of a tree, which the tree kernel reads."""
         batch, nodes, uncommitted = slots.ancestors_BNM.shape
-        mask = torch.empty(
-            batch, 1, nodes, uncommitted, dtype=torch.float32, device="meta"
-        )
+        mask = torch.empty(batch, 1, nodes, uncommitted, dtype=torch.float32, device="meta")
         self._slots[mask] = slots
         return mask
 
