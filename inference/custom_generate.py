@@ -57,11 +57,9 @@ def custom_generate(
 
     Returns:
         A function that keeps what it loads for a model as long as both live. It returns the
-        sequences, or with
-        `return_dict_in_generate` a `GenerateDictOutput`. transformers keeps the tokenizer from such
-        functions: give
-        stop strings, also those of the model's generation config, as a `StopStringCriteria`, and
-        `stop_strings=None`.
+        sequences, or with `return_dict_in_generate` a `GenerateDictOutput`. transformers does not
+        pass the tokenizer to such functions: give stop strings, also those of the model's
+        generation config, as a `StopStringCriteria`, and `stop_strings=None`.
     """
     options = {
         "head": head,
@@ -133,10 +131,13 @@ def generate_from(
             " custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place"
             " into that file; `headstart push` writes the repository's name"
         )
+    # 1. The engine for this model, kept since the last call.
     options = {"head": head, "compile": compile, "dtype": dtype, "allow_adapter": allow_adapter}
     options |= {"head_revision": revision}
     options |= {name: settings.pop(name) for name in HUB_OPTIONS if name in settings}
     engine = engine_of(model, generate_from, options)
+    # 2. What needs the tokenizer, which `model.generate` passes to this function but not to a
+    #    decoding method.
     inputs = settings.pop("inputs", None)
     input_ids = settings.pop("input_ids", None)
     mask = settings.pop("attention_mask", None)
@@ -144,6 +145,7 @@ def generate_from(
     prompts, settings = with_tokenizer(
         engine.target, prompts, settings, generation_config, tokenizer
     )
+    # 3. The same call again, with a decoding method in place of the folder.
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
         prompts.input_ids,
@@ -169,17 +171,18 @@ def engine_of(
     """The engine that was loaded for this model, caller and options; a new one if there is none."""
     engines = _ENGINES.setdefault(model, WeakKeyDictionary())
     if caller in engines:
-        before, engine = engines[caller]
-        same = (model.dtype, model.device) == (engine.target.dtype, engine.target.device)
-        if before == options and same:
+        # A model that has been moved or converted since needs a new one.
+        old_options, engine = engines[caller]
+        same_model = (model.dtype, model.device) == (engine.target.dtype, engine.target.device)
+        if old_options == options and same_model:
             return engine
     engine = SpeculativeLM.from_pretrained(model, **options)
-    engine.target.hold_weakly()
+    engine.target.hold_weakly()  # else the table's value would keep its own key alive
     engines[caller] = options, engine
     return engine
 
 
 def refresh(model: PreTrainedModel) -> None:
-    """`SpeculativeLM.refresh` for all that `custom_generate` keeps of a model."""
+    """Call `SpeculativeLM.refresh` of every engine that is kept for a model."""
     for _, engine in _ENGINES.get(model, {}).values():
         engine.refresh()

@@ -35,7 +35,7 @@ class Drafting:
 
     @classmethod
     def by_rule(cls, drafter: BatchDrafter, acceptance: str, lossy: bool, **more: Any) -> Drafting:
-        """A drafter with the rule of a name.
+        """A drafter with the acceptance rule of this name.
 
         Raises:
             ValueError: an unknown rule, or one that does not fit the drafter's trees.
@@ -44,7 +44,7 @@ class Drafting:
         return cls(drafter, acceptance, lossy, rule, **more)
 
     def for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
-        """The same with another tree or rule; None for what is to stay."""
+        """The same with another tree or rule; None keeps the present one."""
         drafter = self.drafter
         if tree is not None:
             if self.with_tree is None:
@@ -53,6 +53,7 @@ class Drafting:
                     " tree"
                 )
             drafter = self.with_tree(tree)
+        # A rule for sampled trees does not fit top-k trees, and the other way round.
         same_kind = drafter.kind == self.drafter.kind
         name = acceptance or (self.acceptance if same_kind else "auto")
         rule = Verification(choose_rule(name, drafter.kind, self.lossy))
@@ -92,14 +93,19 @@ class Recipe:
         provenance: dict[str, Any] = {}
         if head is not None and head.metadata is not None:
             provenance = head.metadata.provenance
-        runs = head if head is None or not self.compiled else self.target.engine.draft_head(head)
+        # 1. The head as it runs: itself, or its copy in the target's engine (C++ kernels).
+        running_head = head
+        if head is not None and self.compiled:
+            running_head = self.target.engine.draft_head(head)
+        # 2. Its drafter. Single calls may make another one, with another tree.
         with_tree = partial(
-            make_drafter, self.target, self.source, head=runs, adaptive=self.fallback
+            make_drafter, self.target, self.source, head=running_head, adaptive=self.fallback
         )
         drafter = with_tree(self.tree)
         self.target.check_layers(drafter.feature_layers)
         for rows in draft_models(drafter):
             rows.use(self.target.engine)
+        # 3. The rule, which must fit the drafter's trees.
         return Drafting.by_rule(
             drafter,
             self.acceptance,

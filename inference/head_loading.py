@@ -25,14 +25,14 @@ def load_fitting_head(
 ) -> DraftHead:
     """A head that fits the target, in its dtype; nothing is changed and nothing measured.
 
-    The head "mtp" is the one in the target's own checkpoint.
-    A Hub id is asked for with the target's options of the Hub.
-    A warning names what differs between the target that the head was trained against and this one;
-    the dtype only if it `was_named`.
+    The head "mtp" is the one in the target's own checkpoint. A Hub id is asked for with the
+    target's options of the Hub. A warning names what differs between the target that the head was
+    trained against and this one; the dtype only if it `was_named`.
 
     Raises:
         ValueError: a head for another target, or a head object in another dtype.
     """
+    # 1. A head object, the target's own head, or a folder or Hub id.
     if isinstance(head, DraftHead):
         head.target.check(target.info)
         for parameter in head.parameters():
@@ -51,6 +51,8 @@ def load_fitting_head(
         return native_head(target)
     else:
         loaded, _ = load_head(head, target.info, target.dtype, revision, **target.hub)
+    # 2. The target that it was trained against, compared with this one. A dtype that nobody chose
+    #    causes no warning.
     metadata = loaded.metadata or CheckpointMetadata()
     used = dict(target.provenance)
     if not dtype_was_named:
@@ -93,14 +95,13 @@ def merge_adapter_of(head: DraftHead, target: Target, allowed: bool) -> None:
     """
     if head.metadata is None or not head.metadata.adapted:
         return
+    # Loading the same head twice merges its adapter once.
     adapter = None if head.folder is None else head.folder / ADAPTER_FOLDER
     if adapter is not None and target.adapter == str(adapter.resolve()):
         return
-    which = (
-        f"the adapter {str(adapter)!r}"
-        if adapter
-        else "an adapter, whose folder the head does not know"
-    )
+    which = "an adapter, whose folder the head does not know"
+    if adapter:
+        which = f"the adapter {str(adapter)!r}"
     name = _name_of(head.folder or head)
     if target.adapter is not None:
         raise ValueError(

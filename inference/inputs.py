@@ -68,9 +68,9 @@ def prompts_of(inputs: Any, input_ids: Any, attention_mask: Any) -> Prompts:
         raise ValueError(
             "the prompts were given twice, as inputs and as input_ids; give one of them"
         )
-    given = input_ids if inputs is None else inputs
-    check_inputs(given, attention_mask)
-    return Prompts(given, attention_mask)
+    prompts = input_ids if inputs is None else inputs
+    check_inputs(prompts, attention_mask)
+    return Prompts(prompts, attention_mask)
 
 
 def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
@@ -79,6 +79,7 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
     Raises:
         ValueError: says what was given and what is valid.
     """
+    # 1. The token ids.
     wanted = (
         "input_ids must be a tensor [batch, time] of token ids, int64 or int32, with at least one"
         " token"
@@ -87,16 +88,15 @@ def check_inputs(input_ids: Any, attention_mask: Any = None) -> None:
         hint = "; unpack it: generate(**inputs)" if hasattr(input_ids, "input_ids") else ""
         raise ValueError(f"{wanted}, not a {type(input_ids).__name__}{hint}")
     if input_ids.ndim != 2 or 0 in input_ids.shape:
-        hint = (
-            "; for one prompt give input_ids[None]"
-            if input_ids.ndim == 1 and len(input_ids)
-            else ""
-        )
+        hint = ""
+        if input_ids.ndim == 1 and len(input_ids):
+            hint = "; for one prompt give input_ids[None]"
         raise ValueError(f"{wanted}, not one of shape {list(input_ids.shape)}{hint}")
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{wanted}, not of {input_ids.dtype}")
     if input_ids.device.type == "meta":
         raise ValueError(f"{wanted}, not on the device meta, which holds no values")
+    # 2. Their mask, which may have any dtype.
     if attention_mask is None:
         return
     wanted = (
@@ -121,6 +121,7 @@ def check_ids(input_ids: Tensor, mask: Tensor | None, target: Target) -> None:
     wrong_BT = (input_ids < 0) | (input_ids >= known)
     if mask is not None:
         wrong_BT &= mask.to(wrong_BT.device).bool()
+    # An unknown id would read past the embedding, which on a GPU breaks the whole process.
     if wrong_BT.any():  # sync: once a call
         row, position = wrong_BT.nonzero()[0].tolist()
         raise ValueError(
@@ -154,9 +155,10 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
     The options are those of transformers, and the config must be a `GenerationConfig`.
     """
     if config is not None and not isinstance(config, GenerationConfig):
-        hint = (
-            "; give the mask by its name: attention_mask=..." if isinstance(config, Tensor) else ""
-        )
+        # A mask by its position, as the second argument.
+        hint = ""
+        if isinstance(config, Tensor):
+            hint = "; give the mask by its name: attention_mask=..."
         raise ValueError(
             f"generation_config must be a GenerationConfig, not a {type(config).__name__}{hint}"
         )
@@ -237,25 +239,29 @@ def inputs_of_prompt(
     Raises:
         ValueError: an input that is not read here, or does not fit the prompt.
     """
-    given = {
+    # 1. The tensors that text alone does not need.
+    tensors = {
         name: value
         for name, value in inputs.items()
         if isinstance(value, Tensor) and name not in PREPARED
     }
-    if inputs.get(ENCODED):  # newer versions of transformers have run the encoders of images by now
-        given[ENCODED] = inputs[ENCODED]
-    for name in given:
+    # Newer versions of transformers have run the encoders of images by now.
+    if inputs.get(ENCODED):
+        tensors[ENCODED] = inputs[ENCODED]
+    for name in tensors:
         if not is_prompt_input(target, name):
             raise ValueError(
                 f"{name} is not read here: {target.name!r} would need it for every token, or does"
                 " not take it; give token ids, their mask, and images as the model's processor"
                 " returns them"
             )
-    seen = {
-        name: value for name, value in given.items() if name not in TOKEN_TYPES or bool(value.any())
-    }
-    check_prompt_inputs(target, input_ids, mask, seen)
-    if not seen:
+    # 2. Token types that are all 0 mark text, which a processor returns without images, too.
+    images = {}
+    for name, value in tensors.items():
+        if name not in TOKEN_TYPES or bool(value.any()):
+            images[name] = value
+    check_prompt_inputs(target, input_ids, mask, images)
+    if not images:
         return None
     if past is not None:
         raise ValueError(
@@ -286,7 +292,7 @@ def with_tokenizer(
 ) -> tuple[Prompts, dict[str, Any]]:
     """Do what needs the tokenizer, which `model.generate` hides from decoding methods of our own.
 
-    Stop strings become a criterion, and tokens are healed. Both may stand in the call, in the
+    Stop strings become a criterion, and tokens are healed. Both may be set in the call, in the
     config that was given, or in the model's own.
 
     Returns:
@@ -295,6 +301,8 @@ def with_tokenizer(
     Raises:
         ValueError: no tokenizer was given, and none can be loaded.
     """
+    # 1. Stop strings, as `model.generate` would make a criterion of them. None in the call
+    #    overrides a config that names some.
     settings = dict(settings)
     strings = _resolved("stop_strings", settings, config, target)
     settings["stop_strings"] = None
@@ -303,6 +311,8 @@ def with_tokenizer(
         criteria = StoppingCriteriaList(settings.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(tokenizer, strings))
         settings["stopping_criteria"] = criteria
+    # 2. Token healing: the last token of each prompt is replaced by one that what follows may
+    #    continue.
     if _resolved("token_healing", settings, config, target):
         tokenizer = _tokenizer_for("the setting token_healing=True", tokenizer, target)
         healed = target.model.heal_tokens(prompts.input_ids, tokenizer)
@@ -327,16 +337,16 @@ def _resolved(
     """
     if name in settings:
         return settings[name]
-    given = getattr(config, name, None)
-    if given is not None:
-        return given
+    value = getattr(config, name, None)
+    if value is not None:
+        return value
     return getattr(target.model.generation_config, name, None)
 
 
 def _tokenizer_for(
     what: str, tokenizer: PreTrainedTokenizerBase | None, target: Target
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that was given, or the target's own."""
+    """The tokenizer that was given, else the target's own."""
     if tokenizer is not None:
         return tokenizer
     try:
@@ -381,6 +391,7 @@ class Stopping:
         Raises:
             ValueError: a length that no row reaches.
         """
+        # End tokens and the length are checked on the host without a call, the others are called.
         end_tokens: set[int] = set()
         others: list[Callable[..., Any]] = []
         for criterion in criteria:
@@ -418,8 +429,9 @@ def check_size(
     rows = min(len(prompts), max_batch_size or len(prompts))
     tokens = longest + new_tokens + drafter.max_nodes
     scores = rows * drafter.max_nodes * target.info.vocab_size
+    # Of each a raw logit in the target's dtype; a score, a probability and a random number in at
+    # least float32.
     bytes_of_score = target.dtype.itemsize + 3 * max(target.dtype.itemsize, 4)
-    """Of its raw logit, its score, its probability and its random number."""
     needed = {
         "the target's cache": target.cache_bytes(rows, target.engine.cache_slots(tokens)),
         "the drafts'": sum(model.cache_bytes(rows, tokens) for model in draft_models(drafter)),
@@ -427,6 +439,7 @@ def check_size(
     }
     total = sum(needed.values())
     free = free_memory(target.device)
+    # Memory of earlier caches that is kept for the next one counts as used.
     if total > free and target.pool.blocks:
         target.pool.blocks.clear()
         free = free_memory(target.device)
@@ -451,6 +464,7 @@ def shown_to_encoders(
         yield {}
         return
     check_ids(prompts.input_ids, prompts.attention_mask, target)
+    # What a generation that calls this one has encoded, if there is one, is put back at the end.
     models = [model for model in assistants(drafter) if isinstance(model, Seq2SeqTarget)]
     before = [(model, model.encoded, model.encoded_mask) for model in (target, *models)]
     try:
@@ -460,6 +474,6 @@ def shown_to_encoders(
                 model.encode(within(model, prompts.input_ids), prompts.attention_mask)
         yield {"encoder_outputs": encoded}
     finally:
-        for model, states, mask in before:  # those of a generation that called this one, or none
+        for model, states, mask in before:
             model.encoded = states
             model.encoded_mask = mask

@@ -17,12 +17,12 @@ def load_speculative_lm(
 ) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
     """Load a tokenizer, then a target and a drafter for it.
 
-    The tokenizer must have a chat template, unless the target is an encoder-decoder.
-
-    The tokenizer comes first: its errors do not wait for the target's weights. The arguments are
-    those of `SpeculativeLM.from_pretrained`.
+    The tokenizer must have a chat template, unless the target is an encoder-decoder. The arguments
+    are those of `SpeculativeLM.from_pretrained`.
     """
-    tokenizer = (
-        load_tokenizer(target) if is_encoder_decoder(target) else load_chat_tokenizer(target)
-    )
+    # The tokenizer first, so that its errors do not wait for the target's weights.
+    if is_encoder_decoder(target):
+        tokenizer = load_tokenizer(target)
+    else:
+        tokenizer = load_chat_tokenizer(target)
     return SpeculativeLM.from_pretrained(target, head, dtype, **options), tokenizer

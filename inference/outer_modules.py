@@ -40,7 +40,7 @@ from .targets.loading import (
 )
 
 SMALL_VOCABULARY, SMALL_WIDTH = 64, 64
-"""Tokens, and width of the MLP, of the small model on which the scale of logits is tried."""
+"""Tokens, and width of the MLP, of the small model with which the scale of logits is tried."""
 LOAD_ALL = "or load the whole target (features.mode online, cached or auto)"
 """The way out of every error: what a checkpoint lacks here, loading the model finds or makes."""
 
@@ -66,6 +66,7 @@ class CheckpointTensors:
                 " model once with transformers' save_pretrained and give that folder as target,"
                 f" {LOAD_ALL}"
             )
+        # A checkpoint in several files has an index of its tensors, one in a single file has none.
         index = self._path(SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             self.files = files_of_tensors(index)
@@ -81,9 +82,12 @@ class CheckpointTensors:
         self.files = files_of_tensors(whole)
 
     def rename_for(self, model: PreTrainedModel) -> None:
-        """Take in how transformers renames this model's tensors as it loads them."""
+        """Learn how transformers renames this model's tensors as it loads them."""
+        # Other conversions join or split tensors, which then cannot be read by one name.
         renamings = [
-            each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+            conversion
+            for conversion in get_model_conversion_mapping(model)
+            if isinstance(conversion, WeightRenaming)
         ]
         for name in self.files:
             renamed = name
@@ -96,13 +100,16 @@ class CheckpointTensors:
 
         Checkpoints may lack the prefix `base` of the model's body, or put others before it.
         """
+        # 1. As it is, without the prefix and with it: model.norm.weight, norm.weight.
         for name in (parameter, parameter.removeprefix(f"{base}."), f"{base}.{parameter}"):
             if name in self.files:
                 return name
             if name in self._renamed:
                 return self._renamed[name]
+        # 2. With other prefixes: the only tensor of this shape that ends like the parameter. The
+        #    ending gets shorter, from model.norm.weight to norm.weight; "weight" would fit any.
         ending = parameter
-        while "." in ending:  # "weight" alone would fit any
+        while "." in ending:
             fitting = [
                 name
                 for name in self.files
@@ -140,6 +147,7 @@ class CheckpointTensors:
             shape = part.get_shape()
             if not shape:
                 return cast(Tensor, file.get_tensor(name)).flatten()
+            # As many whole rows as hold `count` values: 100 of [49152, 64] are in 2 rows.
             row = 1
             for size in shape[1:]:
                 row *= size
@@ -167,7 +175,7 @@ class CheckpointTensors:
             path = Path(self._folder) / file
             return path if path.is_file() else None
         try:
-            found = cached_file(
+            path_in_cache = cached_file(
                 self._folder,
                 file,
                 revision=self._revision,
@@ -179,7 +187,7 @@ class CheckpointTensors:
             if here:
                 return None
             raise ValueError(f"no target model at {self.source!r}: {error}") from error
-        return None if found is None else Path(found)
+        return None if path_in_cache is None else Path(path_in_cache)
 
 
 class BlocksInFiles(Sequence[nn.Module]):
@@ -193,13 +201,13 @@ class BlocksInFiles(Sequence[nn.Module]):
         return len(self._empty)
 
     @overload
-    def __getitem__(self, place: int) -> nn.Module: ...
+    def __getitem__(self, index: int) -> nn.Module: ...
     @overload
-    def __getitem__(self, place: slice) -> list[nn.Module]: ...
-    def __getitem__(self, place: int | slice) -> nn.Module | list[nn.Module]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return self._target.read_block(self._empty[place])
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._target.read_block(self._empty[index])
 
 
 class OuterTarget(Target):
@@ -217,24 +225,30 @@ class OuterTarget(Target):
 
         Raises:
             ValueError: a tensor that the checkpoint lacks or keeps packed, or an architecture that
-                is no target.
+                cannot be a target.
         """
         super().__init__(model, name, commit)
         self.checkpoint = checkpoint
         self.device = device
+        # 1. While every parameter still is on the meta device, note its names by its `id`.
         self._names: dict[int, list[str]] = {}
         """The names of each parameter on the meta device; a shared one has several."""
         for name, weight in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(weight), []).append(name)
         modules = self.modules
         tied = modules.lm_head.weight is cast(Any, modules.embed).weight
-        self._weights_known = self._fingerprint()  # while every parameter still has its name
+        self._weights_known = self._fingerprint()
+        # 2. Read the modules. A tied LM head shares the embedding, unless the checkpoint stores
+        #    another one.
         for module in (modules.embed, modules.norm):
             self._fill(cast(nn.Module, module))
         if tied:
-            own = self._own_head_weight()
-            modules.lm_head.weight = cast(Any, modules.embed).weight if own is None else own
+            head_weight = self._own_head_weight()
+            if head_weight is None:
+                head_weight = cast(Any, modules.embed).weight
+            modules.lm_head.weight = head_weight
         self._fill(modules.lm_head)
+        # 3. Blocks are read one by one, when a head asks for one.
         self.empty_blocks: Sequence[nn.Module] = modules.blocks
         self.modules = replace(modules, blocks=BlocksInFiles(self))
 
@@ -254,6 +268,7 @@ class OuterTarget(Target):
         require_extra("accelerate", "a target without its blocks")
         from accelerate import init_empty_weights
 
+        # 1. What can be refused.
         options = dict(options or {})
         if options.pop("quantization_config", None) is not None:
             raise ValueError(
@@ -261,32 +276,35 @@ class OuterTarget(Target):
                 f" embedding, the final norm and the LM head are read; leave it out, {LOAD_ALL}"
             )
         assert isinstance(dtype, torch.dtype) and isinstance(device, (str, torch.device))
+        # 2. The model without its weights. Buffers, such as rotary frequencies, are computed.
         checkpoint = CheckpointTensors(source, revision)
         config = load_config(source, revision)
         with init_empty_weights(include_buffers=False):
             model = cast(
                 PreTrainedModel, model_loader(config).from_config(config, dtype=dtype, **options)
             )
-        model.tie_weights()  # parameters that are shared were made twice
+        model.tie_weights()  # on the meta device shared parameters were made twice
         model.eval().requires_grad_(False)
         generation = generation_config_of(source, revision)
         if generation is not None:
             model.generation_config = generation
+        # 3. The outer modules' weights.
         checkpoint.rename_for(model)
         commit = downloaded_commit(source, revision)
         return cls(model, str(source), commit, checkpoint, torch.device(device))
 
     def read_block(self, empty: nn.Module) -> nn.Module:
         """A copy of a block with its weights."""
+        # The copy's parameters are other objects: they get the names of the originals until they
+        # are read.
         block = copy.deepcopy(empty)
-        for (_, weight), (_, own) in zip(
-            empty.named_parameters(), block.named_parameters(), strict=True
-        ):
-            self._names[id(own)] = self._names[id(weight)]
-        names = {id(own) for own in block.parameters()}
+        copied_ids = []
+        for weight, copied in zip(empty.parameters(), block.parameters(), strict=True):
+            self._names[id(copied)] = self._names[id(weight)]
+            copied_ids.append(id(copied))
         self._fill(block)
-        for number in names:
-            del self._names[number]
+        for copied_id in copied_ids:
+            del self._names[copied_id]
         return block.to(self.device)
 
     def states(
@@ -311,7 +329,7 @@ class OuterTarget(Target):
         small = self._small_model()
         tokens_12 = torch.tensor([[SMALL_VOCABULARY // 2, SMALL_VOCABULARY // 3]])
         fitting = fitting_logits(small, target_modules(small), before_lm_head(small), tokens_12)
-        # whose layers would have to be read as well
+        # Layers between the final norm and the LM head would have to be read as well.
         if fitting is None or self.before_lm_head is not None:
             return False
         self.modules = replace(
@@ -320,18 +338,21 @@ class OuterTarget(Target):
         return True
 
     def _small_model(self) -> PreTrainedModel:
+        """A random model of the same class with one small block and a small vocabulary."""
         config = copy.deepcopy(self.model.config)
         text_config = config.get_text_config()
         layers = text_config.num_hidden_layers
+        # Lists of one value a layer, such as `layer_types`, must have one value, too.
         for name, value in vars(text_config).items():
             if isinstance(value, list) and len(value) == layers:
                 setattr(text_config, name, value[:1])
         text_config.num_hidden_layers = 1
         text_config.vocab_size = SMALL_VOCABULARY
-        # the one block of a large model takes gigabytes
+        # One block of a large model would take gigabytes.
         for name in ("intermediate_size", "moe_intermediate_size"):
             if isinstance(getattr(text_config, name, None), int):
                 setattr(text_config, name, SMALL_WIDTH)
+        # The padding token may lie outside the small vocabulary.
         for part in (config, text_config):
             part.pad_token_id = None
         model = model_loader(config).from_config(config, dtype=torch.float32)
@@ -343,22 +364,22 @@ class OuterTarget(Target):
         It lacks `weights` if the files do not tell what a loaded model's would be.
         """
         packing = getattr(self.model.config, "quantization_config", None)
-        method = (packing or {}).get("quant_method") if isinstance(packing, dict) else None
-        found = {
+        method = packing.get("quant_method") if isinstance(packing, dict) else None
+        provenance = {
             "target": self.name,
             "revision": self.commit,
             "dtype": dtype_name(self.dtype),
             "quantization": None if method is None else str(method),
         }
-        return found if self._weights_known is None else {**found, "weights": self._weights_known}
+        if self._weights_known is not None:
+            provenance["weights"] = self._weights_known
+        return provenance
 
     def _own_head_weight(self) -> nn.Parameter | None:
         """Return the LM head that a checkpoint stores with values other than the tied embedding's.
 
-        None if no LM head is stored, or one with equal values. Otherwise the config's tying does
-        not hold.
-
-        transformers does not tie such a model either.
+        None if no LM head is stored, or one with equal values. With other values the model is not
+        tied, whatever its config says; transformers does not tie it either.
         """
         modules = self.modules
         name = next(
@@ -367,14 +388,16 @@ class OuterTarget(Target):
         if f"{name}.weight" not in self.checkpoint.files:
             return None
         embedding = cast(Any, modules.embed).weight
-        own = self.checkpoint.read(f"{name}.weight").to(embedding)
-        return None if torch.equal(own, embedding) else nn.Parameter(own, requires_grad=False)
+        stored = self.checkpoint.read(f"{name}.weight").to(embedding)
+        if torch.equal(stored, embedding):
+            return None
+        return nn.Parameter(stored, requires_grad=False)
 
     def _fill(self, module: nn.Module) -> None:
         """Replace a module's parameters on the meta device by those of the checkpoint."""
         for part in module.modules():
             for name, weight in list(part.named_parameters(recurse=False)):
-                if weight.device.type != "meta":
+                if weight.device.type != "meta":  # read already, as a tied LM head
                     continue
                 tensor = self.checkpoint.read(self._required_name(weight))
                 if tensor.shape != weight.shape:
@@ -383,27 +406,25 @@ class OuterTarget(Target):
                         f" and its config asks for {list(weight.shape)}: config.json and weights"
                         " are of different models"
                     )
-                part.register_parameter(
-                    name,
-                    nn.Parameter(
-                        tensor.to(self.device, weight.dtype).contiguous(), requires_grad=False
-                    ),
-                )
+                values = tensor.to(self.device, weight.dtype).contiguous()
+                part.register_parameter(name, nn.Parameter(values, requires_grad=False))
             for name, buffer in list(part.named_buffers(recurse=False)):
                 if buffer is not None:
                     part._buffers[name] = buffer.to(self.device)
 
     def _required_name(self, weight: Tensor) -> str:
+        """The checkpoint's name of a parameter, by any of its names in the model."""
         for parameter in self._names[id(weight)]:
             name = self.checkpoint.name_of(parameter, weight.shape, self.model.base_model_prefix)
             if name is not None:
                 return name
+        # Packed weights of the module have other names: lm_head.qweight, lm_head.scales ...
         wanted = self._names[id(weight)][0]
         stem = wanted.rpartition(".")[0]
-        packed = sorted(each for each in self.checkpoint.files if stem in each)
-        kept = f"; it keeps {', '.join(packed[:4])}, packed" if packed else ""
+        packed = sorted(name for name in self.checkpoint.files if stem in name)
+        hint = f"; it keeps {', '.join(packed[:4])}, packed" if packed else ""
         raise ValueError(
-            f"{self.name!r} holds no tensor {wanted}{kept}. A head needs the embedding, the final"
+            f"{self.name!r} holds no tensor {wanted}{hint}. A head needs the embedding, the final"
             " norm and the LM head, which only a tied LM head may lack; take a checkpoint that has"
             f" it, {LOAD_ALL}"
         )
@@ -415,11 +436,13 @@ class OuterTarget(Target):
         """
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
-            kept = self.checkpoint.name_of(name, weight.shape, self.model.base_model_prefix)
-            values = None if kept is None else self.checkpoint.first_values(kept, FINGERPRINTED)
+            stored = self.checkpoint.name_of(name, weight.shape, self.model.base_model_prefix)
+            values = None
+            if stored is not None:
+                values = self.checkpoint.first_values(stored, FINGERPRINTED)
             if values is None or not values.dtype.is_floating_point or values.dtype.itemsize < 2:
                 return None
-            digest.update(
-                name.encode() + values.to(weight.dtype).to(torch.bfloat16).float().numpy().tobytes()
-            )
+            # In the model's dtype and then bfloat16, as `info.fingerprint` does.
+            rounded = values.to(weight.dtype).to(torch.bfloat16).float()
+            digest.update(name.encode() + rounded.numpy().tobytes())
         return digest.hexdigest()[:16]

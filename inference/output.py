@@ -18,8 +18,8 @@ class GenerateOutput(tuple[Tensor, ...]):
     """Output of `SpeculativeLM.generate`: one sequence [time] for each row, with statistics.
 
     It has the length, the rows and the indices of `sequences`, the tensor [batch, time] that
-    transformers' `generate` returns: `out[0]` is the first row, `out[:, 5:]` leaves out five tokens
-    of each, and a tokenizer decodes it:
+    transformers' `generate` returns: `out[0]` is the first row, `out[:, 5:]` leaves out the first
+    five tokens of each, and a tokenizer decodes it:
 
     texts = tokenizer.batch_decode(lm.generate(input_ids))
     """
@@ -92,9 +92,14 @@ def collected(
     )
 
 
-def by_token(kept: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
-    """Scores of each row's rounds [tokens, V] as one tensor [batch, V] for each new token."""
-    if kept is None:
+def by_token(scores: list[list[Tensor]] | None) -> tuple[Tensor, ...] | None:
+    """Scores of each row's rounds [tokens, V] as one tensor [batch, V] for each new token.
+
+    For example, row 0 got 2 and 1 tokens in two rounds and row 1 got 2 in one: the result is 3
+    tensors [2, V], of which the last holds 0 for row 1.
+    """
+    if scores is None:
         return None
-    rows = [torch.cat(rounds) for rounds in kept]
+    rows = [torch.cat(rounds) for rounds in scores]
+    # [tokens, batch, V], padded with 0
     return pad_sequence(rows).unbind(0)

@@ -1,8 +1,8 @@
 """Drafts along a fixed text: they tell whether a head is read as it was saved.
 
 Acceptance cannot tell a head that was loaded with a wrong layer or norm from one that was trained a
-little less; its own drafts can. Training saves them with the head, and `headstart verify` repeats
-them and compares.
+little less, but its drafts can. Training saves them with the head, and `headstart verify` repeats
+and compares them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ tied."""
 
 def probe_text(vocab_size: int, length: int) -> Tensor:
     """The first tokens [length] of the fixed text."""
+    # 7919 is prime, so that the tokens spread over any vocabulary.
     return torch.tensor([(7919 * i + 31) % vocab_size for i in range(length)])
 
 
@@ -38,6 +39,7 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
 
     The head is teacher-forced.
     """
+    # A copy in the target's dtype, in which the head is served; training goes on with its own.
     served = copy.deepcopy(head).to(target.device, target.dtype).eval()
     length = PROBE_ENDS[-1] + head.max_depth
     text_1T = probe_text(target.info.vocab_size, length)[None].to(target.device)
@@ -47,9 +49,12 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
     tokens: list[float] = []
     scores: list[float] = []
     for end in PROBE_ENDS:
+        # The head reads the first `end` tokens: pairs of a token's features and its successor.
         state = served.begin(target.modules, 1, length, head.max_depth, head.max_depth)
         read_B = torch.tensor([end - 1], device=target.device)
         state = served.observe(state, output.features_BNF[:, : end - 1], text_1T[:, 1:end], read_B)
+        # It is expanded along the text itself, not along its drafts, so that an early difference
+        # does not change all that follow.
         for depth in range(head.max_depth):
             parent_11 = torch.full_like(text_1T[:, :1], 0 if depth else -1)
             logits_11V, state = served.expand(
@@ -61,10 +66,10 @@ def probe_drafts(target: Target, head: DraftHead) -> dict[str, list[float]]:
     return {"tokens": tokens, "scores": scores}
 
 
-def probe_difference(found: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
+def probe_difference(drafts: dict[str, Any], saved: dict[str, Any]) -> tuple[float, float]:
     """The share of drafts that differ, and the mean difference of their log-probabilities."""
-    others = [ours != theirs for ours, theirs in zip(found["tokens"], saved["tokens"], strict=True)]
-    gaps = [
-        abs(ours - theirs) for ours, theirs in zip(found["scores"], saved["scores"], strict=True)
-    ]
-    return sum(others) / len(others), sum(gaps) / len(gaps)
+    token_pairs = list(zip(drafts["tokens"], saved["tokens"], strict=True))
+    score_pairs = list(zip(drafts["scores"], saved["scores"], strict=True))
+    differing = sum(new != old for new, old in token_pairs)
+    gap = sum(abs(new - old) for new, old in score_pairs)
+    return differing / len(token_pairs), gap / len(score_pairs)

@@ -3,11 +3,12 @@
 Greedy decoding accepts a draft where it is the target's next token, and for a known answer these
 tokens are known. So the target answers each prompt once, plainly, and reads prompt and answer once
 for the features. From then on the decoding loop, the acceptance rule and the statistics run as
-ever, and every forward is a look-up. For each head and tree the result is that of real decoding,
-but for near ties in the features' last bits.
+usual, and every forward is a look-up. For each head and tree the result is that of real decoding,
+except for near ties in the features' last bits.
 
 The entries of the KV cache are the tokens themselves, by which a forward finds the answer that each
-row is part of.
+row is part of. For example, the stored text is [5, 7, 9, 4, 8] and the cache holds [5, 7]: the node
+9, at position 2, is right, and its logits have a 1 at 4; a node 6 is wrong, and its logits are 0.
 
 Letters in tensor names: B batch, N nodes, T time, R known texts, F width of the chosen layers side
 by side, V vocabulary, K chosen positions.
@@ -36,7 +37,7 @@ BEYOND = 16
 READ_ROWS = 8
 """Texts that the target reads at once."""
 UNKNOWN = -1
-"""Padding behind a text: no token."""
+"""Padding after a text, equal to no token."""
 
 
 class ReplayTarget(Target):
@@ -74,10 +75,13 @@ class ReplayTarget(Target):
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
         """Those of the prompts [T] for which no answer of `new_tokens` is known yet, each once."""
-        wanted = {tuple(prompt.tolist()): prompt for prompt in prompts}
-        known = {key: len(self.texts.get(key, ())) for key in wanted}
-        needed = {key: min(len(key) + new_tokens, self.max_positions) for key in wanted}
-        return [prompt for key, prompt in wanted.items() if known[key] < needed[key]]
+        different = {tuple(prompt.tolist()): prompt for prompt in prompts}
+        unknown = []
+        for key, prompt in different.items():
+            needed = min(len(key) + new_tokens, self.max_positions)
+            if len(self.texts.get(key, ())) < needed:
+                unknown.append(prompt)
+        return unknown
 
     def learn(
         self,
@@ -86,11 +90,12 @@ class ReplayTarget(Target):
         observers: Sequence[RoundObserver] = (),
     ) -> None:
         """Let the target answer the prompts [T] with no known answer of `new_tokens` yet."""
-        lacking = self.unknown(prompts, new_tokens)
-        if not lacking:
+        unknown = self.unknown(prompts, new_tokens)
+        if not unknown:
             return
-        room = self.max_positions - max(map(len, lacking))
-        input_ids, mask = left_padded(lacking, self.device)
+        # Plain greedy decoding without an end token: an answer goes on after it, as drafts may.
+        room = self.max_positions - max(map(len, unknown))
+        input_ids, mask = left_padded(unknown, self.device)
         lm = SpeculativeLM(self.original)
         lm.observers += observers
         settings: dict[str, Any] = {
@@ -106,7 +111,7 @@ class ReplayTarget(Target):
             **settings,
         )
         answers_RT = output.sequences[:, input_ids.shape[1] :]
-        for prompt, answer_T in zip(lacking, answers_RT, strict=True):
+        for prompt, answer_T in zip(unknown, answers_RT, strict=True):
             self.keep(prompt, torch.cat([prompt.to(self.device), answer_T]))
 
     def table(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -114,11 +119,13 @@ class ReplayTarget(Target):
 
         The target reads them when they are first requested.
         """
-        # prefill asks for one layer more than rounds
-        for known, (texts_RT, features_RTF) in self._tables.items():
-            if known[: len(layers)] == layers:
+        # A table of more layers serves, too, if it begins with these: prefill asks for one layer
+        # more than rounds do.
+        for table_layers, (texts_RT, features_RTF) in self._tables.items():
+            if table_layers[: len(layers)] == layers:
                 return texts_RT, features_RTF[..., : len(layers) * self.info.hidden_size]
-        texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]  # see `_looked_up`
+        # By the length of their prompts: `_looked_up` takes the first of equally good texts.
+        texts = [self.texts[prompt] for prompt in sorted(self.texts, key=len)]
         texts_RT = pad_sequence(texts, batch_first=True, padding_value=UNKNOWN)
         self._tables[layers] = texts_RT, self.features_of(texts_RT, layers)
         return self._tables[layers]
@@ -170,11 +177,9 @@ class ReplayEngine(Engine):
         """Prefill: the tokens are committed, and their features come from the table."""
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
-        chain_BTT = (
-            torch.ones(size, size, dtype=torch.bool, device=self.target.device)
-            .tril()
-            .expand(len(tokens_BT), -1, -1)
-        )
+        # A prompt is a chain of nodes, each of which has all before it and itself as ancestors.
+        chain_TT = torch.ones(size, size, dtype=torch.bool, device=self.target.device).tril()
+        chain_BTT = chain_TT.expand(len(tokens_BT), -1, -1)
         depths_BT = torch.arange(size, device=self.target.device).expand_as(tokens_BT)
         output = self._looked_up(tokens_BT, chain_BTT, depths_BT, cache, layers, kept, size)
         cache.advance_prompt(size)
@@ -184,11 +189,18 @@ class ReplayEngine(Engine):
         self, tree: DraftTree, longest: int, cache: TreeCache, layers: tuple[int, ...]
     ) -> TargetOutput:
         """Next tokens and features of all nodes; the cache gets the nodes' tokens."""
-        known, nodes = tree.structure, tree.tokens_BN.shape[1]
+        structure = tree.structure
+        nodes = tree.tokens_BN.shape[1]
         cache.reserve(nodes, longest)
-        every = list(range(nodes))
+        # Of the tree's tokens only the root is certainly part of the text.
         return self._looked_up(
-            tree.tokens_BN, known.ancestors_BNN, known.depths_BN, cache, layers, every, 1
+            tree.tokens_BN,
+            structure.ancestors_BNN,
+            structure.depths_BN,
+            cache,
+            layers,
+            list(range(nodes)),
+            certain=1,
         )
 
     def _looked_up(
@@ -205,15 +217,18 @@ class ReplayEngine(Engine):
 
         Both are 0 at nodes whose path is not part of the known answer.
         """
+        # 1. Store the nodes' tokens as their keys, and find their positions in the text.
         texts_RT, features_RTF = self.target.table(layers)
-        batch, longest = len(tokens_BN), texts_RT.shape[1]
+        batch = len(tokens_BN)
+        longest = texts_RT.shape[1]
         rows_B1 = torch.arange(batch, device=self.target.device)[:, None]
         committed_BT = cache.keys[0][:, 0, :, 0]
         committed_BT[rows_B1, cache.slots_BN] = tokens_BN
-        places_BN = (cache.lengths_B[:, None] + depths_BN).clamp(max=longest - 1)
-        # A row's text is the stored one whose prefix matches the committed tokens and the certain
-        # ones after them; the one with the shortest prompt, where a prompt is the beginning of
-        # another.
+        positions_BN = (cache.lengths_B[:, None] + depths_BN).clamp(max=longest - 1)
+        # 2. A row's text is the stored one whose prefix matches the committed tokens and the
+        #    certain ones after them. Where a prompt is the beginning of another, several match, and
+        #    argmax takes the first: the text with the shortest prompt. The score of a text is the
+        #    number of tokens that match before the first that does not.
         width = min(committed_BT.shape[1], longest)
         so_far_B1T = (
             torch.arange(width, device=self.target.device)
@@ -221,10 +236,12 @@ class ReplayEngine(Engine):
         )
         same_BRT = (committed_BT[:, None, :width] == texts_RT[:, :width]) & so_far_B1T
         text_B1 = same_BRT.int().cumprod(-1).sum(-1).argmax(-1, keepdim=True)
-        right_BN = texts_RT[text_B1, places_BN] == tokens_BN
-        found_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
-        next_BN = texts_RT[text_B1, (places_BN + 1).clamp(max=longest - 1)].clamp(min=0)
-        features_BNF = features_RTF[text_B1, places_BN].masked_fill(~found_BN[..., None], 0)
+        # 3. A node is on the text's path if no ancestor, itself included, has a wrong token.
+        right_BN = texts_RT[text_B1, positions_BN] == tokens_BN
+        on_path_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
+        # 4. Its features, and the logits of the next token; `UNKNOWN` becomes token 0.
+        next_BN = texts_RT[text_B1, (positions_BN + 1).clamp(max=longest - 1)].clamp(min=0)
+        features_BNF = features_RTF[text_B1, positions_BN].masked_fill(~on_path_BN[..., None], 0)
         logits_BKV = torch.zeros(
             batch,
             len(kept),
@@ -232,5 +249,5 @@ class ReplayEngine(Engine):
             dtype=torch.float32,
             device=self.target.device,
         )
-        logits_BKV.scatter_(2, next_BN[:, kept, None], found_BN[:, kept, None].float())
+        logits_BKV.scatter_(2, next_BN[:, kept, None], on_path_BN[:, kept, None].float())
         return TargetOutput(logits_BKV, features_BNF)

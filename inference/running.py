@@ -1,4 +1,4 @@
-"""The generation that runs: one at a time for each target, and those that it calls in its turn."""
+"""The generation that runs: one at a time for each target, and those that are nested in it."""
 
 from __future__ import annotations
 
@@ -37,22 +37,25 @@ def alone(
 
     The drafter is the current one at the time when the target is free.
 
-    An observer, a streamer, a processor or a criterion may call `generate` in its turn: the inner
-    generation drafts with a drafter of its own, and the outer one finds everything as it was.
+    An observer, a streamer, a processor or a criterion may call `generate` itself. The inner
+    generation drafts with another drafter, and the outer one finds everything as it was.
     """
     if past is not None and any(other is past for _, other in _RUNNING.generations):
         raise ValueError(
             "past_key_values is the Conversation of the generation that calls generate here (by a"
             " callback, a streamer, a processor or a criterion); give this one another"
         )
+    # The lock may be taken again by the thread that holds it, so that a nested call does not wait.
     with target.lock, as_loaded(target.model):
         nested = runs(target)
         drafter = drafter_now().fresh() if nested else drafter_now()
-        encoded = (
-            (target.encoded, target.encoded_mask) if isinstance(target, Seq2SeqTarget) else None
-        )
+        # What the encoder returned belongs to the outer generation: it is put back at the end.
+        encoded = None
+        if isinstance(target, Seq2SeqTarget):
+            encoded = (target.encoded, target.encoded_mask)
         _RUNNING.generations.append((target, past))
         try:
+            # Replayed recordings would overwrite results that the outer generation still reads.
             as_it_is = target.engine.runner.as_it_is() if nested else nullcontext()
             with as_it_is, as_loaded_together([model.model for model in assistants(drafter)]):
                 yield drafter

@@ -72,7 +72,7 @@ from .tuning.machine import check_threads
 from .tuning.round_costs import RoundCosts
 
 KEPT_OF_CALLS = 8
-"""Trees and rules of single calls that are kept, with what was measured and recorded for them."""
+"""Draftings of single calls that are kept, with what was measured and recorded for them."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class SpeculativeLM:
         self._recipe: Recipe | None = None
         """How drafters are made of a head; None for a drafter that was given."""
         self._of_calls: OrderedDict[str, Drafting] = OrderedDict()
-        """By tree and acceptance rule: what drafts in single calls that name them, the one used
-        last at the end."""
+        """By tree and acceptance rule: what drafts in single calls that name them, the most
+        recently used one last."""
 
     def __repr__(self) -> str:
         return (
@@ -207,6 +207,7 @@ class SpeculativeLM:
         Raises:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
+        # 1. What can be refused before weights are read.
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_rule_name(acceptance)
         flags = {
@@ -219,27 +220,32 @@ class SpeculativeLM:
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} must be True or False, not {flag!r}")
         model_kwargs = model_options(model_kwargs)
+        # 2. The target. Trying it now reports a model that cannot decode here before a head is
+        #    loaded.
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
-            target_class = (
-                Seq2SeqTarget if is_encoder_decoder(target, revision, model_kwargs) else Target
-            )
+            target_class = Target
+            if is_encoder_decoder(target, revision, model_kwargs):
+                target_class = Seq2SeqTarget
             target = target_class.from_pretrained(
                 target, dtype, device_map, revision, **model_kwargs
             )
         target.check_decoding()
         if target.device.type == "cpu":
             check_threads()
+
+        # 3. The head, in the target's dtype. Its adapter, if it has one, changes the target.
         loaded_head = None
         if head is not None:
             loaded_head = load_fitting_head(head, target, head_revision, dtype_was_named)
             target.check_layers(loaded_head.feature_layers)
             merge_adapter_of(loaded_head, target, allow_adapter)
             loaded_head = loaded_head.to(target.device).eval()
+        # 4. What drafts. Kernels may copy the target's weights, and the cost of rounds may be
+        #    measured, so the model must be in the state in which it was loaded.
         lm = cls(target)
         lm._recipe = Recipe(target, drafter, tree, fallback, compile, acceptance, lossy)
-        # kernels may hold a copy of it, and the cost of rounds may be measured
         with as_loaded(target.model):
             if compile:
                 target.compile()
@@ -252,9 +258,9 @@ class SpeculativeLM:
         `from_pretrained` does so by default.
 
         On a CPU, target and head run in our own kernels, built once per machine in seconds. They
-        hold a copy of the weights in the shortest exact format, renewed when the weights change:
-        every call compares a few elements of each tensor. After a change that this may miss call
-        `refresh`. Without a C++ compiler a warning is given and nothing changes.
+        hold a copy of the weights in the shortest exact format. The copy is renewed when the
+        weights change: every call compares a few elements of each tensor. Call `refresh` after a
+        change that this may miss. Without a C++ compiler a warning is given and nothing changes.
 
         On a GPU with CUDA, the operations of rounds are recorded as CUDA graphs at their second
         call, in as little time as that takes, and read the weights where they lie.
@@ -313,13 +319,13 @@ class SpeculativeLM:
                 "use_head was called inside a generation with the same target; call it afterwards"
             )
         with target.lock, as_loaded(target.model):
-            # 1. All that may be refused.
+            # 1. Everything that may be refused.
             new = load_fitting_head(head, target, revision)
             target.check_layers(new.feature_layers)
             merge_adapter_of(new, target, allowed=False)
             drafting = self._recipe.drafting(new.to(target.device).eval())
-            # 2. What was recorded for the old head, and for trees of single calls, holds them and
-            # their caches.
+            # 2. Forget what was recorded for the old head and for trees of single calls: it holds
+            #    them and their caches.
             self._of_calls = OrderedDict()
             target.engine.runner.forget()
             # 3. The new one takes the old one's place.
@@ -337,6 +343,7 @@ class SpeculativeLM:
         This builds kernels, measures the cost of rounds and generates a few tokens.
         """
         self.costs  # noqa: B018 - measured now
+        # A shallow copy: it shares everything except the observers.
         unobserved = copy.copy(self)
         unobserved.observers = []
         prompt_1T = torch.zeros(1, 2, dtype=torch.int64, device=self.target.device)
@@ -351,7 +358,8 @@ class SpeculativeLM:
         with self.target.lock:
             for sampling in (False, True):
                 unobserved.generate(prompt_1T, do_sample=sampling, **settings)
-            for drafter in self.drafter.nested():  # speeds on this text predict nothing
+            # Speeds on this text predict nothing.
+            for drafter in self.drafter.nested():
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.records.clear()
         return self
@@ -407,28 +415,30 @@ class SpeculativeLM:
                 `tree` is of another kind.
             past_key_values: KV cache and drafter state of earlier calls, so that their text is not
                 read again; updated in place. One row only, and the same `tree` in every call.
-            settings: what a processor returned beside token ids (pixel_values, image_grid_thw ...),
-                of one row: the target reads the prompt with it. And max_new_tokens, do_sample,
-                temperature, top_k, top_p, eos_token_id ... as for `model.generate`.
+            settings: max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id ... as for
+                `model.generate`. Also what a processor returned besides token ids (pixel_values,
+                image_grid_thw ...), of one row: the target reads the prompt with it.
 
         Returns:
-            the prompts followed by the new tokens, which can be indexed as the tensor [batch, time]
-            that
-            `model.generate` returns, with statistics.
+            the prompts followed by the new tokens, with statistics. It can be indexed like the
+            tensor [batch, time] that `model.generate` returns.
 
         Raises:
             ValueError: names an empty or too long prompt, a tree or acceptance rule that does not
                 fit, or an unsupported setting.
         """
+        # 1. Check what transformers does not know: it would fail later, or silently ignore it.
         prompts = prompts_of(inputs, input_ids, attention_mask)
         rows = len(prompts.input_ids)
         if max_batch_size is not None and (type(max_batch_size) is not int or max_batch_size < 1):
             raise ValueError(f"max_batch_size must be an int of at least 1, not {max_batch_size!r}")
         check_conversation(past_key_values, rows, self.target)
+        # Images and the like are inputs of the model, not settings.
         extra = {
             name: settings.pop(name) for name in [*settings] if is_prompt_input(self.target, name)
         }
         check_settings(settings, generation_config)
+        # Only what was given: the others keep the defaults of `model.generate`.
         arguments = {
             "logits_processor": logits_processor,
             "stopping_criteria": stopping_criteria,
@@ -436,11 +446,13 @@ class SpeculativeLM:
         }
         settings |= {name: value for name, value in arguments.items() if value is not None}
         new_tokens = settings.get("max_new_tokens")
+        # transformers refuses 0, which here gives the prompts back.
         if type(new_tokens) is int and new_tokens == 0:
             if streamer is not None:
                 streamer.end()
             return GenerateOutput(prompts.input_ids, Stats(rows=[[] for _ in range(rows)]))
 
+        # 2. `model.generate` resolves the settings and calls `_decode` with what it has prepared.
         target = self.target
         warn_of_autocast(target.model)
         with target.lock, as_loaded(target.model):
@@ -503,9 +515,8 @@ class SpeculativeLM:
 
         It belongs to this decoder and works with its model only.
 
-        Other than the function `custom_generate`, it follows `use_head` and is watched by
-        `observers`. It serves code that calls `model.generate` itself, such as a trainer's
-        rollouts:
+        Unlike the function `custom_generate`, it follows `use_head` and is watched by `observers`.
+        It serves code that calls `model.generate` itself, such as a trainer's rollouts:
 
         model.generate = functools.partial(model.generate, custom_generate=lm.custom_generate())
 
@@ -539,9 +550,10 @@ class SpeculativeLM:
     ) -> Tensor | GenerateOutput | GenerateDictOutput:
         """Decode what `model.generate` has prepared, whose arguments these are.
 
-        It passes parameters that are named here twice, hence the attention mask among the other
-        inputs.
+        `model.generate` passes a parameter that is named here twice, so the attention mask is among
+        the other inputs.
         """
+        # 1. Refuse what this loop does not support.
         target = self.target
         if model is not target.model:
             raise ValueError(
@@ -552,11 +564,12 @@ class SpeculativeLM:
         config = generation_config
         check_prepared(config, inputs, call.streamer, len(input_ids))
         warn_of_autocast(target.model)
-        encoder_decoder = isinstance(target, Seq2SeqTarget)
-        # an encoder-decoder's is its encoder's
-        mask = None if encoder_decoder else inputs.get("attention_mask")
+        # 2. The prompts without their padding. An encoder-decoder's mask belongs to its encoder:
+        #    what is decoded begins with the same start token in every row.
+        mask = None
         prompt_inputs = None
-        if not encoder_decoder:
+        if not isinstance(target, Seq2SeqTarget):
+            mask = inputs.get("attention_mask")
             prompt_inputs = inputs_of_prompt(inputs, input_ids, mask, call.past, target)
         prompts = without_padding(input_ids, mask, target)
         process_logits = TreeLogitsProcessor(
@@ -564,8 +577,11 @@ class SpeculativeLM:
             [input_ids.shape[1] - len(prompt) for prompt in prompts],
             min_length_counts_padding=config.min_new_tokens is not None,
         )
+        # 3. Where rows end. A length counts the padded prompt: rows get equally many new tokens.
         stopping = Stopping.of(stopping_criteria, config.max_length)
         new_tokens = stopping.max_length - input_ids.shape[1]
+        # 4. How many rows are decoded together: one where their positions lie in different
+        #    segments, or where the engine reads one row only.
         together = call.max_batch_size
         lengths = [len(prompt) for prompt in prompts]
         if target.segments and not target.segments.together(lengths, new_tokens):
@@ -574,6 +590,8 @@ class SpeculativeLM:
         if target.engine.one_row:
             together = 1
         keep = bool(config.return_dict_in_generate)
+        # 5. From here on no other generation uses the target. The drafter is the one of the call's
+        #    turn, since `use_head` may have been called meanwhile.
         with alone(target, call.past, lambda: (call.drafting or self.drafting).drafter) as drafter:
             drafting = call.drafting or self.drafting
             if config.do_sample and is_lossy(drafting.acceptance):
@@ -584,11 +602,13 @@ class SpeculativeLM:
                     if isinstance(draft_model, Seq2SeqTarget):
                         draft_model.check_encoder_outputs()
             target.check_decoding()
+            # Weights that changed since the last call are copied again, where copies compute.
             target.renew()
             for rows in draft_models(drafter):
                 rows.use(target.engine)
                 rows.renew()
             check_size(target, drafter, prompts, new_tokens, together)
+            # 6. Decode.
             sequences = Sequences(
                 prompts,
                 new_tokens,
@@ -609,6 +629,7 @@ class SpeculativeLM:
                 observers=tuple(self.observers),
             )
             stats = self._speculate(call, drafting, decoding, drafter, sequences)
+        # 7. The output, in the form that was asked for.
         if call.streamer is not None:
             call.streamer.end()
         output = collected(input_ids, sequences, padding_token(config), stats)
@@ -643,6 +664,7 @@ class SpeculativeLM:
         past = call.past
         if past is None:
             return speculate(decoding, drafter, sequences)
+        # A cache that another head, tree or version of the weights has filled cannot go on.
         owner = (drafting, self.target.version)
         if past.owner != owner:
             past.forget()
@@ -654,17 +676,17 @@ class SpeculativeLM:
             raise
 
     def _for_call(self, tree: TreeSpec | None, acceptance: str | None) -> Drafting:
-        """Return the drafter of a call that names a tree or a rule.
+        """Return what drafts in a call that may name a tree or a rule.
 
         It is kept, with its measured speeds, for the next such call.
         """
         if tree is None and acceptance is None:
             return self.drafting
-        key = repr((tree, acceptance))
+        key = repr((tree, acceptance))  # a tree may be a list, which no dict takes as a key
         if key not in self._of_calls:
             self._of_calls[key] = self.drafting.for_call(tree, acceptance)
         self._of_calls.move_to_end(key)
         if len(self._of_calls) > KEPT_OF_CALLS:
             self._of_calls.popitem(last=False)
-            self.target.engine.runner.forget()  # what was recorded for it holds it and its cache
+            self.target.engine.runner.forget()  # its recordings hold the drafter and its cache
         return self._of_calls[key]

@@ -4,8 +4,13 @@ Greedy. The reference reads an engine's own answer in one forward and says at ev
 the engine's token lies below its best one: the margin, 0 where the token is the best. Rounding may
 exchange two tokens that are nearly equally good. By how much it changes the gap between two tokens
 is measured: the same weights read the same answer token by token in the engine's dtype, and e is
-the largest change found. A margin above e is not a matter of rounding. Nor are many small ones,
-where one-token forwards hardly ever choose another token than the reference.
+the largest change found. A margin above e is not a matter of rounding. Neither are many small ones,
+where one-token forwards hardly ever choose another token than the reference. For example, with
+e = 0.03:
+
+    margins 0 0 0       identical
+    margins 0 0.01 0    identical up to ties
+    margins 0 0.4 0     not lossless
 
 Sampling. An engine draws short continuations of fixed prompts. Given the tokens before it, the
 token at a position has the reference's distribution, so that counts of tokens after the same path
@@ -31,7 +36,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -65,6 +70,8 @@ def chi_square_tail(statistic: float, freedom: int, noncentrality: float = 0.0) 
 
     The noncentral distribution is a Poisson mixture of central ones.
     """
+    # P(X > x) = sum over m of Poisson(m; noncentrality / 2) P(chi-square of freedom + 2 m > x).
+    # Terms more than 12 standard deviations beyond the mean are left out.
     half = noncentrality / 2
     last = int(half + 12 * math.sqrt(half) + 40) if half > 0 else 0
     mixed_M = torch.arange(last + 1, dtype=torch.float64)
@@ -78,6 +85,7 @@ def chi_square_tail(statistic: float, freedom: int, noncentrality: float = 0.0) 
 
 def binomial_tail(successes: int, trials: int, chance: float) -> float:
     """P(X >= successes) of a binomial variable with 0 < chance < 1."""
+    # In logarithms, as the binomial coefficients would overflow.
     counts = torch.arange(successes, trials + 1, dtype=torch.float64)
     ways = math.lgamma(trials + 1) - torch.lgamma(counts + 1) - torch.lgamma(trials - counts + 1)
     logs = ways + counts * math.log(chance) + (trials - counts) * math.log1p(-chance)
@@ -86,8 +94,11 @@ def binomial_tail(successes: int, trials: int, chance: float) -> float:
 
 def holm(p_values: Sequence[float], level: float = ALPHA) -> list[bool]:
     """Which hypotheses are rejected at a family-wise level (Holm 1979)."""
+    # The least of m p-values is compared with level / m, the next one with level / (m - 1), and so
+    # on up to the first that is larger.
     rejected = [False] * len(p_values)
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda each: p_values[each])):
+    by_p_value = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for rank, index in enumerate(by_p_value):
         if p_values[index] > level / (len(p_values) - rank):
             break
         rejected[index] = True
@@ -96,6 +107,7 @@ def holm(p_values: Sequence[float], level: float = ALPHA) -> list[bool]:
 
 def detectable_noncentrality(freedom: int, allowance: float, level: float) -> float:
     """Noncentrality that a test at this level detects with probability POWER."""
+    # The statistic from which the test rejects, and then the noncentrality that reaches it.
     critical = _bisected(lambda x: chi_square_tail(x, freedom, allowance) <= level)
     return _bisected(
         lambda noncentrality: chi_square_tail(critical, freedom, noncentrality) >= POWER
@@ -143,7 +155,7 @@ class JudgedAnswer:
     """By how much the engine's token scores below the best one; 0 where it is the best, or as
     good."""
     unprocessed: list[float]
-    """The same without logits processors."""
+    """The same by the logits, before the logits processors."""
     changes: list[float]
     """By how much rounding changed the distance of a good token from the best one, at most."""
     rounded_margins: list[float]
@@ -191,13 +203,18 @@ def _margins(scores_TV: Tensor, tokens_T1: Tensor) -> Tensor:
 
 
 def _gap_changes(scores_TV: Tensor, rounded: BestScores) -> Tensor:
-    """Return rounding's largest change of a top token's gap to the reference's best token, [T]."""
+    """Return rounding's largest change of a top token's gap to the reference's best token, [T].
+
+    For example, the reference scores a token 3.0 and its best one 3.5, a gap of 0.5. With rounding
+    they have 3.1 and 3.4, a gap of 0.3: the change is 0.2.
+    """
     tokens_TK = rounded.tokens_TK[:, :CONTENDERS].to(scores_TV.device)
     all_tokens_TK = rounded.tokens_TK.to(scores_TV.device)
     rounded_TK = rounded.scores_TK.to(scores_TV.device, scores_TV.dtype)
     best_T1 = scores_TV.argmax(-1, keepdim=True)
     is_best_TK = all_tokens_TK == best_T1
-    # A best token that is not even among the kept ones scores less than all of them.
+    # The rounded score of the reference's best token. If it is not among the kept ones, it is at
+    # most that of the last of them.
     rounded_best_T = torch.where(
         is_best_TK.any(-1),
         torch.where(is_best_TK, rounded_TK, -torch.inf).amax(-1),
@@ -206,11 +223,13 @@ def _gap_changes(scores_TV: Tensor, rounded: BestScores) -> Tensor:
     gaps_TK = scores_TV.gather(1, best_T1) - scores_TV.gather(1, tokens_TK)
     rounded_gaps_TK = rounded_best_T[:, None] - rounded_TK[:, :CONTENDERS]
     changes_TK = (gaps_TK - rounded_gaps_TK).abs()
+    # A token that the processors exclude has the score -inf, and no gap.
     return torch.where(changes_TK.isfinite(), changes_TK, 0.0).amax(-1)
 
 
 def _wrong_end(tokens: Sequence[int], end_tokens: frozenset[int], new_tokens: int) -> str:
-    ends = [place for place, token in enumerate(tokens) if token in end_tokens]
+    """Say what is wrong with an answer's length; empty if nothing is."""
+    ends = [position for position, token in enumerate(tokens) if token in end_tokens]
     if ends and ends[0] < len(tokens) - 1:
         return f"goes on after its end token, token {ends[0] + 1}"
     if len(tokens) > new_tokens:
@@ -268,13 +287,14 @@ class GreedyResult:
     def first_divergences(self) -> list[Divergence]:
         """The first one of each answer that has one."""
         firsts: dict[int, Divergence] = {}
-        for each in self.divergences:
-            firsts.setdefault(each.answer, each)
+        for divergence in self.divergences:
+            firsts.setdefault(divergence.answer, divergence)
         return list(firsts.values())
 
 
 def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
     """Verdict on all greedy answers of an engine."""
+    # 1. What rounding does: e, and at how many positions it alone chooses another token.
     changes = torch.tensor(
         [change for answer in answers for change in answer.changes], dtype=torch.float64
     )
@@ -291,16 +311,18 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
             rounded_count += rounded_margin > 0
             engine_only += margin > 0 and rounded_margin == 0
             rounded_only += margin == 0 and rounded_margin > 0
+    # 2. A sign test. Of the positions where only one of the two differs, an engine that rounds
+    #    TOLERATED times as much has 2 of 3.
     chance = TOLERATED / (1 + TOLERATED)
     p_more = binomial_tail(engine_only, engine_only + rounded_only, chance)
-    unexplained = [each for each in divergences if each.margin > tie]
-    reasons = [
-        f"answer {number} {answer.wrong_end}"
-        for number, answer in enumerate(answers, 1)
-        if answer.wrong_end
-    ]
+    unexplained = [divergence for divergence in divergences if divergence.margin > tie]
+    # 3. Reasons against the engine: wrong ends, margins above e, too many small ones.
+    reasons = []
+    for number, answer in enumerate(answers, 1):
+        if answer.wrong_end:
+            reasons.append(f"answer {number} {answer.wrong_end}")
     if unexplained:
-        worst = max(unexplained, key=lambda each: each.margin)
+        worst = max(unexplained, key=lambda divergence: divergence.margin)
         reasons.append(
             f"{len(unexplained)} of {len(changes)} tokens lie further below the best one than"
             f" rounding explains, which changes gaps by {tie:.2g} at most; the worst by"
@@ -317,12 +339,16 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
             f" one-token forwards of its dtype alone, {engine_only} of them in the engine: more"
             f" than rounding explains (p = {p_more:.1g})"
         )
+    # 4. The verdict.
     verdict: GreedyVerdict = "identical"
     if reasons:
         verdict = "not lossless"
     elif divergences:
         verdict = "identical up to ties"
     shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "largest": 1.0}
+    quantiles = {}
+    if len(changes):
+        quantiles = {name: float(changes.quantile(share)) for name, share in shares.items()}
     return GreedyResult(
         verdict=verdict,
         answers=len(answers),
@@ -330,11 +356,7 @@ def judge_greedy(answers: Sequence[JudgedAnswer]) -> GreedyResult:
         exact_answers=sum(not any(answer.margins) and not answer.wrong_end for answer in answers),
         divergences=divergences,
         tie=tie,
-        changes=(
-            {name: float(changes.quantile(share)) for name, share in shares.items()}
-            if len(changes)
-            else {}
-        ),
+        changes=quantiles,
         rounded_divergences=rounded_count,
         rounded_largest=max(
             (margin for answer in answers for margin in answer.rounded_margins), default=0.0
@@ -351,7 +373,10 @@ def _explained_without_processors(
     answers: Sequence[JudgedAnswer], unexplained: list[Divergence], tie: float
 ) -> bool:
     """Whether all these tokens are the best ones by the logits alone."""
-    return all(answers[each.answer].unprocessed[each.position] <= tie for each in unexplained)
+    for divergence in unexplained:
+        if answers[divergence.answer].unprocessed[divergence.position] > tie:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -386,6 +411,7 @@ class NextToken:
             drawn: the tokens that the engine drew after each path.
             keep: likeliest tokens that are kept of each.
         """
+        # 1. Moments of the surprise, -log p, of a token drawn from p; 0 log 0 counts as 0.
         log_p_NV = scores_NV.double().log_softmax(-1)
         p_NV = log_p_NV.exp()
         surprise_NV = torch.where(p_NV > 0, -log_p_NV, 0.0)
@@ -394,15 +420,16 @@ class NextToken:
         variance_N = (p_NV * centred_NV.square()).sum(-1)
         third_moment_N = (p_NV * centred_NV.pow(3)).sum(-1)
         best = p_NV.topk(min(keep, p_NV.shape[-1]), dim=-1)
+        # 2. Of the tokens that top-k or top-p cut off, the one with the highest logit.
         excluded_NV = p_NV == 0
-        first_excluded_N = (
-            torch.where(excluded_NV, logits_NV.double(), -torch.inf).argmax(-1).tolist()
-        )
-        any_excluded_N = excluded_NV.any(-1).tolist()
-        found = []
+        excluded_logits_NV = torch.where(excluded_NV, logits_NV.double(), -torch.inf)
+        first_excluded = excluded_logits_NV.argmax(-1).tolist()
+        any_excluded = excluded_NV.any(-1).tolist()
+        # 3. One record a path.
+        distributions = []
         for index, tokens in enumerate(drawn):
             of_drawn = p_NV[index, list(tokens)].tolist()
-            found.append(
+            distributions.append(
                 cls(
                     tokens=best.indices[index].tolist(),
                     probs=best.values[index].tolist(),
@@ -410,10 +437,10 @@ class NextToken:
                     variance=float(variance_N[index]),
                     third_moment=float(third_moment_N[index]),
                     drawn=dict(zip(tokens, of_drawn, strict=True)),
-                    first_excluded=first_excluded_N[index] if any_excluded_N[index] else None,
+                    first_excluded=first_excluded[index] if any_excluded[index] else None,
                 )
             )
-        return found
+        return distributions
 
 
 @dataclass(frozen=True)
@@ -443,9 +470,9 @@ class SamplingTest:
 
         It is detected with probability POWER, whatever the form of the difference.
         """
-        return math.sqrt(
-            detectable_noncentrality(self.freedom, self.allowance, level) / (4 * self.draws)
-        )
+        # A total variation t has a noncentrality of at least 4 n t^2.
+        noncentrality = detectable_noncentrality(self.freedom, self.allowance, level)
+        return math.sqrt(noncentrality / (4 * self.draws))
 
 
 @dataclass(frozen=True)
@@ -501,9 +528,12 @@ class Surprise:
         deviation = math.sqrt(self.variance)
         skewness = self.third_moment / deviation**3
         z = self.excess / deviation
+        # Cornish and Fisher (1938) correct for the skewness. Beyond 3 / skewness their parabola
+        # would turn back.
         if skewness > 0:
-            z = min(z, 3 / skewness)  # further on the correction would turn back
-        normal = z - skewness / 6 * (z**2 - 1)  # Cornish and Fisher (1938)
+            z = min(z, 3 / skewness)
+        normal = z - skewness / 6 * (z**2 - 1)
+        # The square of a normal variable is chi-square with one degree of freedom.
         allowance = (TOLERATED * self.change) ** 2 / self.variance
         return SamplingTest("surprise", None, position, self.draws, normal**2, 1, allowance)
 
@@ -522,7 +552,7 @@ class SamplingResult:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing speaks against it; `detectable_everywhere` says how much that means."""
+        """Whether no test rejects it; `detectable_everywhere` says how much that means."""
         return not self.reasons
 
     def of_tokens(self, position: int) -> list[SamplingTest]:
@@ -532,9 +562,7 @@ class SamplingResult:
     def detectable_everywhere(self, position: int) -> float | None:
         """Return the smallest detectable total variation of a difference common to all prompts.
 
-        It is detected with probability POWER.
-
-        None where there are too few draws for a test.
+        It is detected with probability POWER. None where there are too few draws for a test.
         """
         tests = [test for test in self.of_tokens(position) if test.prompt is None]
         return tests[0].detectable(ALPHA / len(self.tests)) if tests else None
@@ -571,39 +599,45 @@ def judge_sampling(
         parts: list[SamplingTest] = []
         left_over = _LeftOver()
         surprise = Surprise()
+        # 1. Chi-square of each prompt: the sum over the paths that were drawn before the position.
         for prompt, continuations in enumerate(rows):
-            statistic, allowance, freedom, draws = 0.0, 0.0, 0, 0
+            statistic = 0.0
+            allowance = 0.0
+            freedom = 0
+            draws = 0
             for path, counts in counts_by_path(continuations, position).items():
-                exact, other = reference[prompt][path], rounded[prompt][path]
+                exact = reference[prompt][path]
+                other = rounded[prompt][path]
                 impossible += _impossible(prompt, path, counts, exact, other)
                 surprise.add(counts, exact, other)
-                found = path_test(counts, exact, other)
-                if found is None:
+                test_of_path = path_test(counts, exact, other)
+                if test_of_path is None:
                     left_over.add(counts, exact, other)
                     continue
-                statistic += found.statistic
-                freedom += found.freedom
-                allowance += found.allowance
-                draws += found.draws
+                statistic += test_of_path.statistic
+                freedom += test_of_path.freedom
+                allowance += test_of_path.allowance
+                draws += test_of_path.draws
             if freedom:
                 parts.append(
                     SamplingTest("tokens", prompt, position, draws, statistic, freedom, allowance)
                 )
+        # 2. Over all prompts: the surprise, and all chi-squares with the paths that were too rare.
         by_prompt += parts
         surprises.append(surprise)
-        likely = surprise.test(position)
-        if likely is not None:
-            pooled.append(likely)
+        surprise_test = surprise.test(position)
+        if surprise_test is not None:
+            pooled.append(surprise_test)
         rest = left_over.test(position)
         everything = [*parts, rest] if rest is not None else parts
         if everything:
             pooled.append(_together(everything, position))
-    tests = [*pooled, *by_prompt]
-    rejected = holm([test.p_value for test in tests])
-    tests = [
-        SamplingTest(**{**vars(test), "rejected": verdict})
-        for test, verdict in zip(tests, rejected, strict=True)
-    ]
+    # 3. Reject at one level for all tests.
+    unjudged = [*pooled, *by_prompt]
+    rejected = holm([test.p_value for test in unjudged])
+    tests = []
+    for test, verdict in zip(unjudged, rejected, strict=True):
+        tests.append(replace(test, rejected=verdict))
     result = SamplingResult(
         draws=sum(map(len, rows)),
         tests=tests,
@@ -615,12 +649,16 @@ def judge_sampling(
 
 
 def counts_by_path(continuations: Sequence[Path], position: int) -> dict[Path, Counter[int]]:
-    """How often each token came at a position, by the tokens before it."""
-    found: dict[Path, Counter[int]] = {}
+    """How often each token was drawn at a position, by the tokens before it.
+
+    For example, the continuations (5, 7), (5, 8), (5, 7), (6, 7) have {(5,): {7: 2, 8: 1}, (6,):
+    {7: 1}} at position 1.
+    """
+    counts: dict[Path, Counter[int]] = {}
     for row in continuations:
         if len(row) > position:
-            found.setdefault(row[:position], Counter())[row[position]] += 1
-    return found
+            counts.setdefault(row[:position], Counter())[row[position]] += 1
+    return counts
 
 
 def path_test(
@@ -630,15 +668,17 @@ def path_test(
 
     None where fewer than two bins can be expected to fill.
     """
+    # 1. The bins: tokens that are expected often enough, and the rest in one. A rest that would not
+    #    fill its bin takes more tokens. A rest of at most 1e-9 is rounding.
     draws = sum(counts.values())
     alone = sum(draws * p >= EXPECTED for p in reference.probs)
-    # the rest fills no bin by itself
     while alone and 1e-9 < 1 - sum(reference.probs[:alone]) < EXPECTED / draws:
         alone -= 1
     rest = max(0.0, 1 - sum(reference.probs[:alone]))
     bins = alone + (rest > 1e-9)
     if bins < 2:
         return None
+    # 2. Probabilities by the reference and with rounding, and counts, bin by bin.
     rounded_p = dict(zip(rounded.tokens, rounded.probs, strict=True))
     expected = reference.probs[:alone]
     changed = [rounded_p.get(token, 0.0) for token in reference.tokens[:alone]]
@@ -647,6 +687,7 @@ def path_test(
         expected = [*expected, rest]
         changed.append(1 - sum(changed))
         observed.append(draws - sum(observed))
+    # 3. Pearson's statistic, and the noncentrality of TOLERATED times the rounding.
     statistic = 0.0
     allowance = 0.0
     for seen, p, other in zip(observed, expected, changed, strict=True):
@@ -667,12 +708,11 @@ class _LeftOver:
 
     def add(self, counts: Mapping[int, int], reference: NextToken, rounded: NextToken) -> None:
         draws = sum(counts.values())
+        likeliest = reference.tokens[0]
         p = reference.probs[0]
-        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(
-            reference.tokens[0], 0.0
-        )
+        changed = dict(zip(rounded.tokens, rounded.probs, strict=True)).get(likeliest, 0.0)
         self.draws += draws
-        self.seen += counts.get(reference.tokens[0], 0)
+        self.seen += counts.get(likeliest, 0)
         self.expected += draws * p
         self.variance += draws * p * (1 - p)
         self.change += draws * abs(changed - p)
@@ -687,7 +727,7 @@ class _LeftOver:
 
 
 def _together(tests: Sequence[SamplingTest], position: int) -> SamplingTest:
-    """Independent tests of a position as one."""
+    """Independent tests of a position as one: chi-squares add up, like their freedoms."""
     return SamplingTest(
         kind="tokens",
         prompt=None,
@@ -702,12 +742,14 @@ def _together(tests: Sequence[SamplingTest], position: int) -> SamplingTest:
 def _impossible(
     prompt: int, path: Path, counts: Mapping[int, int], reference: NextToken, rounded: NextToken
 ) -> list[Impossible]:
-    found = []
+    """Draws of tokens that the processors exclude, in the reference and with rounding."""
+    impossible = []
     for token, draws in counts.items():
+        # Rounding may move the limit of top-k or top-p by one token.
         at_the_limit = token == reference.first_excluded or rounded.drawn[token] > 0
         if reference.drawn[token] == 0 and not at_the_limit:
-            found.append(Impossible(prompt, path, token, draws))
-    return found
+            impossible.append(Impossible(prompt, path, token, draws))
+    return impossible
 
 
 def _sampling_reasons(
@@ -717,7 +759,7 @@ def _sampling_reasons(
 ) -> list[str]:
     reasons = []
     if result.impossible:
-        draws = sum(each.draws for each in result.impossible)
+        draws = sum(drawn.draws for drawn in result.impossible)
         reasons.append(
             f"{draws} draws are tokens to which the target, after the logits processors, gives"
             " probability 0"
@@ -732,6 +774,7 @@ def _sampling_reasons(
             f" {worst.statistic:.4g} of the {worst.kind} with {worst.freedom} degrees of freedom, p"
             f" = {worst.p_value:.1g}"
         )
+    # Several equal draws where the target is not certain of its first token.
     single = all(len(row) > 1 and len(set(row)) == 1 for row in rows)
     if reasons and single and any(distributions[()].entropy > 0.1 for distributions in reference):
         reasons.append(

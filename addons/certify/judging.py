@@ -106,7 +106,7 @@ def judge(
 
     The same weights are converted in between, so that the model is held once.
     """
-    gc.collect()  # the engine is gone
+    gc.collect()  # frees the engine's memory
     model = weights.model
     greedily = greedy_processors(asked.repetition_penalty)
     warped = sampling_processors(
@@ -115,6 +115,7 @@ def judge(
     sampled = list(zip(prompts, generated.rows, strict=False))
     answered = list(zip(prompts, generated.answers, strict=True))
 
+    # 1. In the engine's dtype, token by token, as an engine without drafts would read.
     answers: list[Answer] = []
     rounded: list[BestScores] = []
     for prompt, answer in counted(answered, f"answers read token by token in {weights.dtype}"):
@@ -126,6 +127,7 @@ def judge(
     for prompt, rows in counted(sampled, f"continuations read in {weights.dtype}"):
         rounded_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))
 
+    # 2. The greedy answers in at least float32, each in one forward.
     exact = torch.promote_types(getattr(torch, weights.dtype), torch.float32)
     model.to(exact)
     judged = []
@@ -135,6 +137,7 @@ def judge(
         logits_TV = whole_logits(model, prompt.ids, answer.tokens).to(exact)
         text_T = torch.tensor([*prompt.ids, *answer.tokens[:-1]], device=logits_TV.device)
         scores_TV = processed(greedily, text_T, logits_TV)
+        # The engine stopped and did not say at which end token: the likeliest of them.
         if answer.end_added:
             end = max(weights.end_tokens, key=lambda token: float(scores_TV[-1, token]))
             answer = dataclasses.replace(answer, tokens=[*answer.tokens[:-1], end])
@@ -149,15 +152,16 @@ def judge(
                 asked.new_tokens,
             )
         )
+        # Before the logits processors, as vLLM reports them by default.
         if answer.log_probs is not None and len(answer.log_probs) == len(answer.tokens):
             chosen_T1 = torch.tensor(answer.tokens, device=logits_TV.device)[:, None]
-            own_T = logits_TV.log_softmax(-1).gather(1, chosen_T1)[:, 0].tolist()
-            differences += [
-                abs(one - other) for one, other in zip(own_T, answer.log_probs, strict=True)
-            ]
+            log_probs = logits_TV.log_softmax(-1).gather(1, chosen_T1)[:, 0].tolist()
+            for target_value, engine_value in zip(log_probs, answer.log_probs, strict=True):
+                differences.append(abs(target_value - engine_value))
     greedy = judge_greedy(judged)
     if not sampled:
         return Judgement(greedy, None, answers, differences)
+    # 3. The sampled continuations.
     exact_next: list[dict[Path, NextToken]] = []
     for prompt, rows in counted(sampled, f"continuations judged in {dtype_name(exact)}"):
         exact_next.append(next_tokens(model, prompt.ids, rows, warped, asked.sample_tokens))

@@ -25,9 +25,9 @@ def summary(report: dict[str, Any]) -> list[str]:
         f" {rounding['one_token_forwards_not_best']} tokens that are not the best one, by"
         f" {rounding['one_token_forwards_largest_margin']:.2g} at most"
     )
-    told = greedy["engine_tells"]
-    if "log_prob_difference" in told:
-        difference = told["log_prob_difference"]
+    reported = greedy["engine_tells"]
+    if "log_prob_difference" in reported:
+        difference = reported["log_prob_difference"]
         lines.append(
             f"the engine's log-probabilities differ from the target's by {difference['median']:.2g}"
             f" (median), {difference['largest']:.2g} (largest)"
@@ -62,18 +62,20 @@ def _margins(greedy: dict[str, Any]) -> str:
 
 def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
     draws = sampling["prompts"] * sampling["draws_of_each"]
-    found = [row["detectable_everywhere"] for row in sampling["positions"]]
-    measured = [value for value in found if value is not None]
-    tested = [
-        row["token"] for row in sampling["positions"] if row["detectable_everywhere"] is not None
-    ]
+    # Positions with too few draws for a test have None.
+    positions = sampling["positions"]
+    tested_rows = [row for row in positions if row["detectable_everywhere"] is not None]
+    measured = [row["detectable_everywhere"] for row in tested_rows]
+    tested = [row["token"] for row in tested_rows]
     head = (
         f"sampling: {draws} continuations of {sampling['prompts']} prompts, {sampling['tests']}"
         " tests"
     )
     if not measured:
         return [f"{head}: too few draws to say anything"]
-    partly = "" if len(tested) == len(found) else f" at tokens {', '.join(map(str, tested))} alone"
+    partly = ""
+    if len(tested) < len(positions):
+        partly = f" at tokens {', '.join(map(str, tested))} alone"
     lines = [
         f"{head}; a difference of {max(measured):.2f} in total variation, the same everywhere, is"
         f" seen with probability {sampling['power']}{partly}"
@@ -88,6 +90,7 @@ def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
 
 def page(report: dict[str, Any]) -> str:
     """The certificate in Markdown."""
+    # 1. The verdict, its reasons, and what was judged.
     engine = report["engine"]
     greedy = report["greedy"]
     target = report["target"]
@@ -112,6 +115,7 @@ def page(report: dict[str, Any]) -> str:
         ),
     }
     parts += [f"| {name} | {table_cell(value)} |" for name, value in rows.items()]
+    # 2. Greedy answers: the console's lines without its verdict, and where they diverge.
     parts += ["", "## Greedy", ""]
     parts += summary({**report, "reasons": [], "sampling": None, "untested": []})[:-1]
     if greedy["first_divergences"]:
@@ -125,16 +129,17 @@ def page(report: dict[str, Any]) -> str:
             "| prompt | token | chosen | best | margin |",
             "|---|---|---|---|---|",
         ]
-        parts += [_divergence(each) for each in greedy["first_divergences"]]
+        parts += [_divergence(row) for row in greedy["first_divergences"]]
     if greedy["unexplained"]:
         parts += [
             "",
             "Tokens that rounding does not explain.",
             "",
             "| prompt | token | chosen | best | margin |",
+            "|---|---|---|---|---|",
         ]
-        parts += ["|---|---|---|---|---|"]
-        parts += [_divergence(each) for each in greedy["unexplained"]]
+        parts += [_divergence(row) for row in greedy["unexplained"]]
+    # 3. Draws, and what was not tested.
     if report["sampling"] is not None:
         parts += _sampling_page(report["sampling"])
     if report["untested"]:
@@ -190,10 +195,10 @@ def _sampling_page(sampling: dict[str, Any]) -> list[str]:
             "| prompt | after | token | draws |",
             "|---|---|---|---|",
         ]
-        for each in sampling["impossible"]:
+        for row in sampling["impossible"]:
             parts.append(
-                f"| {each['prompt']} | {_text(each['after'])} | {_text(each['token'])} |"
-                f" {each['draws']} |"
+                f"| {row['prompt']} | {_text(row['after'])} | {_text(row['token'])} |"
+                f" {row['draws']} |"
             )
     return parts
 

@@ -52,7 +52,7 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
     """Figures of the greedy answers for the report; prompts and tokens are counted from 1."""
     greedy = judgement.greedy
 
-    def told(divergence: Divergence) -> dict[str, Any]:
+    def shown(divergence: Divergence) -> dict[str, Any]:
         return {
             "prompt": divergence.answer + 1,
             "token": divergence.position + 1,
@@ -61,8 +61,11 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
             "margin": divergence.margin,
         }
 
-    margins = sorted(each.margin for each in greedy.divergences)
-    own = [margin for answer in judgement.answers for margin in answer.own_margins or []]
+    margins = sorted(divergence.margin for divergence in greedy.divergences)
+    # By its own log-probabilities: how far the engine's tokens lie below its own best ones.
+    own_margins: list[float] = []
+    for answer in judgement.answers:
+        own_margins += answer.own_margins or []
     differences = sorted(judgement.log_prob_differences)
     engine: dict[str, Any] = {"tokens_with_log_probs": len(differences)}
     if differences:
@@ -70,9 +73,9 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
             "median": statistics.median(differences),
             "largest": differences[-1],
         }
-    if own:
-        engine["tokens_that_it_calls_best"] = sum(margin <= 1e-6 for margin in own)
-        engine["tokens_with_a_best_one"] = len(own)
+    if own_margins:
+        engine["tokens_that_it_calls_best"] = sum(margin <= 1e-6 for margin in own_margins)
+        engine["tokens_with_a_best_one"] = len(own_margins)
     return {
         "verdict": greedy.verdict,
         "answers": greedy.answers,
@@ -82,8 +85,8 @@ def _greedy_figures(judgement: Judgement, tokenizer: PreTrainedTokenizerBase) ->
         "margins": margins,
         "tie": greedy.tie,
         "beyond_ties": len(greedy.unexplained),
-        "first_divergences": [told(each) for each in greedy.first_divergences],
-        "unexplained": [told(each) for each in greedy.unexplained[:20]],
+        "first_divergences": [shown(divergence) for divergence in greedy.first_divergences],
+        "unexplained": [shown(divergence) for divergence in greedy.unexplained[:20]],
         "rounding": {
             "change_of_a_gap": greedy.changes,
             "one_token_forwards_not_best": greedy.rounded_divergences,
@@ -103,9 +106,10 @@ def _sampling_figures(
     """Figures of the draws for the report; prompts and tokens are counted from 1."""
     positions = []
     for position, surprise in enumerate(sampling.surprise):
+        # At most one test each of all prompts together: of the tokens' counts, and of the surprise.
         tests = [test for test in sampling.tests if test.position == position]
         together = [test for test in sampling.of_tokens(position) if test.prompt is None]
-        likely = [test for test in tests if test.kind == "surprise"]
+        surprising = [test for test in tests if test.kind == "surprise"]
         positions.append(
             {
                 "token": position + 1,
@@ -119,20 +123,20 @@ def _sampling_figures(
                 ),
                 "rejected": sum(test.rejected for test in tests),
                 "nats_less_likely": surprise.mean,
-                "p_of_the_surprise": likely[0].p_value if likely else None,
+                "p_of_the_surprise": surprising[0].p_value if surprising else None,
                 "standard_error": surprise.standard_error,
                 "detectable_everywhere": sampling.detectable_everywhere(position),
                 "detectable_at_one_prompt": sampling.detectable_at_one_prompt(position),
             }
         )
     impossible = []
-    for each in sampling.impossible[:20]:
+    for drawn in sampling.impossible[:20]:
         impossible.append(
             {
-                "prompt": each.prompt + 1,
-                "after": str(tokenizer.decode(list(each.path))),
-                "token": str(tokenizer.decode([each.token])),
-                "draws": each.draws,
+                "prompt": drawn.prompt + 1,
+                "after": str(tokenizer.decode(list(drawn.path))),
+                "token": str(tokenizer.decode([drawn.token])),
+                "draws": drawn.draws,
             }
         )
     return {
@@ -147,6 +151,6 @@ def _sampling_figures(
         "tests": len(sampling.tests),
         "positions": positions,
         "impossible": impossible,
-        "impossible_draws": sum(each.draws for each in sampling.impossible),
+        "impossible_draws": sum(drawn.draws for drawn in sampling.impossible),
         "reasons": sampling.reasons,
     }

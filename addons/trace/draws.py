@@ -34,7 +34,7 @@ class HostTree:
     tokens: list[int]
     parents: list[int]
     size: int
-    """Nodes that are no padding."""
+    """Nodes that are not padding."""
     path: list[int]
     """Accepted nodes, the root first."""
     next_token: int
@@ -42,7 +42,7 @@ class HostTree:
     depth: int
     """Depth for which the tree was made."""
     children: list[list[int]] = field(init=False)
-    """Of each node, padding among them."""
+    """Of each node, padding included."""
 
     def __post_init__(self) -> None:
         children: list[list[int]] = [[] for _ in self.tokens]
@@ -50,18 +50,22 @@ class HostTree:
             children[parent].append(node)
         object.__setattr__(self, "children", children)
 
-    def after(self, place: int) -> tuple[int | None, int]:
-        """The child that follows a place on the path, None at its end, and the token there."""
-        if place + 1 == len(self.path):
+    def after(self, step: int) -> tuple[int | None, int]:
+        """The child that follows the path's node number `step`, and its token.
+
+        At the path's end, None and the bonus token.
+        """
+        if step + 1 == len(self.path):
             return None, self.next_token
-        return self.path[place + 1], self.tokens[self.path[place + 1]]
+        child = self.path[step + 1]
+        return child, self.tokens[child]
 
 
 def best_draws(tree: HostTree) -> list[Draw]:
     """Draws of greedy decoding: the best token at each node of the path."""
     draws = []
-    for place, node in enumerate(tree.path):
-        child, token = tree.after(place)
+    for step, node in enumerate(tree.path):
+        child, token = tree.after(step)
         draws.append({"n": node, "c": child, "kind": "best", "u": None, "token": token})
     return draws
 
@@ -78,8 +82,8 @@ def sampled_draws(
         won: in a race, the time of the winner after each node.
     """
     draws = []
-    for place, node in enumerate(tree.path):
-        child, token = tree.after(place)
+    for step, node in enumerate(tree.path):
+        child, token = tree.after(step)
         draw: Draw = {
             "n": node,
             "c": child,
@@ -101,13 +105,19 @@ def walked_draws(
 
     A child of draft probability 0 is not tried.
     """
-    draws, node, walking, calls = [], 0, True, iter(trials)
+    # The rule calls its sampler for every depth and every possible sibling, also where a row has no
+    # child or has stopped: all calls are consumed, and those of real trials are kept.
+    draws = []
+    calls = iter(trials)
+    node = 0
+    walking = True
     most = max(map(len, tree.children))
     for _ in range(tree.depth):
         accepted = 0
-        for place in range(most):
+        for sibling in range(most):
             number, limit, ok = next(calls)
-            child = tree.children[node][place] if place < len(tree.children[node]) else 0
+            children = tree.children[node]
+            child = children[sibling] if sibling < len(children) else 0  # 0: no such child
             if walking and not accepted and child and q[child] > 0:
                 draws.append(_trial(node, child, number, limit, ok))
                 accepted = child if ok else 0
@@ -120,8 +130,10 @@ def toured_draws(
     tree: HostTree, q: Sequence[float], trials: Sequence[Trial], uniform: float
 ) -> list[Draw]:
     """Draws of the rules that visit leaf by leaf: a node is tried after all nodes below it."""
-    draws, calls = [], iter(trials)
+    draws = []
+    calls = iter(trials)
     for parent, node, leaving in depth_first(tree.children):
+        # A node is tried when the tour leaves it; the first that is accepted ends the tour.
         if not leaving:
             continue
         number, limit, ok = next(calls)
@@ -137,17 +149,18 @@ def typical_draws(tree: HostTree, p: Sequence[float], threshold: Sequence[float]
 
     The child's target probability is compared with the threshold after that node.
     """
-    draws, plausible = [], {0}
+    draws = []
+    plausible = {0}  # the root, and nodes above the threshold below it
     for node in range(1, tree.size):
         parent = tree.parents[node]
         if parent in plausible:
             ok = p[node] > threshold[parent]
             draws.append(_trial(parent, node, p[node], threshold[parent], ok) | {"kind": "typical"})
-            plausible |= {node} if ok else set()
-    return [
-        *draws,
-        {"n": tree.path[-1], "c": None, "kind": "best", "u": None, "token": tree.next_token},
-    ]
+            if ok:
+                plausible.add(node)
+    # The bonus token is the target's best one.
+    last = {"n": tree.path[-1], "c": None, "kind": "best", "u": None, "token": tree.next_token}
+    return [*draws, last]
 
 
 def node_status(tree: HostTree, draws: Sequence[Draw], follows: bool) -> list[int]:
@@ -160,6 +173,7 @@ def node_status(tree: HostTree, draws: Sequence[Draw], follows: bool) -> list[in
     else:
         tried = [draw["c"] for draw in draws if draw["c"] is not None]
     status = [-1] * len(tree.tokens)
+    # Accepted nodes were tried, too: they overwrite the 0.
     for node in tried:
         status[node] = 0
     for node in tree.path:
@@ -168,8 +182,10 @@ def node_status(tree: HostTree, draws: Sequence[Draw], follows: bool) -> list[in
 
 
 def _trial(node: int, child: int, number: float, limit: float, ok: float) -> Draw:
+    """The trial of a child after a node."""
     return {"n": node, "c": child, "kind": "accept", "u": number, "limit": limit, "ok": bool(ok)}
 
 
 def _last(tree: HostTree, uniform: float) -> Draw:
+    """The draw of the bonus token."""
     return {"n": tree.path[-1], "c": None, "kind": "sample", "u": uniform, "token": tree.next_token}

@@ -61,9 +61,9 @@ class Trace:
             "{{TITLE}}": html.escape(f"headstart trace: {title}"),
             "{{TRACE_JSON}}": data.translate(ESCAPED),
         }
-        # In one pass: no place that a text names is filled.
-        places = "|".join(map(re.escape, parts))
-        return re.sub(places, lambda place: parts[place[0]], page_file("page.html"))
+        # In one pass, so that a marker that occurs in a generated text is not replaced.
+        markers = "|".join(map(re.escape, parts))
+        return re.sub(markers, lambda marker: parts[marker[0]], page_file("page.html"))
 
     def _repr_html_(self) -> str:
         """The page in a frame of its own, for notebooks."""
@@ -71,7 +71,7 @@ class Trace:
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0"></iframe>'
 
     def save(self, path: str | Path) -> Path:
-        """Write the page; the file is whole, or what it was before.
+        """Write the page, whole or not at all.
 
         Raises:
             OSError: it cannot be written, such as on a full disk; nothing is left of it.
@@ -119,7 +119,8 @@ def trace(
         raise ValueError("trace records rounds, and there are none with max_new_tokens=0")
     tokenizer = tokenizer or lm.target.tokenizer
     tracer = Tracer()
-    with lm.target.lock:  # other threads generate before or afterwards
+    # The lock keeps other threads' generations out; they would be recorded, too.
+    with lm.target.lock:
         lm.observers.append(tracer)
         try:
             output = lm.generate(
@@ -130,9 +131,11 @@ def trace(
             )
         finally:
             lm.observers.remove(tracer)
+    # Nested calls were recorded as well: this one is known by its statistics.
     (recorder,) = [ended for ended in tracer.ended if ended.call.stats is output.stats]
+    # Of an encoder-decoder the encoder's text, not the start token of its decoder.
     prompt_T = recorder.call.sequences.prompts[0]
-    if isinstance(lm.target, Seq2SeqTarget):  # the encoder's text, not what its decoder begins with
+    if isinstance(lm.target, Seq2SeqTarget):
         prompt_T = prompts.input_ids[0]
         if prompts.attention_mask is not None:
             prompt_T = prompt_T[prompts.attention_mask[0].bool()]
@@ -143,13 +146,12 @@ def trace_of(
     recorder: Recorder, stats: Stats, prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Trace:
     """The trace of a recorded generation."""
+    # Tokens first: `index` adds those that the vocabulary lacks.
     pieces = text_pieces(tokenizer, recorder.tokens)
-    output = [
-        {"v": recorder.index(token), "p": piece, "r": number, "d": depth}
-        for token, piece, (number, depth) in zip(
-            recorder.tokens, pieces, recorder.drafted, strict=True
-        )
-    ]
+    output = []
+    for token, piece, drafted in zip(recorder.tokens, pieces, recorder.drafted, strict=True):
+        number, depth = drafted
+        output.append({"v": recorder.index(token), "p": piece, "r": number, "d": depth})
     vocab = [{"id": token, "t": shown_token(tokenizer, token)} for token in recorder.vocab]
     return Trace(
         {
@@ -188,21 +190,27 @@ def thinned(data: dict[str, Any]) -> dict[str, Any]:
     With many rounds or large trees, distributions keep fewer tokens at fewer nodes.
     """
     rounds = data["rounds"]
-    room = ROUND_BYTES * min(len(rounds), WHOLE_ROUNDS) + LATER_BYTES * max(
-        len(rounds) - WHOLE_ROUNDS, 0
-    )
+    whole_rounds = min(len(rounds), WHOLE_ROUNDS)
+    later_rounds = len(rounds) - whole_rounds
+    room = ROUND_BYTES * whole_rounds + LATER_BYTES * later_rounds
+    # Step by step: all distributions, those on the accepted path alone, fewer tokens of each.
     for on_path, most in ((False, 10), (True, 10), (True, 5), (True, 3), (True, 1)):
-        thin = [_thinner(each, on_path, most) for each in rounds]
+        thin = [_thinner(recorded, on_path, most) for recorded in rounds]
         if len(json.dumps(thin, separators=(",", ":"))) <= room:
             break
     return {**data, "rounds": thin} if rounds else data
 
 
-def _thinner(found: dict[str, Any], on_path: bool, most: int) -> dict[str, Any]:
-    kept = {str(node) for node, each in enumerate(found["nodes"]) if each["s"] == 1 or not on_path}
-    shorter = {
-        name: {node: pairs[:most] for node, pairs in found[name].items() if node in kept}
-        for name in ("draft", "best")
-    }
-    residual = found["residual"]
-    return {**found, **shorter, "residual": None if residual is None else residual[:most]}
+def _thinner(recorded: dict[str, Any], on_path: bool, most: int) -> dict[str, Any]:
+    """A round with `most` tokens a distribution, of the accepted path's nodes only or of all."""
+    shown = set()
+    for node, fields in enumerate(recorded["nodes"]):
+        if fields["s"] == 1 or not on_path:
+            shown.add(str(node))
+    thin = dict(recorded)
+    for name in ("draft", "best"):
+        distributions = recorded[name].items()
+        thin[name] = {node: pairs[:most] for node, pairs in distributions if node in shown}
+    if recorded["residual"] is not None:
+        thin["residual"] = recorded["residual"][:most]
+    return thin

@@ -87,18 +87,21 @@ class RecordingSampler(RandomSampler):
         return accepted
 
     def categorical(self, probs: Tensor) -> Tensor:
+        # A race by exponential numbers, or an inverse cumulative distribution by a uniform one.
         if isinstance(self.inner, PositionSampler):
-            drawn, self.numbers = self.inner.categorical(probs), self.inner.exponential_BNV
+            drawn = self.inner.categorical(probs)
+            self.numbers = self.inner.exponential_BNV
         else:
             drawn = super().categorical(probs)
-        self.probs, self.drawn = probs, drawn
+        self.probs = probs
+        self.drawn = drawn
         return drawn
 
 
 def repeated_draws(rule: AcceptanceRule, finished: Round) -> RecordingSampler | None:
-    """The draws of a rule in a round: it decides once more, by the same random numbers.
+    """The draws of a rule in a round; None if it draws nothing.
 
-    None if it draws nothing.
+    The rule decides once more, by the same random numbers.
     """
     numbers = finished.numbers
     if numbers is None:
@@ -177,7 +180,7 @@ class Recorder:
             self._watching.enter_context(rows.watched(self._watch))
 
     def close(self) -> None:
-        """Watch the draft models no longer."""
+        """Stop watching the draft models."""
         self._watching.close()
 
     def _watch(self, tokens_BW: Tensor, parents_BW: Tensor, logits_BWD: Tensor) -> None:
@@ -186,59 +189,79 @@ class Recorder:
 
     def record(self, finished: Round) -> None:
         """Record a round that has ended."""
-        stats, rule = self.call.stats, self.call.rule
-        done, number = stats.rows[0][-1], len(self.rounds)
+        # 1. Its milliseconds, part by part: the statistics hold sums over all rounds.
+        stats = self.call.stats
+        rule = self.call.rule
+        done = stats.rows[0][-1]
+        number = len(self.rounds)
         parts = {
             part: 1000 * (stats.seconds.get(part, 0.0) - self._seconds.get(part, 0.0))
             for part in PARTS
         }
         self._seconds = dict(stats.seconds)
-        found = on_host(self._columns(finished))
-        # a round may be repeated without drafts
+
+        # 2. Its tree and what was accepted of it, on the host.
+        columns = on_host(self._columns(finished))
+        # A round that was repeated without drafts has been expanded for nothing.
         levels = len(self._expansions) if finished.drafted else 0
         self._expansions = []
-        path = [int(node) for node in found["path"][: int(found["length"])]]
-        tokens, parents = ([int(value) for value in found[name]] for name in ("tokens", "parents"))
+        path = [int(node) for node in columns["path"][: int(columns["length"])]]
+        tokens = [int(token) for token in columns["tokens"]]
+        parents = [int(parent) for parent in columns["parents"]]
         tree = HostTree(
             tokens,
             parents,
-            int(found["size"]),
+            int(columns["size"]),
             path,
-            int(found["next"]),
+            int(columns["next"]),
             finished.verified.max_depth,
         )
-        q, likely = drafts_of(tree, found, levels)
-        draws = draws_of(rule, tree, found, q)
+
+        # 3. What was drafted with which probability, and why it was accepted or not.
+        q, likely = drafts_of(tree, columns, levels)
+        draws = draws_of(rule, tree, columns, q)
         follows = draws[0]["kind"] in ("best", "sample") and is_rule(rule, greedy, point_mass)
         status = node_status(tree, draws, follows)
+        # After a rejection at the path's end, the bonus token comes from the residual distribution.
         redrawn = any(
             draw["kind"] == "accept" and draw["n"] == path[-1] and not draw["ok"] for draw in draws
         )
-        kept = range(tree.size) if number < WHOLE_ROUNDS else path
+
+        # 4. The round as the page shows it; docs/trace.md describes the fields. The root's token
+        #    was not drafted here, so it has no probabilities.
+        nodes = []
+        for node in range(tree.size):
+            nodes.append(
+                {
+                    "v": self.index(tokens[node]),
+                    "u": parents[node],
+                    "q": rounded(q[node]),
+                    "p": rounded(columns["p"][node]) if node else None,
+                    "s": status[node],
+                }
+            )
+        shown_nodes = range(tree.size) if number < WHOLE_ROUNDS else path
+        draft = {}
+        for node in shown_nodes:
+            if node in likely:
+                draft[str(node)] = self._pairs(*likely[node])
+        best = {}
+        for node in shown_nodes:
+            best[str(node)] = self._pairs(columns["best"][node], columns["best p"][node])
+        shown_draws = [self._shown(draw) for draw in draws]
+        residual = None
+        if redrawn:
+            residual = self._pairs(columns["residual"], columns["residual p"])
         self.rounds.append(
             {
                 "ms": rounded(1000 * stats.round_seconds[-1]),
                 "parts": {part: rounded(value) for part, value in parts.items()},
                 "fallback": done.fallback,
-                "nodes": [
-                    {
-                        "v": self.index(tokens[node]),
-                        "u": parents[node],
-                        "q": rounded(q[node]),
-                        "p": rounded(found["p"][node]) if node else None,
-                        "s": status[node],
-                    }
-                    for node in range(tree.size)
-                ],
-                "draft": {str(node): self._pairs(*likely[node]) for node in kept if node in likely},
-                "best": {
-                    str(node): self._pairs(found["best"][node], found["best p"][node])
-                    for node in kept
-                },
-                "draws": [self._shown(draw) for draw in draws],
-                "residual": (
-                    self._pairs(found["residual"], found["residual p"]) if redrawn else None
-                ),
+                "nodes": nodes,
+                "draft": draft,
+                "best": best,
+                "draws": shown_draws,
+                "residual": residual,
                 "next": self.index(tree.next_token),
                 "emitted": done.returned,
             }
@@ -247,14 +270,15 @@ class Recorder:
 
     def _columns(self, finished: Round) -> dict[str, Tensor]:
         """Tensors to record of a round, on its device."""
-        tree, rule = finished.verified, self.call.rule
+        # 1. The tree, the verdict, and the target's probabilities: of each node's token, which are
+        #    computed at its parent, and of the best tokens after each node.
+        tree = finished.verified
+        rule = self.call.rule
         sampler = repeated_draws(rule, finished)
         scores_NV = finished.scores_BNV[0]
-        probs_NV, above_N, tokens_N = (
-            scores_NV.softmax(-1),
-            tree.parents_BN[0].clamp(min=0),
-            tree.tokens_BN[0],
-        )
+        probs_NV = scores_NV.softmax(-1)
+        above_N = tree.parents_BN[0].clamp(min=0)  # the root's parent, -1, becomes 0
+        tokens_N = tree.tokens_BN[0]
         columns = {
             "tokens": tokens_N,
             "parents": tree.parents_BN[0],
@@ -265,14 +289,16 @@ class Recorder:
             "p": probs_NV[above_N, tokens_N],
             **best_of("best", probs_NV),
         }
+        # 2. The draft's probabilities: sampled trees hold them, others were watched.
         if tree.draft_probs_BNV is not None:
             columns |= {
                 "q": tree.draft_probs_BNV[0, above_N, tokens_N],
                 **best_of("draft", tree.draft_probs_BNV[0]),
             }
         elif tree.max_depth > 0 and self._model is not None:
-            for level, each in enumerate(self._expansions):
-                columns |= self._expansion_columns(level, each, tokens_N)
+            for level, expansion in enumerate(self._expansions):
+                columns |= self._expansion_columns(level, expansion, tokens_N)
+        # 3. What the rule decided by: thresholds, uniform numbers, or the times of a race.
         if is_rule(rule, typical):
             columns["threshold"] = typical_threshold(
                 scores_NV.log_softmax(-1), **rule_options(rule)
@@ -281,12 +307,13 @@ class Recorder:
             return columns
         assert sampler.numbers is not None and sampler.drawn is not None
         if sampler.trials:
-            trials = [
-                torch.stack([part[0].to(probs_NV.dtype) for part in trial])
-                for trial in sampler.trials
-            ]
+            trials = []
+            for uniform, probability, accepted in sampler.trials:
+                trial = [part[0].to(probs_NV.dtype) for part in (uniform, probability, accepted)]
+                trials.append(torch.stack(trial))
             columns["trials"] = torch.stack(trials)
         if isinstance(sampler.inner, PositionSampler):
+            # Each token's time is E / p; the first to arrive wins.
             race_NV = sampler.numbers[0] / probs_NV
             columns["won"] = race_NV.gather(1, sampler.drawn[0][:, None])[:, 0]
             columns["times"] = race_NV[above_N, tokens_N]
@@ -307,6 +334,7 @@ class Recorder:
             self._own_D = head.target_tokens(torch.arange(head.draft_vocab_size, device=device))
             self._index_V = self._own_D.new_full((head.target.vocab_size,), -1)
             self._index_V[self._own_D] = torch.arange(len(self._own_D), device=device)
+        # -1 marks tokens that the draft vocabulary lacks: their probability is 0.
         probs_WD = at_least_fp32(expansion.logits_WD).softmax(-1)
         index_N = self._index_V[tokens_N.to(device)]
         best = best_of(f"draft {level}", probs_WD)
@@ -324,11 +352,14 @@ class Recorder:
 
     def _pairs(self, tokens: Sequence[float], probs: Sequence[float]) -> list[list[float | None]]:
         """[token, probability] of the possible tokens."""
-        return [
-            [self.index(int(t)), rounded(p)] for t, p in zip(tokens, probs, strict=True) if p > 0
-        ]
+        pairs: list[list[float | None]] = []
+        for token, prob in zip(tokens, probs, strict=True):
+            if prob > 0:
+                pairs.append([self.index(int(token)), rounded(prob)])
+        return pairs
 
     def _shown(self, draw: Draw) -> Draw:
+        """A draw with tokens by their index and rounded numbers."""
         shown = {
             name: rounded(value) if isinstance(value, float) else value
             for name, value in draw.items()
@@ -360,11 +391,11 @@ def rule_name(rule: Any, kind: TreeKind) -> str:
         return "with_replacement"
     if kind == "sampled_chain" and is_rule(rule, without_replacement, traversal):
         return "token" if is_rule(rule, without_replacement) else "block"
-    rules = (greedy, point_mass, without_replacement, traversal, typical)
-    return next(
-        (each.__name__ for each in rules if is_rule(rule, each)),
-        getattr(rule, "__name__", repr(rule)),
-    )
+    # A rule with options is a `partial`, which has no name.
+    for known_rule in (greedy, point_mass, without_replacement, traversal, typical):
+        if is_rule(rule, known_rule):
+            return known_rule.__name__
+    return str(getattr(rule, "__name__", repr(rule)))
 
 
 def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
@@ -378,6 +409,7 @@ def best_of(name: str, probs: Tensor) -> dict[str, Tensor]:
 
 def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
     """Tensors as numbers and nested lists, all copied at once."""
+    # One flat tensor of floats: token ids fit exactly, below 2^24 even in float32.
     device = columns["p"].device
     flat = [tensor.to(device, finest(device)).flatten() for tensor in columns.values()]
     whole = torch.cat(flat).cpu().split([len(part) for part in flat])  # sync: once a round
@@ -388,60 +420,64 @@ def on_host(columns: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def drafts_of(
-    tree: HostTree, found: dict[str, Any], levels: int
+    tree: HostTree, columns: dict[str, Any], levels: int
 ) -> tuple[list[float | None], dict[int, tuple[list[float], list[float]]]]:
     """Return each node token's draft probability, and the best children by node.
 
     The probability is None where no draft model gave one.
     """
-    nodes = range(len(tree.tokens))
-    if "q" in found:  # a sampled tree
-        inner = {tree.parents[node] for node in nodes[1:]}
-        likely = {
-            node: (found["draft"][node], found["draft p"][node])
-            for node in inner
-            if max(found["draft p"][node]) > 0
-        }
-        return [None if node == 0 else found["q"][node] for node in nodes], likely
     q: list[float | None] = [None] * len(tree.tokens)
-    likely = {}
+    likely: dict[int, tuple[list[float], list[float]]] = {}
+    nodes = range(len(tree.tokens))
+    # 1. A sampled tree holds the distributions itself; leaves have none.
+    if "q" in columns:
+        for node in nodes[1:]:
+            q[node] = columns["q"][node]
+        for node in {tree.parents[node] for node in nodes[1:]}:
+            if max(columns["draft p"][node]) > 0:
+                likely[node] = (columns["draft"][node], columns["draft p"][node])
+        return q, likely
+    # 2. The expansions of another tree are matched with its nodes by their paths, the tokens below
+    #    the root: the draft may have expanded nodes that the tree does not hold.
     by_path: dict[tuple[int, ...], int] = {}
     paths: list[tuple[int, ...]] = []
     for node in nodes[: tree.size]:
         paths.append((*paths[tree.parents[node]], tree.tokens[node]) if node else ())
         by_path.setdefault(paths[-1], node)
-    frontier: list[tuple[int, ...]] = []
-    for level in range(levels if "q 0" in found else 0):
-        tokens, parents = found[f"tokens {level}"], found[f"parents {level}"]
-        frontier = [
-            (*frontier[int(up)], int(t)) if up >= 0 else ()
-            for t, up in zip(tokens, parents, strict=True)
-        ]
-        for place, path in enumerate(frontier):
+    above: list[tuple[int, ...]] = []  # paths of the frontier before
+    for level in range(levels if "q 0" in columns else 0):
+        frontier: list[tuple[int, ...]] = []
+        tokens = columns[f"tokens {level}"]
+        for token, parent in zip(tokens, columns[f"parents {level}"], strict=True):
+            frontier.append((*above[int(parent)], int(token)) if parent >= 0 else ())
+        above = frontier
+        for i, path in enumerate(frontier):
             if path not in by_path:
                 continue
-            node, row = by_path[path], min(place, len(found[f"q {level}"]) - 1)
-            likely[node] = found[f"draft {level}"][row], found[f"draft {level} p"][row]
+            # A head with independent depths has one row for the whole frontier.
+            node = by_path[path]
+            row = min(i, len(columns[f"q {level}"]) - 1)
+            likely[node] = columns[f"draft {level}"][row], columns[f"draft {level} p"][row]
             for child in tree.children[node]:
-                q[child] = found[f"q {level}"][row][child]
+                q[child] = columns[f"q {level}"][row][child]
     return q, likely
 
 
 def draws_of(
-    rule: Any, tree: HostTree, found: dict[str, Any], q: Sequence[float | None]
+    rule: Any, tree: HostTree, columns: dict[str, Any], q: Sequence[float | None]
 ) -> list[Draw]:
     """The draws of a round, by its rule."""
     if is_rule(rule, greedy):
         return best_draws(tree)
     if is_rule(rule, typical):
-        return typical_draws(tree, found["p"], found["threshold"])
+        return typical_draws(tree, columns["p"], columns["threshold"])
     if is_rule(rule, point_mass):
         return sampled_draws(
-            tree, found.get("uniform"), found.get("times", ()), found.get("won", ())
+            tree, columns.get("uniform"), columns.get("times", ()), columns.get("won", ())
         )
     sampled = [value or 0.0 for value in q]
     draws = toured_draws if is_rule(rule, traversal) else walked_draws
-    return draws(tree, sampled, found.get("trials", ()), found["uniform"][0])
+    return draws(tree, sampled, columns.get("trials", ()), columns["uniform"][0])
 
 
 def rule_options(rule: Any) -> dict[str, float]:
@@ -450,12 +486,17 @@ def rule_options(rule: Any) -> dict[str, float]:
 
 
 def places(number: int, done: RoundRecord) -> list[tuple[int, int]]:
-    """Round and depth of each token that a round returned."""
+    """Round and depth of each token that a round returned.
+
+    For example, round 4 accepted two drafts: [(4, 1), (4, 2), (4, 0)], the bonus token last.
+    """
     return [
         (number, depth if depth <= done.accepted else 0) for depth in range(1, done.returned + 1)
     ]
 
 
 def rounded(value: float | None) -> float | None:
-    """Four significant digits; None for what is no finite number."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    """Four significant digits; None for None, NaN and infinities, which JSON lacks."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")

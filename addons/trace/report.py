@@ -1,7 +1,7 @@
 """The report on traces: where drafts are rejected, their calibration, and which depth pays.
 
-A position is a place of the text that was drafted and tried: a hit if a draft stands there, a miss
-if the target's own token does. Acceptance by depth is that of `Stats`.
+A position of the text counts if a token was drafted there and tried: it is a hit if the draft was
+accepted, a miss if the target's own token stands there. Acceptance by depth is that of `Stats`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Depth:
 
     depth: int
     acceptance_rate: float
-    """As in `Stats`; NaN where no path came so far."""
+    """As in `Stats`; NaN where no path reached this depth."""
     gained: float
     """Accepted tokens a round at this depth."""
     nodes: float
@@ -105,7 +105,7 @@ class TraceReport:
     stats: Stats
     """Acceptance over all traces."""
     kinds: list[Count]
-    """By the kind of the token that stands in the text; most misses first."""
+    """By the kind of the text's token; most misses first."""
     tokens: list[Count]
     """The same by token."""
     depths: list[Depth]
@@ -121,18 +121,18 @@ class TraceReport:
 
         It is the mean distance between draft probability and share accepted, weighted by drafts.
         """
-        drafts = sum(each.drafts for each in self.calibration)
-        distance = sum(
-            each.drafts * abs(each.draft_prob - each.accepted) for each in self.calibration
-        )
+        drafts = sum(group.drafts for group in self.calibration)
+        distance = 0.0
+        for group in self.calibration:
+            distance += group.drafts * abs(group.draft_prob - group.accepted)
         return distance / drafts if drafts else math.nan
 
     def summary(self) -> str:
         """Lines of text: what is rejected most, which depths pay, and the calibration error."""
         kinds = ", ".join(
-            f"{each.name} {each.rejection_rate:.0%} of {each.positions}" for each in self.kinds
+            f"{kind.name} {kind.rejection_rate:.0%} of {kind.positions}" for kind in self.kinds
         )
-        depths = ", ".join(f"{each.depth}: {each.gained_per_ms:.3f}" for each in self.depths)
+        depths = ", ".join(f"{depth.depth}: {depth.gained_per_ms:.3f}" for depth in self.depths)
         return (
             f"{self.stats.tokens} tokens in {self.stats.rounds} rounds, acceptance length "
             f"{self.stats.acceptance_length:.2f}\nrejected by kind: {kinds or '-'}\n"
@@ -143,13 +143,13 @@ class TraceReport:
 
 @dataclass(frozen=True)
 class Position:
-    """A place of the text that was drafted."""
+    """A position of the text for which a token was drafted."""
 
     token: str
-    """What stands there."""
+    """The token of the text."""
     hit: bool
     instead: str
-    """The draft's likeliest token there; the first one where it gave no probabilities."""
+    """The draft's likeliest token; the first one where it gave no probabilities."""
 
 
 def trace_report(traces: Sequence[dict[str, Any]]) -> TraceReport:
@@ -157,17 +157,22 @@ def trace_report(traces: Sequence[dict[str, Any]]) -> TraceReport:
     if not traces:
         raise ValueError("a report needs at least one trace")
     stats = Stats.merged(map(stats_of, traces))
-    places = [list(positions(trace)) for trace in traces]
-    every = [place for rows in places for place in rows]
+    all_positions: list[Position] = []
+    prompts = []
+    for trace in traces:
+        positions_of_trace = list(positions(trace))
+        all_positions += positions_of_trace
+        prompts.append(prompt_row(trace, positions_of_trace))
+    most_missed = counts(all_positions, lambda token: token)[:MOST]
     plain = [trace["plain"]["ms_per_token"] for trace in traces if trace["plain"]]
     return TraceReport(
         rule=traces[0]["rule"],
         stats=stats,
-        kinds=counts(every, token_kind),
-        tokens=[each for each in counts(every, lambda token: token)[:MOST] if each.misses],
+        kinds=counts(all_positions, token_kind),
+        tokens=[token for token in most_missed if token.misses],
         depths=depths(traces, stats),
         calibration=calibration(drafts(traces)),
-        prompts=[prompt_row(trace, rows) for trace, rows in zip(traces, places, strict=True)],
+        prompts=prompts,
         plain_ms=sum(plain) / len(plain) if plain else math.nan,
     )
 
@@ -176,27 +181,31 @@ def stats_of(trace: dict[str, Any]) -> Stats:
     """The statistics of a trace's rounds, as far as they say what was accepted."""
     depth = len(trace["stats"]["acceptance_rate_by_depth"])
     row = []
-    for number, each in enumerate(trace["rounds"]):
-        accepted = sum(node["s"] == 1 for node in each["nodes"]) - 1
+    milliseconds = dict.fromkeys(parts_of(trace), 0.0)
+    round_seconds = []
+    for number, recorded in enumerate(trace["rounds"]):
+        # Of the accepted nodes one is the root.
+        accepted = sum(node["s"] == 1 for node in recorded["nodes"]) - 1
+        drafted = max(node_depths(recorded))
         row.append(
-            RoundRecord(accepted, each["emitted"], max(node_depths(each)), number, each["fallback"])
+            RoundRecord(accepted, recorded["emitted"], drafted, number, recorded["fallback"])
         )
-    seconds = {
-        part: sum(each["parts"].get(part, 0.0) for each in trace["rounds"]) / 1000
-        for part in parts_of(trace)
-    }
-    return Stats([row], depth, seconds, [each["ms"] / 1000 for each in trace["rounds"]])
+        for part, value in recorded["parts"].items():
+            milliseconds[part] += value
+        round_seconds.append(recorded["ms"] / 1000)
+    seconds = {part: value / 1000 for part, value in milliseconds.items()}
+    return Stats([row], depth, seconds, round_seconds)
 
 
 def parts_of(trace: dict[str, Any]) -> list[str]:
     """Parts of the rounds' time, as they are named in a trace."""
-    return list(dict.fromkeys(part for each in trace["rounds"] for part in each["parts"]))
+    return list(dict.fromkeys(part for recorded in trace["rounds"] for part in recorded["parts"]))
 
 
-def node_depths(found: dict[str, Any]) -> list[int]:
+def node_depths(recorded: dict[str, Any]) -> list[int]:
     """Depth of each node of a round's tree."""
     depths: list[int] = []
-    for node in found["nodes"]:
+    for node in recorded["nodes"]:
         depths.append(depths[node["u"]] + 1 if node["u"] >= 0 else 0)
     return depths
 
@@ -204,68 +213,72 @@ def node_depths(found: dict[str, Any]) -> list[int]:
 def positions(trace: dict[str, Any]) -> Iterator[Position]:
     """Yield the drafted positions of a text, hits and misses, up to the text's end."""
     vocab = [entry["t"] for entry in trace["vocab"]]
-    for found in trace["rounds"]:
-        nodes = found["nodes"]
-        path = [number for number, node in enumerate(nodes) if node["s"] == 1]
-        following = [*(nodes[number]["v"] for number in path[1:]), found["next"]]
-        for place, (number, token) in enumerate(zip(path, following, strict=True)):
-            children = [node for node in nodes if node["u"] == number]
-            if children and place < found["emitted"]:
-                best = max(children, key=lambda node: -1.0 if node["q"] is None else node["q"])
-                yield Position(vocab[token], place + 1 < len(path), vocab[best["v"]])
+    for recorded in trace["rounds"]:
+        # The accepted path, and the token after each of its nodes: path [0, 2, 5] with the bonus
+        # token x has the tokens of nodes 2 and 5, and x.
+        nodes = recorded["nodes"]
+        path = [node for node, fields in enumerate(nodes) if fields["s"] == 1]
+        following = [*(nodes[node]["v"] for node in path[1:]), recorded["next"]]
+        for step, (parent, token) in enumerate(zip(path, following, strict=True)):
+            children = [fields for fields in nodes if fields["u"] == parent]
+            if children and step < recorded["emitted"]:
+                best = max(children, key=lambda child: -1.0 if child["q"] is None else child["q"])
+                hit = step + 1 < len(path)  # only the bonus token is a miss
+                yield Position(vocab[token], hit, vocab[best["v"]])
 
 
 def token_kind(text: str) -> str:
     """The kind of a token, by its text."""
-    return next(
-        (kind for kind, pattern in KINDS if re.fullmatch(pattern, text, re.DOTALL)), "other"
-    )
+    for kind, pattern in KINDS:
+        if re.fullmatch(pattern, text, re.DOTALL):
+            return kind
+    return "other"
 
 
-def counts(places: Iterable[Position], key: Any) -> list[Count]:
+def counts(tried: Iterable[Position], key: Any) -> list[Count]:
     """Positions and misses by the key of their token; most misses first."""
     grouped: dict[str, list[Position]] = defaultdict(list)
-    for place in places:
-        grouped[key(place.token)].append(place)
-    found = []
-    for name, rows in grouped.items():
-        wrong = Counter(row.instead for row in rows if not row.hit).most_common(1)
-        found.append(
-            Count(name, len(rows), sum(not row.hit for row in rows), wrong[0][0] if wrong else "")
-        )
-    return sorted(found, key=lambda each: (-each.misses, -each.positions, each.name))
+    for position in tried:
+        grouped[key(position.token)].append(position)
+    rows = []
+    for name, members in grouped.items():
+        missed = [position for position in members if not position.hit]
+        most_common = Counter(position.instead for position in missed).most_common(1)
+        instead = most_common[0][0] if most_common else ""
+        rows.append(Count(name, len(members), len(missed), instead))
+    return sorted(rows, key=lambda count: (-count.misses, -count.positions, count.name))
 
 
 def depths(traces: Sequence[dict[str, Any]], stats: Stats) -> list[Depth]:
     """Gain and price of each depth."""
+    # 1. Nodes of each depth, and milliseconds of drafting, which each depth of a round shares
+    #    equally.
     records = [record for row in stats.rows for record in row]
-    nodes = Counter(
-        depth for trace in traces for each in trace["rounds"] for depth in node_depths(each)
-    )
-    spent: Counter[int] = Counter()
+    nodes: Counter[int] = Counter()
+    spent: dict[int, float] = defaultdict(float)
     for trace in traces:
-        for each in trace["rounds"]:
-            deepest = max(node_depths(each))
+        for recorded in trace["rounds"]:
+            depths_of_nodes = node_depths(recorded)
+            nodes.update(depths_of_nodes)
+            deepest = max(depths_of_nodes)
             for depth in range(1, deepest + 1):
-                spent[depth] += each["parts"].get("draft", 0.0) / deepest
-    found = []
+                spent[depth] += recorded["parts"].get("draft", 0.0) / deepest
+    # 2. A round gains at depth d if it accepted d drafts, and returned as many.
+    rows = []
     for depth, rate in enumerate(stats.acceptance_rate_by_depth, start=1):
         gained = sum(min(record.accepted, record.returned) >= depth for record in records)
-        found.append(
-            Depth(
-                depth,
-                rate,
-                *(value / len(records) for value in (gained, nodes[depth], spent[depth])),
-            )
+        rounds = len(records)
+        rows.append(
+            Depth(depth, rate, gained / rounds, nodes[depth] / rounds, spent[depth] / rounds)
         )
-    return found
+    return rows
 
 
 def drafts(traces: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float, bool]]:
     """Draft probability, target probability and fate of each draft that was tried."""
     for trace in traces:
-        for found in trace["rounds"]:
-            for node in found["nodes"][1:]:
+        for recorded in trace["rounds"]:
+            for node in recorded["nodes"][1:]:
                 if node["s"] >= 0 and node["q"] is not None:
                     yield node["q"], node["p"] or 0.0, node["s"] == 1
 
@@ -274,22 +287,26 @@ def calibration(tried: Iterable[tuple[float, float, bool]]) -> list[CalibrationB
     """Drafts in `BINS` bins of their probability; empty ones are left out."""
     bins: dict[int, list[tuple[float, float, bool]]] = defaultdict(list)
     for draft in tried:
+        # Probability 1 belongs to the last bin.
         bins[min(int(draft[0] * BINS), BINS - 1)].append(draft)
-    return [
-        CalibrationBin(len(rows), *(sum(column) / len(rows) for column in zip(*rows, strict=True)))
-        for _, rows in sorted(bins.items())
-    ]
+    filled = []
+    for _, members in sorted(bins.items()):
+        means = [sum(column) / len(members) for column in zip(*members, strict=True)]
+        filled.append(CalibrationBin(len(members), *means))
+    return filled
 
 
-def prompt_row(trace: dict[str, Any], places: Sequence[Position]) -> PromptRow:
+def prompt_row(trace: dict[str, Any], tried: Sequence[Position]) -> PromptRow:
     """One trace in numbers."""
-    stats, plain = trace["stats"], trace["plain"] or {}
+    rejected = sum(not position.hit for position in tried)
+    stats = trace["stats"]
+    plain = trace["plain"] or {}
     return PromptRow(
         prompt=trace["prompt"],
         tokens=stats["tokens"],
         rounds=stats["rounds"],
         acceptance_length=_number(stats["acceptance_length"]),
-        rejection_rate=sum(not place.hit for place in places) / len(places) if places else math.nan,
+        rejection_rate=rejected / len(tried) if tried else math.nan,
         tokens_per_second=_number(stats["tokens_per_second"]),
         plain_tokens_per_second=_number(plain.get("tokens_per_second")),
     )

@@ -119,11 +119,12 @@ def print_report(report: TraceReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    for each in tables(report):
-        table = Table(*each.columns, title=each.title)
-        for row in each.rows:
-            table.add_row(*(Text(str(cell)) for cell in row))  # no markup: a token may be [/]
-        console.print(table)
+    for table in tables(report):
+        printed = Table(*table.columns, title=table.title)
+        for row in table.rows:
+            # `Text`, since a token may look like rich's markup: [/]
+            printed.add_row(*(Text(str(cell)) for cell in row))
+        console.print(printed)
 
 
 def report_page(report: TraceReport, drafter: str) -> str:
@@ -140,12 +141,14 @@ def report_page(report: TraceReport, drafter: str) -> str:
             f" acceptance length {stats.acceptance_length:.2f}.</p>"
         ),
     ]
+    # Tables.
     for table in tables(report):
         lines.append(
             f"<h2>{html.escape(table.title)}</h2><table><tr>{cells(table.columns, 'th')}</tr>"
         )
         lines += [f"<tr>{cells(row, 'td')}</tr>" for row in table.rows]
         lines.append("</table>")
+    # Plots: acceptance by depth, and calibration against the diagonal.
     rates = [(depth.depth, depth.acceptance_rate) for depth in report.depths]
     gained = [(depth.depth, depth.gained) for depth in report.depths]
     by_depth = {"acceptance rate": rates, "accepted a round": gained}
@@ -167,7 +170,7 @@ def cells(row: Sequence[Any], name: str) -> str:
 def plot(
     x_title: str, y_title: str, curves: Mapping[str, Sequence[tuple[float, float | None]]]
 ) -> str:
-    """A plot as an image within the page."""
+    """A plot as an image inside the page, without a file of its own."""
     image = io.BytesIO()
     plotted(x_title, y_title, curves).savefig(image, format="png", dpi=110)
     encoded = base64.b64encode(image.getvalue()).decode("ascii")

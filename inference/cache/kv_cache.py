@@ -12,14 +12,14 @@ later. For example, row b has 5 tokens, and of a tree of 4 nodes the path [0, 1,
     node   0  1  3
     lengths_B[b] = 8                                        `advance`
 
-`accept` is `compact`, where the path is scattered, and `advance`. Where rounds are recorded the two
-are called apart, as `advance` changes an attribute of the host's; and the forward returns
-`slots_BN`, which the recording of the verdict takes: attributes that a recorded function sets hold
-no values.
+`accept` calls `compact`, if the path is scattered, and then `advance`. Where rounds are recorded as
+CUDA graphs the two are called separately: `compact` is recorded, and `advance` sets an attribute on
+the host, which no replay would do. For the same reason the recorded forward returns `slots_BN`, and
+the recording of the verdict takes it as an input.
 
-Keys and values of all layers of one shape lie in one tensor, a block, so that compaction, selection
-and replacement take one operation per block: one or two for most models. Blocks of generations that
-ended are pooled.
+Keys and values of all layers of one shape lie in one tensor, a block [L, B, G, S, E], so that
+compaction, selection and replacement take one operation per block: one or two for most models.
+Blocks of finished generations are pooled.
 
 Letters in tensor names: L layers, B batch, G heads of keys and values, S slots, E head size, A
 accepted, R rows, N nodes.
@@ -52,26 +52,32 @@ POOLED = 2
 
 
 def slots_for(tokens: int, growth: Growth) -> int:
-    """Return the slots per row for a longest row of `tokens`, the next forward's included."""
-    whole_steps = -(-tokens // STEP) * STEP
+    """Return the slots per row for a longest row of `tokens`, the next forward's included.
+
+    For example 300 tokens: 512 slots in buckets, and 1024 otherwise.
+    """
+    whole_steps = -(-tokens // STEP) * STEP  # up to a multiple of STEP
     # Never equal to the length: equal sizes would specialise a compiled function.
     slots = (whole_steps // BUCKET + 1) * BUCKET
     if growth == "buckets":
         return slots
-    return max(LEAST_DOUBLING, 1 << (slots - 1).bit_length())
+    return max(LEAST_DOUBLING, 1 << (slots - 1).bit_length())  # up to a power of two
 
 
 def free_memory(device: torch.device) -> float:
     """Return the free bytes, torch's unused reserve included; infinite where not reported."""
     if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + held)
+        # torch's allocator holds memory that the driver reports as taken.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + unused)
     return _free_host_memory() if device.type == "cpu" else float("inf")
 
 
 def _free_host_memory() -> float:
     """Return the host's free bytes; infinite on systems other than Linux without psutil."""
     if MEMINFO.exists():
+        # A line reads "MemAvailable:   12345678 kB".
         for line in MEMINFO.read_text().splitlines():
             name, value = line.split(":")
             if name == "MemAvailable":
@@ -85,7 +91,7 @@ def _free_host_memory() -> float:
 
 @dataclass(frozen=True)
 class StateShape:
-    """Shape of a layer's keys, or values, as far as it is the same in every generation."""
+    """Shape of a layer's keys, or values, without rows and slots, which generations change."""
 
     heads: int
     size: int
@@ -115,8 +121,10 @@ class Pool:
     blocks: list[list[Tensor]] = field(default_factory=list)
 
     def take(self, shapes: Sequence[tuple[StateShape, int]], rows: int, slots: int) -> list[Tensor]:
-        """Uninitialized blocks [L, B, G, S, E] for the given number of layers of each shape."""
+        """Return uninitialized blocks [L, B, G, S, E] for a number of layers of each shape."""
         sizes = [(layers, rows, shape.heads, slots, shape.size) for shape, layers in shapes]
+        # Reuse only what was made in the same mode: tensors made in inference mode do not fully
+        # work outside it.
         for number, blocks in enumerate(self.blocks):
             usable = all(
                 block.is_inference() == torch.is_inference_mode_enabled() for block in blocks
@@ -144,9 +152,14 @@ class TreeCache(Cache):
     ) -> None:
         """Create an empty cache for tokens on a device.
 
-        `shapes` lists the shape of each layer's keys, then that of each layer's values.
-
-        It grows beyond the expected length of a row, `tokens`, and the expected number of rows.
+        Args:
+            shapes: the shape of each layer's keys, then that of each layer's values.
+            batch_size: rows.
+            device: where `lengths_B` and `slots_BN` lie; layers may lie elsewhere.
+            tokens: the expected length of a row, for which memory is taken at once.
+            rows: the expected number of rows; like `tokens` it may be exceeded.
+            pool: blocks to reuse.
+            growth: how the capacity grows.
         """
         layers = len(shapes) // 2
         super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
@@ -154,7 +167,8 @@ class TreeCache(Cache):
         """Committed tokens of each row; a smaller length crops it."""
         self.pool = Pool() if pool is None else pool
         self._block_of: dict[StateShape, list[int]] = {}
-        """The keys and values, by their number in `shapes`, that lie in the block of a shape."""
+        """By shape, which entries of `shapes` lie in its block. For two layers of one shape s:
+        {s: [0, 1, 2, 3]}, the keys of layers 0 and 1, then their values."""
         for number, shape in enumerate(shapes):
             self._block_of.setdefault(shape, []).append(number)
         self._rows = max(rows, batch_size)
@@ -182,8 +196,8 @@ class TreeCache(Cache):
         self.start = 0
         """Position of the next forward's first token, for models without position ids."""
         self.position_offsets: Tensor | None = None
-        """What to add to the place of each token for its position, in each dimension that positions
-        have; None where positions are places. Of one row, whose prompt had images."""
+        """What to add to a token's index to get its position, for each dimension of positions; None
+        where a token's position is its index. Set for one row, whose prompt had images."""
         self.cross_attention: Cache | None = None
         """Cross-attention cache of an encoder-decoder."""
 
@@ -195,25 +209,29 @@ class TreeCache(Cache):
         """Leave the blocks to the next generation; this cache must not be used again."""
         if self.blocks:
             self.pool.blocks = [*self.pool.blocks, self.blocks][-POOLED:]
-        self.blocks, self.keys, self.values = [], [], []
+        self.blocks = []
+        self.keys = []
+        self.values = []
 
     def reserve(self, new_tokens: int, longest: int, drafted: int = 0) -> None:
         """Reserve slots for the next forward, which writes `new_tokens` in every row.
 
-        The host knows the length of the longest row without a sync; `drafted` uncommitted tokens of
-        earlier forwards stay.
+        The host knows `longest`, the committed tokens of the longest row, without a sync. `drafted`
+        uncommitted tokens of earlier forwards stay. For example lengths_B = [5, 9], longest = 9,
+        drafted = 2 and new_tokens = 3: slots_BN = [[7, 8, 9], [11, 12, 13]].
         """
         self.bucketed_length = -(-(longest + drafted + new_tokens) // STEP) * STEP
+        # Whole steps: shapes that follow from the number of slots change rarely.
         capacity = slots_for(self.bucketed_length, self.growth)
         if not self.blocks or capacity > self.capacity:
             if self.growth == "room":
                 capacity = max(capacity, self._room)
             self._grow(capacity)
         new_N = counting(drafted + new_tokens, self.lengths_B.device)
-        self.slots_BN, self._slots = (
-            self.lengths_B[:, None] + (new_N[drafted:] if drafted else new_N),
-            {},
-        )
+        if drafted:
+            new_N = new_N[drafted:]
+        self.slots_BN = self.lengths_B[:, None] + new_N
+        self._slots = {}
         self.attended = None
 
     def follow(self, start: int, tokens: int) -> None:
@@ -230,8 +248,10 @@ class TreeCache(Cache):
         Paths that are `in_order` need no compaction.
         """
         if not in_order:
+            # A path such as [0, 1, 2] lies where it should; [0, 1, 3] does not. Padding, beyond
+            # `lengths_B`, does not count. On other devices the check would be a sync.
             scattered = True
-            if path_BA.device.type == "cpu":  # on other devices the check would be a sync
+            if path_BA.device.type == "cpu":
                 new_A = torch.arange(path_BA.shape[1], device=path_BA.device)
                 scattered = bool(((path_BA != new_A) & (new_A < lengths_B[:, None])).any())
             if scattered:
@@ -239,17 +259,23 @@ class TreeCache(Cache):
         self.lengths_B = self.lengths_B + lengths_B
 
     def compact(self, path_BA: Tensor) -> None:
-        """Move the entries of `path_BA` right behind the committed tokens."""
+        """Move the entries of `path_BA` to the slots right after the committed tokens."""
         accepted = path_BA.shape[1]
-        if accepted == 1:
+        if accepted == 1:  # the root alone, which lies there already
             return
-        source_BA, target_BA = self.slots_BN.gather(1, path_BA), self.slots_BN[:, :accepted]
+        # slots_BN[b] = [5, 6, 7, 8] and path_BA[b] = [0, 1, 3]: from [5, 6, 8] to [5, 6, 7].
+        # What is read is copied before anything is written, so the two may overlap.
+        source_BA = self.slots_BN.gather(1, path_BA)
+        target_BA = self.slots_BN[:, :accepted]
         batch = len(source_BA)
-        for block in self.blocks:
-            source, target = (slots.to(block.device) for slots in (source_BA, target_BA))
+        for block in self.blocks:  # [L, B, G, S, E]
+            source = source_BA.to(block.device)
+            target = target_BA.to(block.device)
             if batch == 1:
+                # The slots of one row are one index, in all layers and heads: a faster copy.
                 block[:, :1].index_copy_(3, target[0], block[:, :1].index_select(3, source[0]))
             else:
+                # Indices [B, 1] and [B, A] are broadcast: row b takes its own A slots.
                 slots_LBSGE = block[:, :batch].transpose(2, 3)
                 rows_B1 = counting(batch, source.device, column=True)
                 slots_LBSGE[:, rows_B1, target] = slots_LBSGE[:, rows_B1, source]
@@ -266,9 +292,11 @@ class TreeCache(Cache):
     def erase_uncommitted(self, shortest: int) -> None:
         """Zero the slots after each row's committed tokens; the shortest row has `shortest`.
 
-        Rejected drafts lie there until others overwrite them. Their values have weight 0, which NaN
-        and inf outlast.
+        Rejected drafts lie there until others overwrite them. Attention gives them weight 0, but
+        0 * NaN and 0 * inf are NaN.
         """
+        # Slots before `shortest` are committed in every row. For example lengths_B = [2, 3] and a
+        # capacity of 5: slots_S = [2, 3, 4], of which row 0 leaves all unused, and row 1 [3, 4].
         slots_S = counting(self.capacity - shortest, self.lengths_B.device, shortest)
         unused_BS = slots_S >= self.lengths_B[:, None]
         for block in self.blocks:
@@ -279,18 +307,25 @@ class TreeCache(Cache):
         """Zero the `count` slots after each row's committed tokens, without a device sync."""
         if count <= 0:
             return
+        # lengths_B = [2, 5] and count = 2: slots_BC = [[2, 3], [5, 6]].
         slots_BC = self.lengths_B[:, None] + counting(count, self.lengths_B.device)
         rows_B1 = counting(len(slots_BC), self.lengths_B.device, column=True)
         for block in self.blocks:
             block[:, rows_B1.to(block.device), :, slots_BC.to(block.device)] = 0
 
     def keep_snapshot(self) -> None:
-        """Let `rewind` come back to here, where a model caches more than keys and values."""
+        """Let `rewind` come back to here; `StateCache` copies its states.
+
+        Keys and values alone can be cut anywhere.
+        """
 
     def rewind(self, tokens: int) -> int:
         """Go back to the first `tokens` of a single row's text, or further where necessary.
 
-        Return how many tokens remain.
+        A conversation goes back to what its next prompt shares with the text so far.
+
+        Returns:
+            How many tokens remain.
         """
         self.lengths_B = torch.full_like(self.lengths_B, tokens)
         self.erase_uncommitted(tokens)
@@ -308,10 +343,10 @@ class TreeCache(Cache):
         if rows > self._rows:
             self._resize(rows, self._room)
         for block in self.blocks:
-            shown = block[:, :, :, : self.capacity]
+            attended = block[:, :, :, : self.capacity]
             chosen_R = rows_R.to(block.device)
-            # one by one: the copy that indexing makes would be as large as the cache
-            for layer_BGSE in shown:
+            # Layer by layer: indexing makes a copy, which would be as large as the cache.
+            for layer_BGSE in attended:
                 layer_BGSE[:rows] = layer_BGSE[chosen_R]
         self.lengths_B = self.lengths_B[rows_R]
         self._view()
@@ -341,23 +376,31 @@ class TreeCache(Cache):
         """Allocate at least this many rows and slots."""
         if self.blocks and rows <= self._rows and slots <= self._room:
             return
-        rows, slots = max(rows, self._rows), max(slots, self._room)
+        rows = max(rows, self._rows)
+        slots = max(slots, self._room)
         sizes = [(shape, len(numbers)) for shape, numbers in self._block_of.items()]
-        # or there is no memory: nothing changed
-        before, self.blocks = self.blocks, self.pool.take(sizes, rows, slots)
-        self._rows, self._room = rows, slots
-        for old, new in zip(before, self.blocks, strict=False):
+        # Take memory first: if there is none, this raises and the cache is as it was.
+        blocks = self.pool.take(sizes, rows, slots)
+        blocks_before = self.blocks
+        self.blocks = blocks
+        self._rows = rows
+        self._room = slots
+        # Not strict: there are no old blocks at the first allocation.
+        for old, new in zip(blocks_before, self.blocks, strict=False):
             new[:, : old.shape[1], :, : self.capacity] = old[:, :, :, : self.capacity]
         self._view()
 
     def _view(self) -> None:
         """Update `keys` and `values`, each layer's part of the blocks."""
+        # By their number in `shapes`: those of keys come first, then those of values.
         states: dict[int, Tensor] = {}
         for block, numbers in zip(self.blocks, self._block_of.values(), strict=False):
-            shown = block[:, : len(self.lengths_B), :, : self.capacity]
-            states.update(zip(numbers, shown.unbind(0), strict=True))
-        each = [states[number] for number in sorted(states)]
-        self.keys, self.values = each[: len(each) // 2], each[len(each) // 2 :]
+            attended = block[:, : len(self.lengths_B), :, : self.capacity]
+            states.update(zip(numbers, attended.unbind(0), strict=True))
+        ordered = [states[number] for number in sorted(states)]
+        layers = len(ordered) // 2
+        self.keys = ordered[:layers]
+        self.values = ordered[layers:]
 
 
 class TreeLayer(CacheLayerMixin):
@@ -374,17 +417,21 @@ class TreeLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store the layer's new entries; return the keys and values to attend to."""
-        cache, device = self.cache, key_states.device
+        cache = self.cache
+        device = key_states.device
         slots_BN = cache.slots_BN
         if device != slots_BN.device:  # the model is spread over several devices
+            # One transfer per forward, for the first layer on each device.
             if device not in cache._slots:
                 cache._slots[device] = slots_BN.to(device)
             slots_BN = cache._slots[device]
-        keys, values = cache.keys[self.index], cache.values[self.index]
+        keys = cache.keys[self.index]  # [B, G, S, E]
+        values = cache.values[self.index]
+        # Row b's entries go to its slots, slots_BN[b]. On a CPU `scatter_` would copy the cache.
         rows_B1 = counting(len(key_states), device, column=True)
-        for kept, new in ((keys, key_states), (values, value_states)):
-            # `scatter_` would copy all of it on a CPU
-            kept.transpose(1, 2)[rows_B1, slots_BN] = new.transpose(1, 2)
+        keys.transpose(1, 2)[rows_B1, slots_BN] = key_states.transpose(1, 2)
+        values.transpose(1, 2)[rows_B1, slots_BN] = value_states.transpose(1, 2)
+        # With `attended` None the slice is the whole capacity.
         return keys[:, :, : cache.attended], values[:, :, : cache.attended]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -20,11 +20,10 @@ of the snapshot:
                                      lane 1   pending  root  c  (padding)
 
 Attention layers store a node's keys and values once, from the first lane with it, in the node's
-slot. What padding, on the right, does to the states of a lane does not matter: that lane's states
-are not kept.
+slot. Lanes are padded on the right. Padding spoils the states of its lane, so they are not kept.
 
-A convolution's window after any token can be cut from its inputs. With no recurrence beside it
-nothing is ever pending.
+A convolution's window after any token can be cut from its inputs. Without a recurrence nothing is
+ever pending.
 
 Letters in tensor names: B batch, N nodes, R lanes, T tokens of a lane, K entries that are stored, S
 slots, G heads of keys and values, E head size, A accepted.
@@ -44,7 +43,7 @@ from ...heads.layers.constants import counting, upload
 from .kv_cache import CacheInterface, Pool, TreeCache, TreeLayer
 
 KEPT_SNAPSHOTS = 2
-"""Ends of prompts, the newest ones, to which a conversation can go back."""
+"""Snapshots at the ends of prompts, the newest ones, to which a conversation can go back."""
 Path = list[int]
 """Nodes of a tree from its root on."""
 
@@ -66,6 +65,7 @@ class CachedLayer:
     convolutions: dict[int, RowState]
     """The windows of its convolutions, by number."""
     recurrences: dict[int, RowState]
+    """The states of its recurrences, by number."""
 
     @property
     def has_state(self) -> bool:
@@ -74,7 +74,7 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class StatefulInterface:
-    """How a model with states takes and returns its cache, and what that keeps for every layer."""
+    """How a model with states takes and returns its cache, and what the cache keeps by layer."""
 
     cache: CacheInterface
     """Its name, and the shapes of the keys and values of those layers that have them."""
@@ -96,7 +96,7 @@ class StatefulInterface:
 
 @dataclass(frozen=True)
 class Lane:
-    """Tokens of a row that a forward reads in line."""
+    """Tokens of a row that a forward reads one after the other."""
 
     row: int
     path: Path
@@ -125,8 +125,8 @@ class Lanes:
     rows_R: Tensor | None
     """Row of each lane; None where lane r is row r of the cache, and there are no others."""
     stored: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    """Entries to store: their lanes, their indices in these, and the rows and slots they go to,
-    each [K]."""
+    """Entries of attention layers to store: their lanes, their indices in the lanes, and the rows
+    and slots that they go to, each [K]; None for entries that are stored already."""
     first_BN: Tensor
     """The first lane with each node."""
     index_BN: Tensor
@@ -148,32 +148,34 @@ class StateCache(TreeCache):
         rows: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """An empty cache of what a model keeps; the other arguments are those of `TreeCache`."""
+        """Create an empty cache of what a model keeps; other arguments are those of `TreeCache`."""
         super().__init__(interface.cache.state_shapes, batch_size, device, tokens, rows, pool)
+        # One object for each layer of the model, in transformers' interface. `attending` counts the
+        # layers with keys, which are the only ones in `self.keys` and `self.values`.
         attending = 0
         self.layers = []
         for layer in interface.layers:
-            kept: Any = _NoLayer()
+            cached_layer: Any = _NoLayer()
             if layer.has_state and layer.has_keys:
-                kept = _StateAndKeys(self, attending, layer)
+                cached_layer = _StateAndKeys(self, attending, layer)
             elif layer.has_state:
-                kept = _StateLayer(self, layer)
+                cached_layer = _StateLayer(self, layer)
             elif layer.has_keys:
-                kept = _LaneLayer(self, attending)
+                cached_layer = _LaneLayer(self, attending)
             attending += layer.has_keys
-            self.layers.append(kept)
+            self.layers.append(cached_layer)
         self.recurrent = interface.recurrent
         self.read = [0] * batch_size
         """Tokens of each row that its snapshot has seen."""
         self.tokens_BS = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
         """The token in each slot."""
         self.lanes: Lanes | None = None
-        """Those of the latest forward, whose outcome the snapshots do not reflect yet, or of the
-        one that runs."""
+        """Lanes of the forward that is running, or of the latest one until `settle` has taken its
+        states; else None."""
         self._before: list[int] = []
         """Committed tokens of each row before that forward."""
         self._path_BA: Tensor | None = None
-        """The path that was accepted of it; None for its first nodes."""
+        """The path that was accepted of its tree; None for its first nodes, in order."""
         self._kept: list[tuple[int, list[_States]]] = []
         """Snapshots that a conversation can go back to, by the tokens that they have seen."""
 
@@ -185,8 +187,14 @@ class StateCache(TreeCache):
     def settle(self) -> None:
         """Take the latest forward's states as snapshots where all that they have seen is committed.
 
-        To be called before anything that depends on `read` or on the snapshots. Until then
-        `lengths_B` may be set back.
+        For example a row of 5 tokens with a recurrence, whose lane read "root a b", nodes 0 to 2:
+
+            lengths_B    committed       the states that came out
+            8            "root a b"      are the new snapshot
+            7            "root a"        have seen b: the snapshot stays, and "root a" is pending
+
+        Call it before anything that depends on `read` or on the snapshots. Until then `lengths_B`
+        may be set back.
         """
         lanes = self.lanes
         if lanes is None:
@@ -194,20 +202,24 @@ class StateCache(TreeCache):
         # sync: after the loop's own, for which all has been computed
         lengths: list[int] = self.lengths_B.tolist()
         paths = None if self._path_BA is None else self._path_BA.tolist()
+
+        # 1. For each row that has grown, the lane whose states are certain now.
         rows: list[int] = []
-        sources: list[int] = []
-        counts: list[int] = []
+        sources: list[int] = []  # lanes
+        counts: list[int] = []  # tokens of these lanes that are committed
         for row, (before, length) in enumerate(zip(self._before, lengths, strict=True)):
             grown = length - before
-            if grown <= 0:
+            if grown <= 0:  # nothing was committed, or the row is idle
                 continue
-            last = grown - 1 if paths is None else paths[row][grown - 1]
+            last = grown - 1 if paths is None else paths[row][grown - 1]  # the last accepted node
             source = self._lane_after(row, last, whole=self.recurrent)
-            if source is None:
+            if source is None:  # every lane with that node has read more: what is new is pending
                 continue
             rows.append(row)
             sources.append(source)
-            counts.append(before - self.read[row] + grown)
+            counts.append(before - self.read[row] + grown)  # pending tokens, then accepted nodes
+
+        # 2. Its states become the row's snapshot, and the rest of the forward is freed.
         for layer in self.states:
             layer.take(rows, sources, counts, cut=not self.recurrent)
         for row in rows:
@@ -251,22 +263,25 @@ class StateCache(TreeCache):
         lanes: list[Lane] = []
         stored: list[tuple[int, int, int, int]] = []
         for row, row_paths in enumerate(paths):
-            known: set[int] = set()
+            stored_nodes: set[int] = set()
             length = lengths[row]
             pending = list(range(self.read[row], length))
             for path in row_paths:
+                # A committed token's slot is its position. With read = 3, length = 5 and the path
+                # [0, 2]: slots [3, 4, 5, 7], positions [3, 4, 5, 6].
                 slots = [*pending, *[length + node for node in path]]
                 positions = [*pending, *range(length, length + len(path))]
+                # A node is stored from the first lane that reads it.
                 for index, node in enumerate(path, len(pending)):
-                    if node in known:
+                    if node in stored_nodes:
                         continue
-                    known.add(node)
+                    stored_nodes.add(node)
                     stored.append((len(lanes), index, row, length + node))
                     first_BN[row][node] = len(lanes)
                     index_BN[row][node] = index
                 lanes.append(Lane(row, path, slots, positions))
-            # padding of the tree, in place of which the root is read
-            for node in set(range(nodes)) - known:
+            # Padding of the tree is in no lane: its output is that of the root, and is not used.
+            for node in set(range(nodes)) - stored_nodes:
                 first_BN[row][node] = first_BN[row][0]
                 index_BN[row][node] = index_BN[row][0]
         self._begin(lanes, lengths, stored, first_BN, index_BN)
@@ -283,7 +298,7 @@ class StateCache(TreeCache):
         self._begin(lanes, self.lengths_B.tolist(), [], [], [])
 
     def advanced(self) -> None:
-        """The forward of `advance_lanes` has run: its states are the snapshots."""
+        """Take the states of the forward of `advance_lanes`, which has run, as snapshots."""
         assert self.lanes is not None
         lanes = self.lanes.lanes
         rows = [lane.row for lane in lanes]
@@ -304,6 +319,8 @@ class StateCache(TreeCache):
     ) -> None:
         """Hand out copies of the snapshots, and put what the forward needs on the device."""
         device = self.lengths_B.device
+
+        # 1. Put the lanes, padded to one width, on the device.
         rows = [lane.row for lane in lanes]
         width = max(len(lane.slots) for lane in lanes)
         slots_RT = upload([_padded(lane.slots, width) for lane in lanes], device)
@@ -314,6 +331,7 @@ class StateCache(TreeCache):
         if stored:
             lanes_K, index_K, rows_K, slots_K = upload(stored, device).unbind(1)
             entries = (lanes_K, index_K, rows_K, slots_K)
+        # Such as [7, 8, 9] in all lanes, which a causal mask serves.
         first = lanes[0].slots[0]
         in_order = list(range(first, first + width))
         self.lanes = Lanes(
@@ -330,8 +348,12 @@ class StateCache(TreeCache):
             index_BN=upload(index_BN, device),
             in_line=all(lane.slots == in_order for lane in lanes),
         )
+
+        # 2. What `settle` needs after the forward.
         self._before = lengths
         self._path_BA = None
+
+        # 3. States that the forward may overwrite.
         for layer in self.states:
             layer.hand_out(rows_R)
 
@@ -345,6 +367,7 @@ class StateCache(TreeCache):
     def compact(self, path_BA: Tensor) -> None:
         super().compact(path_BA)
         self._path_BA = path_BA
+        # The tokens move as their keys and values do.
         accepted_BA = self.tokens_BS.gather(1, self.slots_BN.gather(1, path_BA))
         self.tokens_BS.scatter_(1, self.slots_BN[:, : path_BA.shape[1]], accepted_BA)
 
@@ -376,13 +399,15 @@ class StateCache(TreeCache):
 
     def rewind(self, tokens: int) -> int:
         self.settle()
+        # Keys and values can be cut anywhere, states not: go back to the newest snapshot that has
+        # seen no more than `tokens`. With snapshots at 40 and 90 and tokens = 70: to 40.
         if tokens < self.read[0]:
             self._kept = [(read, states) for read, states in self._kept if read <= tokens]
             if not self._kept:
                 return 0
             tokens, states = self._kept[-1]
-            for layer, kept in zip(self.states, states, strict=True):
-                layer.snapshot = kept.copy()
+            for layer, snapshot in zip(self.states, states, strict=True):
+                layer.snapshot = snapshot.copy()
             self.read = [tokens]
         return super().rewind(tokens)
 
@@ -424,7 +449,7 @@ class _States:
         return cls(windows, recurrences)
 
     def rows(self, rows_R: Tensor | None) -> _States:
-        """Copies of these rows' states; None for all."""
+        """Return copies of these rows' states; None for all."""
         return _States(_rows(self.windows, rows_R), _rows(self.recurrences, rows_R))
 
     def copy(self) -> _States:
@@ -458,7 +483,7 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
         self._inputs: dict[int, Tensor] = {}
         """What each convolution has read in the latest forward: the window before it, and the
         inputs of its tokens."""
-        # zeros are the state of an empty text
+        # True from the start, since zeros are the state of an empty text.
         self.has_previous_state = dict.fromkeys(range(numbers), True)
         self.is_conv_states_initialized = {
             number: number in layer.convolutions for number in range(numbers)
@@ -473,6 +498,7 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
     def hand_out(self, rows_R: Tensor | None) -> None:
         """Copy the snapshots of the lanes' rows for a forward."""
         states = self.snapshot.rows(rows_R)
+        # transformers looks up both kinds by every number; None where a layer has no such state.
         self.conv_states = {**dict.fromkeys(range(self.number_of_states)), **states.windows}
         self.recurrent_states = {
             **dict.fromkeys(range(self.number_of_states)),
@@ -491,6 +517,9 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
         for number, window in self.snapshot.windows.items():
             inputs = self._inputs.get(number)
             if cut and inputs is not None:
+                # `inputs` is the old window and then the tokens' inputs. With a window of 3, x0 to
+                # x2, and tokens t0 to t3, the window after 2 tokens is inputs[2:5]:
+                #     x0 x1 [x2 t0 t1] t2 t3
                 size = window.shape[-1]
                 cuts = [
                     inputs[lane, ..., count : count + size]
@@ -542,7 +571,8 @@ class _StateLayer(LinearAttentionCacheLayerMixin):
 
 
 def _replaced(states: Tensor, rows: list[int], of_lanes: Any, lanes: list[int]) -> Tensor:
-    """The states with those of these lanes in these rows."""
+    """Replace the states of these rows by those of these lanes."""
+    # Every row by the lane of its number: the tensor itself, without a copy.
     if rows == lanes == list(range(len(of_lanes))) and len(of_lanes) == len(states):
         return of_lanes
     return states.index_copy(0, upload(rows, states.device), of_lanes[upload(lanes, states.device)])
@@ -556,30 +586,34 @@ class _LaneLayer(TreeLayer):
     ) -> tuple[Tensor, Tensor]:
         cache = self.cache
         assert isinstance(cache, StateCache) and cache.lanes is not None
-        lanes, device = cache.lanes, key_states.device
+        lanes = cache.lanes
+        device = key_states.device
         attended = []
-        for kept, new in (
+        for cached_BGSE, new_RGTE in (
             (cache.keys[self.index], key_states),
             (cache.values[self.index], value_states),
         ):
+            # 1. Store each node's entry, from one of the lanes that have read it.
             if lanes.stored is not None:
                 lanes_K, index_K, rows_K, slots_K = (
                     indices_K.to(device) for indices_K in lanes.stored
                 )
-                kept.transpose(1, 2)[rows_K, slots_K] = new.transpose(1, 2)[lanes_K, index_K]
-            shown = kept[:, :, : cache.attended]
-            if lanes.rows_R is not None:  # one row's entries are not copied for its lanes
-                if len(shown) == 1:
-                    shown = shown.expand(len(lanes.lanes), -1, -1, -1)
+                entries_KGE = new_RGTE.transpose(1, 2)[lanes_K, index_K]
+                cached_BGSE.transpose(1, 2)[rows_K, slots_K] = entries_KGE
+            # 2. Each lane attends to its row's entries. With a single row nothing is copied.
+            attended_RGSE = cached_BGSE[:, :, : cache.attended]
+            if lanes.rows_R is not None:
+                if len(attended_RGSE) == 1:
+                    attended_RGSE = attended_RGSE.expand(len(lanes.lanes), -1, -1, -1)
                 else:
-                    shown = shown[lanes.rows_R.to(device)]
-            attended.append(shown)
+                    attended_RGSE = attended_RGSE[lanes.rows_R.to(device)]
+            attended.append(attended_RGSE)
         return attended[0], attended[1]
 
 
-# transformers' bases differ in is_croppable
+# transformers' two base classes differ in the type of `is_croppable`.
 class _StateAndKeys(_StateLayer, _LaneLayer):  # type: ignore[override]
-    """A layer with a state beside keys and values."""
+    """A layer with a state and with keys and values."""
 
     def __init__(self, cache: StateCache, index: int, layer: CachedLayer) -> None:
         _LaneLayer.__init__(self, cache, index)

@@ -89,27 +89,31 @@ def dynamic_lengths(
         text_1T = answer.tokens_T[None]
         tokens = answer.tokens_T.tolist()
         length = len(tokens)
+        # One forward over prompt and answer gives the features of every position.
         output = target.engine.read_chunk(
             text_1T, length, target.engine.new_cache(1), head.feature_layers, [0]
         )
         drafter.begin(DraftContext(1, length + drafter.max_nodes, RandomSampler(None), None))
         drafter.prefill(_chunk(text_1T, output, 0, answer.prompt_length))
         accepted: dict[Size, list[int]] = {key: [] for key in rounds}
-        for place in range(answer.prompt_length, length - 1):
-            truth = tokens[place + 1 : place + 1 + head.max_depth]
+        # Every position of the answer as a root: how many drafts after it would be accepted.
+        for position in range(answer.prompt_length, length - 1):
+            truth = tokens[position + 1 : position + 1 + head.max_depth]
             candidates = drafter.candidates(
-                drafter.rows.catch_up(), text_1T[:, place], head.max_depth
+                drafter.rows.catch_up(), text_1T[:, position], head.max_depth
             )
             tokens_1C, parents_1C, values_1C = candidates
             path = _true_path(truth, tokens_1C[0].tolist(), parents_1C[0].tolist())
             for depth in depths:
-                seen = 1 + drafter.width + (depth - 1) * drafter.width**2
-                ranks = [_rank(values_1C[0, :seen], node) for node in path[:depth]]
+                # A tree of this depth has the first candidates only: the root, `width` nodes, and
+                # `width` x `width` more at each later depth.
+                count = 1 + drafter.width + (depth - 1) * drafter.width**2
+                ranks = [_rank(values_1C[0, :count], node) for node in path[:depth]]
                 for size in sizes:
-                    # A child is worth no more than its parent, so the ranks along the path never
-                    # fall.
+                    # A tree of `size` nodes holds the candidates of ranks below it. A child is
+                    # worth no more than its parent, so the ranks along the path never fall.
                     accepted[size, depth].append(sum(rank < size for rank in ranks))
-            drafter.prefill(_chunk(text_1T, output, place, place + 1))
+            drafter.prefill(_chunk(text_1T, output, position, position + 1))
         for key, accepted_P in accepted.items():
             rounds[key] += _round_lengths(accepted_P)
     return {key: statistics.mean(lengths) for key, lengths in rounds.items()}
@@ -117,11 +121,13 @@ def dynamic_lengths(
 
 def _round_lengths(accepted_P: list[int]) -> list[int]:
     """Return the tokens of each round of an answer, by the drafts accepted from every position."""
+    # Drafts accepted [2, 0, 1, 1, 0]: the round at 0 emits 3 tokens, so the next root is at 3. It
+    # could emit 2, and the answer ends after these: lengths [3, 2].
     lengths = []
-    place = 0  # of a round's root in the answer
-    while place < len(accepted_P):
-        lengths.append(min(accepted_P[place] + 1, len(accepted_P) - place))
-        place += lengths[-1]
+    root = 0  # position of a round's root in the answer
+    while root < len(accepted_P):
+        lengths.append(min(accepted_P[root] + 1, len(accepted_P) - root))
+        root += lengths[-1]
     return lengths
 
 
@@ -151,7 +157,7 @@ def _true_path(truth: list[int], tokens: list[int], parents: list[int]) -> list[
 
 
 def _rank(values_C: Tensor, node: int) -> int:
-    """Place of a candidate among all by their values; of equal ones the first comes first."""
+    """Rank of a candidate by its value, from 0; of equal ones the first comes first."""
     better = int((values_C > values_C[node]).sum())
     equal_before = int((values_C[:node] == values_C[node]).sum())
     return better + equal_before

@@ -50,7 +50,7 @@ class DraftContext:
     new_tokens: int | None = None
     """Most tokens that each row may get; None if unknown."""
     chains_only: bool = False
-    """Whether the target verifies chains alone: of a tree it reads the longest path, the first of
+    """Whether the target verifies chains only: of a tree it reads the longest path, the first of
     several."""
 
 
@@ -73,14 +73,19 @@ class Drafter(Protocol):
 
     It makes top-k drafts, on any device. Whatever it does, the output is the target's: after an
     error or an invalid tree the text is decoded without drafts, with a warning. On a GPU a row that
-    has ended may keep its place in a batch: its rounds then emit no tokens, and its drafts are
+    has ended may keep its slot in a batch: its rounds then emit no tokens, and its drafts are
     dropped.
 
     It may also have the attribute `feature_layers`, the target's layers whose features it reads,
-    and the methods `begin(context)` (a `DraftContext`: forget the last generation),
-    `prefill(chunk)` (a `PrefillChunk`: read the prompts, which end with the token that the target
-    chose), and, if it keeps a state of each row of a batch, `select(rows_R)` and `replace(rows_R,
-    other)`. For rows that join a batch a shallow copy of it begins anew.
+    and these methods:
+
+        begin(context)          forget the last generation; `context` is a `DraftContext`
+        prefill(chunk)          read the prompts, which end with the token that the target chose;
+                                `chunk` is a `PrefillChunk`
+        select(rows_R)          keep some rows, if it keeps a state of each row of a batch
+        replace(rows_R, other)  overwrite some rows
+
+    For rows that join a batch a shallow copy of it begins anew.
     """
 
     max_nodes: int
@@ -116,20 +121,20 @@ class KeepsRows(Protocol):
     """A drafter with a state of each row."""
 
     def select(self, rows_R: Tensor) -> None:
-        """Keep only these rows [R], in this order.
+        """Keep only these rows [R], in this order: of rows a, b, c, [2, 0] keeps c, a.
 
         An index may repeat: `replace` then overwrites the copies.
         """
 
     def replace(self, rows_R: Tensor, other: Any) -> None:
-        """Put another drafter's rows, whose prompts it has read, in the places of these."""
+        """Overwrite these rows by those of another drafter, which has read their prompts."""
 
 
 class BatchDrafter(Drafter):
     """A drafter as the decoding loop calls it.
 
-    What it does not override does nothing. One that wraps others names them in `parts` and calls
-    them itself. Its life in a generation of rows that come and go:
+    Methods that a subclass does not override do nothing. A drafter that wraps others names them in
+    `parts` and calls them itself. Its life in a generation of rows that come and go:
 
         begin(context)  or  resume(context, ...)     the first rows, or a text that goes on
         prefill(chunk) ...                           their prompts
@@ -173,8 +178,7 @@ class BatchDrafter(Drafter):
     def saved_state(self) -> Any:
         """State from which a later generation can `resume`.
 
-        None if there is none: a drafter that reads features is then given the text from its start
-        again.
+        None if it keeps no state: a drafter that reads features then gets the text from its start.
         """
         return None
 
@@ -195,8 +199,7 @@ class BatchDrafter(Drafter):
     def observe_ahead(self, finished: Round) -> None:
         """Launch what `observe` will do on the device, before the host knows the round's tokens.
 
-        A drafter that does so does it no more in the `observe` of that round, which follows unless
-        `take_back` does.
+        The `observe` of that round, which follows unless `take_back` does, must not repeat it.
         """
 
     def take_back(self) -> None:
@@ -212,7 +215,7 @@ class BatchDrafter(Drafter):
         """
 
     def replace(self, rows_R: Tensor, other: Self) -> None:
-        """Put another drafter's rows, whose prompts it has read, in the places of these."""
+        """Overwrite these rows by those of another drafter, which has read their prompts."""
 
     def fresh(self) -> Self:
         """A drafter of the same kind for other rows; neither changes the other's state."""
@@ -247,8 +250,8 @@ class NewestTokens:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.idle: set[int] = set()
-        """Places of rows that have ended and keep their place: their roots go on, on the device
-        alone."""
+        """Slots of rows that have ended and keep their slot. Their roots go on changing on the
+        device, not here."""
 
     def begin(self, context: DraftContext) -> None:
         self.tokens = [0] * context.batch_size
@@ -258,6 +261,7 @@ class NewestTokens:
         next_tokens = chunk.next_tokens_BT.tolist()  # sync: once for 2048 tokens of the prompts
         lengths = chunk.lengths_B.tolist()
         for row, length in enumerate(lengths):
+            # Of length 0 are rows whose prompts ended in an earlier chunk.
             if length > 0:
                 self.tokens[row] = next_tokens[row][length - 1]
 
@@ -283,12 +287,15 @@ def selected_rows(values: Sequence[Value], rows_R: Tensor) -> list[Value]:
 
 
 def selected_places(places: set[int], rows: Sequence[int]) -> set[int]:
-    """Where the rows in these places stand after these rows were selected, in this order."""
-    return {place for place, row in enumerate(rows) if row in places}
+    """The slots of some rows after a selection; `places` are their slots before it.
+
+    For example, with rows 1 and 3 idle, the selection [3, 0, 2] leaves {0}.
+    """
+    return {slot for slot, row in enumerate(rows) if row in places}
 
 
 def replaced_rows(values: Sequence[Value], rows_R: Tensor, others: Sequence[Value]) -> list[Value]:
-    """The values with others in the places of these rows."""
+    """The values of all rows, after those of these rows were replaced by `others`."""
     merged = list(values)
     for row, other in zip(rows_R.tolist(), others, strict=True):
         merged[row] = other

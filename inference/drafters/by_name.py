@@ -66,7 +66,7 @@ def make_drafter(
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
 ) -> BatchDrafter:
-    """The drafter that a user names; `NoDraft` if nothing is.
+    """The drafter that a user names; `NoDraft` if nothing is named.
 
     Args:
         target: the model whose tokens are drafted.
@@ -76,10 +76,11 @@ def make_drafter(
             random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
             trees to choose from, for which the cost of rounds is measured if it is not known.
         head: a head that fits the target.
-        metadata: what its checkpoint says of trees; None for the head's own.
+        metadata: what the head's checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
     """
     check_chains(target, tree)
+    # 1. What drafts: a source, a head, or both in one tree.
     if head is None:
         drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
     else:
@@ -87,17 +88,19 @@ def make_drafter(
         drafter = _head_drafter(target, head, metadata, tree, adaptive)
         if source is not None:
             drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
+    # 2. Plain steps as another choice of each round.
     if not adaptive or isinstance(drafter, NoDraft):
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
         return AdaptiveDrafter([drafter])
     if drafter.plain:
         return drafter
+    # Several trees were named: the same choice, with plain steps.
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
 
 
 def check_chains(target: Target, tree: TreeSpec) -> None:
-    """Refuse a tree that is named for a target that checks chains alone.
+    """Refuse a tree that is named for a target that checks chains only.
 
     Raises:
         ValueError: says why, and what is valid.
@@ -106,10 +109,10 @@ def check_chains(target: Target, tree: TreeSpec) -> None:
         return
     for policy in tree_policies(tree):
         shape = policy.shape if isinstance(policy, SampledShape) else policy
-        chain = isinstance(shape, EarlyExitShape) or (
+        is_chain = isinstance(shape, EarlyExitShape) or (
             isinstance(shape, TreeShape) and shape.is_chain
         )
-        if not chain:
+        if not is_chain:
             raise ValueError(
                 f"tree {tree!r} was given for {target.name!r}, which"
                 f" {target.counted or 'checks chains alone'}, so the nodes of a tree cannot be"
@@ -118,7 +121,7 @@ def check_chains(target: Target, tree: TreeSpec) -> None:
 
 
 def chains_alone(target: Target) -> bool:
-    """Whether "auto" chooses between chains alone: trees cannot be checked, or do not pay."""
+    """Whether "auto" chooses between chains only: trees cannot be checked, or do not pay."""
     # A state follows one path of a tree at a time, from the row's pending tokens on.
     return target.stateful is not None or target.engine.chains_only
 
@@ -142,10 +145,6 @@ def _policy_drafter(
     return StaticTree(head, policy, modules, budget)
 
 
-def _machine(target: Target) -> str:
-    return machine_key(target.device, target.compiled)
-
-
 def fastest_tree(metadata: CheckpointMetadata, machine: str) -> TreePolicy | None:
     """The tree that was fastest on a machine, by a head's checkpoint."""
     stored = metadata.measured.get("fastest", {}).get(machine)
@@ -161,9 +160,7 @@ def auto_trees(
 ) -> list[TreePolicy]:
     """Return the tree that was fastest on this machine, else the trees to choose from.
 
-    A tree that was fastest on another machine is a hint.
-
-    With `chains` there are chains alone to choose from.
+    A tree that was fastest on another machine is a hint. With `chains`, all of them are chains.
     """
     fastest = fastest_tree(metadata, machine)
     if fastest is not None:
@@ -184,8 +181,10 @@ def _head_drafter(
     modules = target.draft_modules
     if tree != "auto":
         return tree_drafter(head, tree, modules)
+    # Without a choice in each round only the first tree is made, by costs that are assumed.
     costs = measured_costs(target, head) if adaptive else RoundCosts.assumed(target.device)
-    policies = auto_trees(head, metadata, _machine(target), costs, chains_alone(target))
+    machine = machine_key(target.device, target.compiled)
+    policies = auto_trees(head, metadata, machine, costs, chains_alone(target))
     if not adaptive:
         policies = policies[:1]
     trees = []
@@ -204,6 +203,7 @@ def assistants(drafter: BatchDrafter) -> list[Target]:
 def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> BatchDrafter:
     """A drafter without a head, whose tree is `tree` if it has probabilities."""
     spec = drafter_spec(source) if isinstance(source, str) else source
+    # 1. A smaller model, loaded or by its name, in the target's dtype and on its device.
     if isinstance(spec, PreTrainedModel):
         spec = Seq2SeqTarget(spec) if is_encoder_decoder(spec) else Target(spec)
     if isinstance(spec, SmallerModel):
@@ -212,11 +212,13 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Batch
         spec = kind.load(spec.name, target.dtype, target.device, options=hub)
     if isinstance(spec, Target):
         return _assistant(spec, target, tree)
+    # 2. Models that count; random tokens are n-grams of order 0, the uniform distribution.
     if isinstance(spec, Ngram):
         corpus = None if spec.folder is None else _datastore(spec.folder, target)
         return _ngram_drafter(target, spec.order, corpus, tree)
     if isinstance(spec, RandomTokens):
         return _ngram_drafter(target, 0, None, tree)
+    # 3. Lookups, which have no probabilities to grow a tree by.
     if isinstance(spec, PromptLookup | Retrieval | Lookahead):
         if tree != "auto":
             raise ValueError(
@@ -224,6 +226,7 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Batch
                 " drafts"
             )
         return _lookup_drafter(spec, target)
+    # 4. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
             f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
@@ -236,6 +239,7 @@ def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) 
         return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
     if isinstance(spec, PromptLookup):
         return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram)
+    # In a corpus, single tokens occur everywhere and predict little.
     corpus = _datastore(spec.folder, target)
     shortest = min(2, spec.ngram)
     return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest, corpus)
@@ -251,7 +255,7 @@ def _ngram_drafter(
 
 
 def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
-    """A smaller model that drafts for the target; the same ids must mean the same tokens."""
+    """A smaller model that drafts for the target; equal ids must mean equal tokens."""
     if model.stateful is not None:
         raise ValueError(
             f"{model.name!r} cannot draft: its layers keep a convolution or recurrent state, which"
@@ -293,6 +297,7 @@ def _datastore(folder: str | Path, target: Target) -> Datastore:
             f"the datastore {str(folder)!r} was made with tokenizer {store.tokenizer}, the target"
             f" has {tokenizer}: make it again for this target"
         )
+    # The positions are sorted by their tokens, so the last one has the largest.
     largest = int(store.tokens[store.order[-1]])
     if largest >= target.info.vocab_size:
         raise ValueError(

@@ -40,7 +40,7 @@ READ = 256
 DEPTH = 4
 """Depth of the chain by which drafts are timed, at most."""
 REPEATS, LIMIT = 5, 0.8
-"""Calls of each, at most, and seconds after which there are no more."""
+"""Calls of each function, at most, and seconds after which there are no more."""
 TOGETHER = 4
 """Calls that are timed together where functions are replayed, so that the host launches one while
 the device runs another. The first such calls are not measured: they compile kernels, run the
@@ -72,25 +72,26 @@ def measured_costs(target: Target, head: DraftHead | None = None) -> RoundCosts:
 def kept_costs(target: Target, head: DraftHead) -> RoundCosts | None:
     """Return the step costs that this machine has kept for models of these dimensions, else None.
 
-    The costs may have been measured with any engine.
-
-    Those of our kernels or of CUDA graphs come before those of transformers' own operations.
+    The costs may have been measured with any engine. Those of our kernels or of CUDA graphs come
+    before those of transformers' own operations.
     """
+    # Names are written by `measured_costs`: "TARGET, ENGINE; HEAD".
     begin = f"{_target_name(target)}, "
     end = f"; {head_shape(head)}"
-    kept = {
-        name.removesuffix(EIGHT_BITS): value
-        for name, value in kept_measurements(target.device).items()
-        if name.startswith(begin) and name.removesuffix(EIGHT_BITS).endswith(end)
-    }
-    for name in sorted(kept, key=lambda name: name == f"{begin}{ModelEngine.name}{end}"):
+    measurements = {}
+    for name, value in kept_measurements(target.device).items():
+        name = name.removesuffix(EIGHT_BITS)
+        if name.startswith(begin) and name.endswith(end):
+            measurements[name] = value
+    # False sorts before True: transformers' own operations come last.
+    for name in sorted(measurements, key=lambda name: name == f"{begin}{ModelEngine.name}{end}"):
         with suppress(ValueError, TypeError, KeyError, AttributeError):  # another version wrote it
-            return RoundCosts.read(kept[name])
+            return RoundCosts.read(measurements[name])
     return None
 
 
 def head_shape(head: DraftHead) -> str:
-    """All of a head that the cost of its drafts depends on, the values of its weights aside."""
+    """Describe everything of a head that the cost of its drafts depends on."""
     weights = sum(weight.numel() for weight in head.parameters())
     return (
         f"{type(head).__name__}, {weights} weights, depth {head.max_depth}, layers"
@@ -105,7 +106,7 @@ def _head_name(head: DraftHead | None) -> str:
 
 
 def _target_name(target: Target) -> str:
-    """All of a target that the cost depends on, the values of its weights and its engine aside."""
+    """Describe everything of a target, except its engine, that the cost depends on."""
     info = target.info
     model = target.model
     kinds = ", ".join(sorted({type(weight).__name__ for weight in model.parameters()}))
@@ -120,6 +121,7 @@ def _target_name(target: Target) -> str:
 
 @torch.inference_mode()
 def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
+    # 1. The target's forward over trees of each size, after a random text.
     random = torch.Generator().manual_seed(0)
     text_1T = torch.randint(target.info.vocab_size, (1, TEXT), generator=random).to(target.device)
     if isinstance(target, Seq2SeqTarget):
@@ -129,11 +131,12 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
     calls: dict[int | str, Callable[[], Tensor]] = {size: partial(check, size) for size in SIZES}
     depth = 0 if head is None else min(head.max_depth, DEPTH)
     if head is not None:
-        drafter, one_1 = (
-            StaticTree(head, TreeShape.chain(depth), target.draft_modules),
-            torch.ones_like(text_1T[0, :1]),
-        )
+        # 2. A chain by the head, as in a round: the drafter gets a round in which nothing was
+        #    accepted, with the text's own features, and drafts after it.
+        drafter = StaticTree(head, TreeShape.chain(depth), target.draft_modules)
+        one_1 = torch.ones_like(text_1T[0, :1])
         drafter.rows.use(target.engine)
+        # Every timed call adds a token to the head's cache.
         capacity = TEXT + TOGETHER * (REPEATS + 2) + drafter.max_nodes
         drafter.begin(DraftContext(1, capacity, RandomSampler(None), None))
         output = target.engine.read_chunk(text_1T, TEXT, target.engine.new_cache(1), layers, [])
@@ -157,6 +160,8 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
             drafter.observe(finished)
             return drafter.propose(text_1T[:, 0]).tokens_BN
 
+        # 3. The same after a prompt of `READ` tokens, which repeats the text: what it takes longer
+        #    is reading.
         context = DraftContext(1, READ + 1 + drafter.max_nodes, RandomSampler(None), None)
         reader = drafter.fresh()
         repeated_T = torch.arange(READ, device=target.device) % (TEXT - 1)
@@ -175,9 +180,9 @@ def _measured(target: Target, head: DraftHead | None) -> RoundCosts:
 
         calls["draft"] = draft
         calls["read and draft"] = read_and_draft
-    # What disturbs a call makes it slower, never faster: of few calls the least is the cost.
+    # 4. What disturbs a call makes it slower, never faster: the fastest of few calls is the cost.
     taken = {call: min(times) for call, times in seconds_of(target, calls, REPEATS, LIMIT).items()}
-    # More tokens never take less time: such a measurement was disturbed.
+    # More tokens never take less time, so a larger size costs at least what a smaller one does.
     forward = dict(
         zip(SIZES, itertools.accumulate((taken[size] for size in SIZES), max), strict=True)
     )
@@ -217,8 +222,8 @@ def costs_of_rounds(
 ) -> RoundCosts:
     """Derive costs from rounds that were decoded.
 
-    Where rounds are replayed, the parts of a round are launches, which tell nothing: what a round
-    takes besides its forward is drafting and the rest.
+    Where rounds are replayed, the times of a round's parts are those of launches, which say
+    nothing: there a draft takes what a round takes besides its forward.
 
     Args:
         target: the model.
@@ -245,16 +250,20 @@ def costs_of_rounds(
     else:
         step = timed[None].round_parts
         plain_step = sum(step.values())
+        # What the processors, the verdict, the cache and the host take is the same for all trees.
         parts = [timed[tree].round_parts for tree in trees]
         drafts = [part["draft"] for part in parts]
         others = statistics.mean(
             sum(part.values()) - part["draft"] - part["target"] for part in parts
         )
-        if target.device.type == "cpu":  # forwards in rounds take longer than alone
+        # On a CPU a forward takes longer in a round than alone.
+        if target.device.type == "cpu":
             scale = step["target"] / forward[1]
             forward = {size: scale * seconds for size, seconds in forward.items()}
 
-    # 2 What a depth adds to a draft, and what a node that is expanded adds.
+    # 2 What a depth adds to a draft, and what a node that is expanded adds: three drafts, three
+    #   unknowns, draft = constant + depth * tree.depth + node * tree.expanded. Disturbed times may
+    #   give negative costs, which become 0.
     shallow_draft, deep_draft, wide_draft = drafts
     node = 0.0
     if wide.expanded > deep.expanded:
@@ -284,7 +293,8 @@ def seconds_of(
 ) -> dict[Key, list[float]]:
     """Return the seconds of calls by `seconds_in_turns`, each with the wait for its result.
 
-    Where functions are replayed, these are the device's: it is waited for after `TOGETHER` calls.
+    Where functions are replayed, these are the device's seconds: the host waits for it once in
+    `TOGETHER` calls.
     """
     replays = target.engine.runner.replays
     together = TOGETHER if replays else 1
@@ -296,7 +306,10 @@ def seconds_of(
 
     sides = {name: partial(call_and_wait, call) for name, call in calls.items()}
     taken = seconds_in_turns(sides, repeats, limit, unmeasured=int(replays))
-    return {name: [seconds / together for seconds in times] for name, times in taken.items()}
+    seconds_of_calls = {}
+    for name, times in taken.items():
+        seconds_of_calls[name] = [seconds / together for seconds in times]
+    return seconds_of_calls
 
 
 @torch.inference_mode()
@@ -305,13 +318,14 @@ def checker(target: Target, text_BT: Tensor, layers: tuple[int, ...]) -> Callabl
 
     It returns their logits [B, N, V].
     """
-    length, cache = text_BT.shape[1], target.engine.new_cache(len(text_BT))
+    length = text_BT.shape[1]
+    cache = target.engine.new_cache(len(text_BT))
     for chunk_BT in text_BT.split(CHUNK_TOKENS, dim=1):
         target.engine.read_chunk(chunk_BT, length, cache, layers, [])
 
     @torch.inference_mode()
     def check(size: int) -> Tensor:
-        # The text's own tokens: a mixture of experts would send equal ones to the same experts.
+        # Different tokens: a mixture of experts would send equal ones to the same experts.
         tokens_BN = text_BT[:, torch.arange(size, device=text_BT.device) % length]
         return target.engine.forward_chain(tokens_BN, length, cache, layers).logits_BNV
 

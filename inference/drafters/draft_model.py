@@ -47,6 +47,7 @@ class AssistantState:
     def resume(self, tokens: int | None, capacity: int) -> AssistantState:
         if tokens is None:
             return self
+        # Erased: entries after the shared text may hold NaN.
         self.cache.lengths_B = self.cache.lengths_B.clamp(max=tokens)
         self.cache.erase_uncommitted(tokens)
         return dataclasses.replace(self, longest=min(self.longest, tokens))
@@ -91,26 +92,31 @@ class AssistantModel:
         self, state: AssistantState, features_BAF: Tensor, tokens_BA: Tensor, lengths_B: Tensor
     ) -> AssistantState:
         accepted = tokens_BA.shape[1]
-        # What follows a row's tokens is read and not seen, but may be a token for which the model
-        # computes NaN.
+        # 1. Padding is read, too. Nothing sees it, but it may be a token for which the model
+        #    computes NaN: the row's last token takes its place.
         last_B1 = (lengths_B - 1).clamp(min=0)[:, None]
         read_BA = torch.minimum(counting(accepted, tokens_BA.device), last_B1)
         tokens_BA = tokens_BA.gather(1, read_BA)
-        # After a chunk of a prompt there is always more, so its logits are not wanted.
-        wanted = accepted <= self.max_depth + 2
-        kept_K = None if wanted else torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
+        # 2. After a chunk of a prompt there is always more, so its logits are not computed. A round
+        #    emits max_depth + 1 tokens at most; the first token of a text is one more.
+        computes_logits = accepted <= self.max_depth + 2
+        positions_K = None  # logits at all positions
+        if not computes_logits:
+            positions_K = torch.empty(0, dtype=torch.int64, device=tokens_BA.device)
+        # 3. Read what was accepted. The drafts of the round before may hold NaN, which a weight of
+        #    0 does not remove, so they are erased.
         cache = state.cache
-        # The drafts of the round before may hold NaN, which a weight of 0 does not remove.
         cache.erase_next(min(state.nodes, cache.capacity - state.longest))
         output = self.model.engine.forward_chain(
-            within(self.model, tokens_BA), state.longest, cache, (), kept_K
+            within(self.model, tokens_BA), state.longest, cache, (), positions_K
         )
         cache.advance(lengths_B)
+        # 4. The logits after each row's last token, from which its root is expanded.
         root_BV = state.root_BV
-        if wanted:
+        if computes_logits:
             last_BV = output.logits_BNV.take_along_dim(last_B1[..., None], dim=1)[:, 0]
             root_BV = last_BV[:, : self.draft_vocab_size]
-        # sync: right after the loop's own, for which everything has been computed
+        # sync: right after the loop's own, which waited for everything before
         longest = int(cache.lengths_B.max())
         return AssistantState(cache, longest, root_BV, state.nodes)
 
@@ -118,13 +124,19 @@ class AssistantModel:
         self, state: AssistantState, tokens_BW: Tensor, parents_BW: Tensor
     ) -> tuple[Tensor, AssistantState]:
         batch, width = tokens_BW.shape
+        # The root has been read already: its logits are there, and no node is drafted yet (M = 0).
         if state.seen_BWM is None or state.depths_BM is None:
             nothing = torch.zeros(batch, 1, 0, dtype=torch.bool, device=tokens_BW.device)
             root = dataclasses.replace(state, seen_BWM=nothing, depths_BM=tokens_BW[:, :0])
             return state.root_BV[:, None], root
+        # A node sees what its parent sees, and itself. Below the root, nodes 0 and 1, and now 2 and
+        # 3 below node 1:
+        #     seen by 0 and 1    1 0           seen by 2 and 3    0 1 | 1 0
+        #                        0 1                              0 1 | 0 1
         before_BWM = state.seen_BWM.take_along_dim(parents_BW[..., None], dim=1)
-        myself = torch.eye(width, dtype=torch.bool, device=tokens_BW.device).expand(batch, -1, -1)
-        seen_BWM = torch.cat([before_BWM, myself], dim=-1)
+        itself_BWW = torch.eye(width, dtype=torch.bool, device=tokens_BW.device)
+        itself_BWW = itself_BWW.expand(batch, -1, -1)
+        seen_BWM = torch.cat([before_BWM, itself_BWW], dim=-1)
         depth_BW = before_BWM.sum(-1)  # its ancestors among the drafted nodes
         depths_BM = torch.cat([state.depths_BM, depth_BW], dim=1)
         nodes = NewNodes(within(self.model, tokens_BW), framed(seen_BWM), depths_BM)

@@ -1,12 +1,16 @@
 """A head's tree joined with looked-up branches, whose common prefixes are shared.
 
-The head's nodes come first, those that only the lookup has after them. Both are top-k drafts, so
-the rule for these is exact for them together.
+The head's nodes come first, then those that only the lookup has. Both are top-k drafts, so the rule
+for these is exact for them together.
+
+    head      0 root ── 1 sat ── 2 on          lookup    root ── sat ── down
+    joined    0 root ── 1 sat ──┬── 2 on
+                                └── 3 down
 
 A head's tree is on the device and a lookup's on the host. To avoid a synchronization they are
 joined on the device, where nodes are compared by a hash of their path: the sum of (token + 1)
 K^depth over its nodes, modulo 2^64. If two paths had the same hash, a draft would get a wrong
-parent: it would be rejected, and the output still be exact.
+parent: it would be rejected, and the output would still be exact.
 
 Letters in tensor names: B batch, N nodes of the head's tree, S of the lookup's without the root, M
 of both, R selected rows.
@@ -40,7 +44,7 @@ class HeadAndLookup(BatchDrafter):
         """Wrap both.
 
         Raises:
-            ValueError: a drafter beside the head that looks nothing up, or a head whose drafts are
+            ValueError: a second drafter that looks nothing up, or a head whose drafts are
                 sampled, which must not be mixed with others.
         """
         if not isinstance(lookup, PromptLookupDrafter):
@@ -107,7 +111,8 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> DraftTree:
     looked_up = upload([_row(trie, more) for trie in tries], device)
     tokens_BS, parents_BS, paths_BS = looked_up.split(more, dim=1)
 
-    # Which of the head's nodes, if any, has the same path as each looked-up one.
+    # 1. Which of the head's nodes, if any, has the same path as each looked-up one. A node's hash
+    #    is the sum of the terms of its ancestors, itself included; padding matches nothing.
     terms_BN = (tree.tokens_BN + 1) * _powers(tree.max_depth, device)[tree.structure.depths_BN]
     head_paths_BN = (tree.structure.ancestors_BNN * terms_BN[:, None]).sum(-1)
     same_BSN = paths_BS[:, :, None] == head_paths_BN[:, None]
@@ -115,29 +120,35 @@ def joined(tree: DraftTree, tries: Sequence[Trie]) -> DraftTree:
         is_node_BN = counting(nodes, device) < tree.sizes_B[:, None]
         same_BSN = same_BSN & is_node_BN[:, None]
     is_shared_BS = same_BSN.any(-1)
-    is_new_BS = (tokens_BS >= 0) & ~is_shared_BS
+    is_new_BS = (tokens_BS >= 0) & ~is_shared_BS  # token -1 is padding of `_row`
 
-    # New nodes are appended to each row's tree; what is not wanted goes to a last column, which is
-    # discarded.
-    new_place_BS = tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1)
-    place_BS = torch.where(is_shared_BS, same_BSN.byte().argmax(-1), new_place_BS)
-    into_BS = torch.where(is_new_BS, place_BS, size)
-    root_B1 = torch.zeros_like(place_BS[:, :1])
-    place_of_parent_BS = torch.cat([root_B1, place_BS], dim=1).gather(1, parents_BS)
-    # What stays empty is read, too: the root is a token of the text, while token 0 might have
-    # weights that are NaN.
+    # 2. Each looked-up node's index in the joined tree: of the head's node with the same path, or
+    #    after the head's last node. With a head's tree of 5 nodes:
+    #        is_new_BS            0  1  0  1
+    #        cumsum - 1 + 5       4  5  5  6
+    #        joined_BS            2  5  3  6      where nodes 2 and 3 have the same paths
+    new_BS = tree.sizes_B[:, None] - 1 + is_new_BS.cumsum(-1)
+    joined_BS = torch.where(is_shared_BS, same_BSN.byte().argmax(-1), new_BS)
+    root_B1 = torch.zeros_like(joined_BS[:, :1])
+    joined_parents_BS = torch.cat([root_B1, joined_BS], dim=1).gather(1, parents_BS)
+
+    # 3. Scatter the new nodes after each row's tree. The others go to column `size`, one more than
+    #    the tree has, which is cut off in the end. Columns that stay empty are read by the target,
+    #    too: they hold the root, a token of the text, while token 0 might have weights with NaN.
+    into_BS = torch.where(is_new_BS, joined_BS, size)
     roots_BM = tree.tokens_BN[:, :1].expand(-1, more + 1)
     zeros_BM = tree.tokens_BN.new_zeros(batch, more + 1)
     tokens_BM = torch.cat([tree.tokens_BN, roots_BM], dim=1)
     tokens_BM = tokens_BM.scatter(1, into_BS, tokens_BS)
     parents_BM = torch.cat([tree.parents_BN, zeros_BM], dim=1)
-    parents_BM = parents_BM.scatter(1, into_BS, place_of_parent_BS)
+    parents_BM = parents_BM.scatter(1, into_BS, joined_parents_BS)
 
     depth = tree.max_depth
     for trie in tries:
         depth = max(depth, *trie.depths())
     sizes_B = tree.sizes_B + is_new_BS.sum(-1)
-    # no synchronization there: nothing is computed for nodes that stay empty
+    # On a CPU, cut the columns that no row uses, so that nothing is computed for them. Elsewhere
+    # that would be a synchronization.
     if device.type == "cpu":
         size = int(sizes_B.max())
     return DraftTree(tokens_BM[:, :size], parents_BM[:, :size], sizes_B, max_depth=depth)
@@ -154,6 +165,8 @@ def _powers(depth: int, device: torch.device) -> Tensor:
 
 def _row(trie: Trie, size: int) -> list[int]:
     """Tokens, parents and path hashes of all nodes but the root, each padded to a size."""
+    # The hash of each node's path, as `joined` computes it on the device; there in int64, whose
+    # bits are the same.
     paths = [0]
     nodes = zip(trie.tokens[1:], trie.parents[1:], trie.depths()[1:], strict=True)
     for token, parent, depth in nodes:

@@ -7,7 +7,13 @@ gives the next row, and every column with its new token is an n-gram. The n-gram
 the root are the candidates of a step (section 3.2).
 
 The paper's attention mask, the first row up to a token's column and then that column, is the mask
-of this tree; hence the window may be accepted, too, at no cost.
+of this tree; hence the window may be accepted, too, at no cost. With three columns and two rows:
+
+    root ── a1 ── a2 ── a3        first row: a draft of the next tokens
+            │     │     │
+            b1    b2    b3        second row: the target's output for the first one
+            c1    c2    c3        this forward's output at b1, b2, b3: the next row, and
+                                  n-grams a1 b1 c1, a2 b2 c2, a3 b3 c3 of 3 tokens
 """
 
 from __future__ import annotations
@@ -41,17 +47,22 @@ class Window(NgramIndex):
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add tokens to the text; its n-grams are candidates, too (section 4)."""
+        # The n-grams that end with a new token: with n-grams of 4 and 10 tokens so far, the first
+        # begins at position 7, of which position 10 is the last token.
         first = max(len(self.tokens) - self.gram + 1, 0)
         super().append(tokens)
-        for place in range(first, len(self.tokens) - self.gram + 1):
-            self.keep(tuple(self.tokens[place : place + self.gram]))
+        for start in range(first, len(self.tokens) - self.gram + 1):
+            self.keep(tuple(self.tokens[start : start + self.gram]))
 
     def tree(self) -> Trie:
         """The window, and the n-grams that begin with the text's last token, which is the root."""
         root = self.tokens[-1]
-        if not self.rows:  # any tokens will do
+        # 1. The first window may hold any tokens: the newest ones, repeated to fill it.
+        if not self.rows:
             newest = self.tokens[-self.width :]
             self.rows = [(newest * self.width)[: self.width]]
+        # 2. The first row is a path from the root; each later one hangs below the row above it,
+        #    column by column. `column` holds the nodes of the row added last.
         trie = Trie([root])
         column = trie.add(self.rows[0])
         for row in self.rows[1:]:
@@ -60,6 +71,7 @@ class Window(NgramIndex):
             for token, parent in zip(row, above, strict=True):
                 column += trie.add([token], parent)
         self.below = column
+        # 3. The candidates, the newest first. What they share with the window is not repeated.
         for path in reversed(self.grams.get(root, OrderedDict())):
             trie.add(path)
         return trie
@@ -74,6 +86,8 @@ class Window(NgramIndex):
 
     def update(self, new: list[int]) -> None:
         """Add the target's outputs at the nodes `below`: the next row, and an n-gram per column."""
+        # A full window has gram - 1 rows: with the new one, each column is an n-gram. Its oldest
+        # row then makes room.
         if len(self.rows) == self.gram - 1:
             for gram in zip(*self.rows, new, strict=True):
                 self.keep(gram)
@@ -82,12 +96,12 @@ class Window(NgramIndex):
 
     def keep(self, gram: tuple[int, ...]) -> None:
         """Add an n-gram, and drop the oldest ones."""
-        known = self.grams.setdefault(gram[0], OrderedDict())
+        continuations = self.grams.setdefault(gram[0], OrderedDict())
         self.grams.move_to_end(gram[0])
-        known[gram[1:]] = None
-        known.move_to_end(gram[1:])
-        if len(known) > self.candidates:
-            known.popitem(last=False)
+        continuations[gram[1:]] = None
+        continuations.move_to_end(gram[1:])
+        if len(continuations) > self.candidates:
+            continuations.popitem(last=False)
         if len(self.grams) > KEPT_ROOTS:
             self.grams.popitem(last=False)
 
@@ -112,7 +126,7 @@ class LookaheadDrafter(NgramDrafter):
         self.gram = gram
         self.most_candidates = candidates
         self.chains_only = False
-        """Whether the target verifies one path: then n-grams of the text are drafted, and no
+        """Whether the target verifies one path only: then an n-gram of the text is drafted, and no
         window."""
 
     def new_text(self) -> Window:
@@ -136,8 +150,10 @@ class LookaheadDrafter(NgramDrafter):
         """
         if not finished.drafted or self.chains_only:
             return
+        # From the proposed nodes, by which `below` counts, to the verified ones: see `Round.nodes`.
         verified = finished.output.logits_BNV.shape[1]
-        node_of = {node: place for place, node in enumerate(finished.nodes or range(verified))}
+        proposed_nodes = finished.nodes or range(verified)
+        node_of = {proposed: node for node, proposed in enumerate(proposed_nodes)}
         # The target's best tokens, in sampling too: drafts need not be sampled.
         for window, outputs in zip(self.texts, finished.best_tokens, strict=True):
             if all(node in node_of for node in window.below):

@@ -1,7 +1,14 @@
 """A draft model that follows a batch's text: the state of each row, and what is still unread.
 
-This is the one object that calls a head's `begin` and `observe`. Several trees of one head share
-it, each of which expands the state that `catch_up` returns.
+Only this object calls a head's `begin` and `observe`. Several trees of one head share it, each of
+which expands the state that `catch_up` returns.
+
+A head reads pairs: the target's features at a token, and the token after it. After the prompt [5,
+7, 9], to which the target adds 4, it reads (features at 5, 7), (features at 7, 9) and (features at
+9, 4), and drafts what follows 4. The pairs that it has not read yet are pending:
+
+    chunks    of the prompts, if the head reads them late
+    steps     of rounds without drafts, one pair of each row
 
 Letters in tensor names: B batch, T time, A accepted, W frontier, R selected rows, D tokens of the
 draft vocabulary, V of the target's.
@@ -55,13 +62,13 @@ class Progress:
     steps: list[PrefillChunk] = field(default_factory=list)
     """Tokens of rounds without drafts, one of each row, to read at once."""
     pending: int = 0
-    """Tokens of a row in both."""
+    """Tokens of a row in `chunks` and `steps`."""
     longest: int = 0
     """Tokens that the model has read of any row, at most."""
     skipped: int = 0
-    """Tokens before the first one that the model has read; of a row, where it is the only one."""
+    """Tokens before the first one that the model has read, in a batch of one row."""
     ahead: tuple[Tensor, int] | None = None
-    """Tokens [B] of a round that was observed ahead, and `longest` before it; None after its
+    """The lengths [B] of a round that was observed ahead, and `longest` before it; None after its
     `observe`."""
 
 
@@ -80,20 +87,20 @@ class ModelRows:
         self.depth = depth
         self.expanded = expanded
         self.read_last = enough_to_read(model)
-        """Tokens of a prompt that the model reads, the last ones, as its window sees no more; None
-        for all of them. Positions then count from the first of these, which rotary embeddings do
-        not notice."""
+        """How many last tokens of a prompt the model reads, as its window sees no more; None for
+        all. Positions then count from the first of these. Rotary embeddings see distances only, so
+        they do not notice."""
         self.lazy = self.read_last is not None
         """Whether prompts are read only when drafts are needed, which may be never, or when other
-        rows join the batch.
-        """
+        rows join the batch."""
         self.progress = Progress()
         self.runner = Runner()
         self._engine: Engine | None = None
-        """The target's, which says how a head drafts there; None for a draft that runs as it is."""
+        """The target's engine, which runs the head; None if the head runs by itself."""
         self._caches: dict[Any, DraftCache] = {}
         """By shape, caches of earlier generations, to be used again where they lie."""
         self._draft_vocab_D: Tensor | None = None
+        """The result of `draft_vocab`, kept."""
         self._watcher: Watcher | None = None
 
     def make_room(self, depth: int, expanded: int) -> None:
@@ -109,6 +116,7 @@ class ModelRows:
         """The same model for other rows."""
         other = copy.copy(self)
         other.progress = Progress()
+        # Both are in use at the same time: a cache of one must not be taken by the other.
         other._caches = {}
         other._watcher = None
         return other
@@ -120,6 +128,7 @@ class ModelRows:
         self._engine = engine
         if isinstance(self.model, DraftHead):
             self.model = engine.draft_head(self.model)
+            # Inside a replayed draft nothing can be shown to a watcher.
             self.runner = engine.runner if self._watcher is None else Runner()
         elif isinstance(self.model, AssistantModel):
             self.model.model.compile(engine.mode)
@@ -151,8 +160,10 @@ class ModelRows:
         progress = self.progress
         if self.read_last is None or not progress.empty:
             return progress.pending
+        # Before the model has read anything, the prompt is cut to its last `read_last` tokens.
         steps = len(progress.steps)
-        return min(progress.pending - steps, self.read_last) + steps
+        prompt_tokens = progress.pending - steps
+        return min(prompt_tokens, self.read_last) + steps
 
     def begin(self, context: DraftContext) -> None:
         """Forget the last generation and begin another."""
@@ -171,6 +182,7 @@ class ModelRows:
             return state
         shape = (state.cache.nodes, *(states.shape for states in state.cache.keys))
         cache = self._caches.setdefault(shape, state.cache)
+        # Old entries stay in it: the state's lengths, 0, say that none of them counts.
         cache.attended = None
         cache.by_slots = self._attends_by_slots(cache)
         return dataclasses.replace(state, cache=cache)
@@ -183,23 +195,28 @@ class ModelRows:
             or cache.window is not None
         ):
             return False
-        states = cache.keys[0]
+        states = cache.keys[0]  # of the first layer; the last dimension is a key's width
         return has_tree_kernel(states.device, states.dtype, states.shape[3])
 
     def resume(self, context: DraftContext, kept: PrefillChunk, state: Any, whole: bool) -> None:
         """Begin a generation whose text starts like an earlier one's; see `BatchDrafter.resume`."""
+        # 1. Without a state the text is read again, by a model that needs no features.
         self.begin(context)
         if state is None:
             self.prefill(kept)
             return
+        # 2. Pending tokens may lie after the shared part: read them first, so that the state alone
+        #    has to be cropped.
         assert isinstance(state, Progress)
         self.progress = state
         if not whole:
             self.catch_up()
+        # 3. The length to crop to, in entries of the model's own cache: one more for a model that
+        #    reads the first token by itself, fewer by the tokens that it never read.
         tokens = kept.tokens_BT.shape[1] + self.model.reads_from_start
         self.progress.skipped = min(self.progress.skipped, tokens)
         tokens -= self.progress.skipped
-        # that follows everything that was read, of which nothing is cropped
+        # 4. With tokens still pending the whole text goes on, and nothing is cropped.
         if self.progress.pending:
             self.progress.state = self.progress.state.resume(None, context.capacity)
         else:
@@ -207,17 +224,19 @@ class ModelRows:
             self.progress.longest = tokens
 
     def saved_state(self) -> Progress | None:
-        """State from which a later generation can `resume`; None if there is none."""
-        self._caches = {}  # the next generation must not write to this state's
+        """State from which a later generation can `resume`; None if the model keeps none."""
+        self._caches = {}  # the next generation must not write to the cache of this state
         return self.progress if hasattr(self.progress.state, "resume") else None
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts, or keep it to be read later."""
-        if self.progress.steps:  # of the turn of a conversation before
+        # Steps of a conversation's previous turn precede this prompt: keep the order of the text.
+        if self.progress.steps:
             self.progress.chunks.append(joined_chunks(self.progress.steps))
             self.progress.steps = []
         self.progress.chunks.append(chunk)
         self.progress.pending += chunk.tokens_BT.shape[1]
+        # Skipping may free enough; if not, even a lazy model reads now.
         if self.progress.pending > PENDING_TOKENS:
             self._skip()
         if not self.lazy or self.progress.pending > PENDING_TOKENS:
@@ -229,6 +248,7 @@ class ModelRows:
         Tokens of rounds without drafts are kept, to be read at once.
         """
         verdict = finished.verdict
+        # 1. A plain step: keep its pairs. A replayed target overwrites its outputs, hence copies.
         if not finished.drafted:
             token_of_each_row = PrefillChunk(
                 self.runner.keep(finished.verified.tokens_BN),
@@ -241,16 +261,20 @@ class ModelRows:
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
             return
+        # 2. Read the round, unless the device does so already (`observe_ahead`).
         if self.progress.ahead is None:
             self._commit(finished)
         self.progress.ahead = None
+        # 3. `_commit` counted A tokens for the longest row, as if all were accepted. The host knows
+        #    now how many were: of A = 5, with rows of 2 and 3 tokens, 2 are taken off again.
         most = verdict.emitted_BA.shape[1]
         self.progress.longest -= most - max(map(len, finished.tokens), default=most)
 
     def _commit(self, finished: Round) -> None:
         """Run the model on what a round accepted.
 
-        Each row is assumed to be as long as the longest might be.
+        The host does not know the rows' new lengths yet: `longest` grows by as many tokens as a row
+        may have got.
         """
         verdict = finished.verdict
         state = self.catch_up()
@@ -269,8 +293,8 @@ class ModelRows:
     def take_back(self) -> None:
         """Forget the tokens of `observe_ahead`.
 
-        All else in the state of a head follows from the tokens that it observes next: each row will
-        get one at least.
+        Only the lengths go back. Everything else in a head's state is overwritten by the tokens
+        that it observes next, of which each row gets at least one.
         """
         if self.progress.ahead is None:
             return
@@ -282,8 +306,10 @@ class ModelRows:
 
     def catch_up(self) -> ModelState:
         """The model's state after it has read everything that is pending, or its last part."""
+        # 1. Leave out what the model's window would not see.
         if self.progress.pending:
             self._skip()
+        # 2. The prompts, then the steps, in the order of the text.
         chunks = self.progress.chunks
         steps = self.progress.steps
         self.progress.chunks = []
@@ -291,14 +317,23 @@ class ModelRows:
         self.progress.pending = 0
         for chunk in chunks:
             self._read(chunk)
-        if len(steps) > 1:  # all but the newest at once, and that one as after any step
+        # The newest step is read alone: the state then has the same shape, one token of each row,
+        # however many steps there were.
+        if len(steps) > 1:
             self._read(joined_chunks(steps[:-1]))
         if steps:
             self._read(steps[-1])
         return self.progress.state
 
     def _skip(self) -> None:
-        """Skip the prompt tokens before the last `read_last`, if none of them has been read."""
+        """Skip the prompt tokens before the last `read_last`, if none of them has been read.
+
+        For example, two rows have 5 and 3 tokens in chunks of 4 and 1, and `read_last` is 2:
+
+            chunk lengths_B    left to skip    skipped here    left_B after
+            [4, 3]             [3, 1]          [3, 1]          [0, 0]
+            [1, 0]             [0, 0]          [0, 0]          [0, 0]
+        """
         progress = self.progress
         if (
             self.read_last is None
@@ -309,28 +344,30 @@ class ModelRows:
         lengths_B = torch.stack([chunk.lengths_B for chunk in progress.chunks]).sum(0)
         left_B = (lengths_B - self.read_last).clamp(min=0)
         progress.skipped += int(left_B[0])  # sync: once a prompt
-        kept = []
+        chunks = []
         for chunk in progress.chunks:
-            part = without_first(chunk, torch.minimum(left_B, chunk.lengths_B))
+            rest = without_first(chunk, torch.minimum(left_B, chunk.lengths_B))
             left_B = (left_B - chunk.lengths_B).clamp(min=0)
-            if part.tokens_BT.shape[1] > 0:
-                kept.append(part)
-        progress.chunks = kept
-        progress.pending = len(progress.steps) + sum(chunk.tokens_BT.shape[1] for chunk in kept)
+            if rest.tokens_BT.shape[1] > 0:
+                chunks.append(rest)
+        progress.chunks = chunks
+        progress.pending = len(progress.steps) + sum(chunk.tokens_BT.shape[1] for chunk in chunks)
 
     def _read(self, chunk: PrefillChunk) -> None:
+        """Run the model on a chunk, at most `CHUNK_TOKENS` of each row at a time."""
         tokens_BT = chunk.next_tokens_BT
         lengths_B = chunk.lengths_B
+        # A draft model of its own needs the first token, too, which is nobody's successor.
         if self.progress.empty and self.model.reads_from_start:
             tokens_BT = torch.cat([chunk.tokens_BT[:, :1], tokens_BT], dim=1)
             lengths_B = lengths_B + 1
         for start in range(0, tokens_BT.shape[1], CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
-            count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)
+            count_B = (lengths_B - start).clamp(0, CHUNK_TOKENS)  # valid tokens of this part
             part_BA = tokens_BT[:, part]
             self._extend(part_BA.shape[1])
-            given = (self.progress.state, chunk.features_BTF[:, part], part_BA, count_B)
-            self.progress.state = self.runner.run_unrecorded(self.model.observe, *given)
+            inputs = (self.progress.state, chunk.features_BTF[:, part], part_BA, count_B)
+            self.progress.state = self.runner.run_unrecorded(self.model.observe, *inputs)
         self.progress.empty = False
 
     def _extend(self, tokens: int) -> None:
@@ -339,27 +376,31 @@ class ModelRows:
         cache = getattr(self.progress.state, "cache", None)
         if not isinstance(cache, DraftCache) or cache.by_slots:
             return
+        # Rounded up to a multiple of STEP, so that shapes change rarely. A recording serves one
+        # shape, so where rounds are replayed the steps are larger still.
         attended = -(-self.progress.longest // STEP) * STEP
         if self.runner.replays:
             attended = self.runner.rounded_capacity(attended) + 1
+        # The first `nodes` slots hold the tree that is being drafted, the others the text.
         cache.attended = min(cache.nodes + attended, cache.slots)
 
     def select(self, rows_R: Tensor) -> None:
         """Keep these rows only, in this order."""
         progress = self.progress
+        # The batch grows: the new rows are copies that others are about to replace. Read now what
+        # is pending, or the head would later read the copies' prompts, too.
         if progress.chunks and len(rows_R) > len(progress.chunks[0].lengths_B):
-            # Otherwise the head would read the prompts of copies that others are about to replace.
             self.catch_up()
         progress.state = progress.state.select(rows_R)
         progress.chunks = [selected_chunk(chunk, rows_R) for chunk in progress.chunks]
         progress.steps = [selected_chunk(step, rows_R) for step in progress.steps]
 
     def replace(self, rows_R: Tensor, other: ModelRows) -> None:
-        """Put the rows of `other` in the places of these."""
+        """Overwrite these rows by those of `other`."""
         theirs = other.catch_up()
         self.progress.state = self.catch_up().replace(rows_R, theirs)
         self.progress.longest = max(self.progress.longest, other.progress.longest)
-        self._extend(0)
+        self._extend(0)  # a new row may be longer than all others
 
     def expand(
         self, state: ModelState, tokens_BW: Tensor, parents_BW: Tensor
@@ -396,9 +437,8 @@ class ModelRows:
 def enough_to_read(model: DraftModel) -> int | None:
     """Return how many last tokens of a text decide all drafts after it.
 
-    None if the model has no sliding window.
-
-    Each layer sees `window` tokens of the layer below it, a token's own included.
+    None if the model has no sliding window. Each layer sees `window` tokens of the layer below it,
+    a token's own included: with windows of 4, one layer sees 4 tokens, two layers 7, three 10.
     """
     if not isinstance(model, DraftHead) or model.window is None:
         return None
@@ -408,20 +448,25 @@ def enough_to_read(model: DraftModel) -> int | None:
 def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
     """A chunk without the first tokens of each row, `counts_B` of them."""
     lengths_B = chunk.lengths_B - counts_B
-    kept = int(lengths_B.max())  # sync: once a prompt
-    kept_BT = counts_B[:, None] + torch.arange(kept, device=counts_B.device)
-    kept_BT = kept_BT.clamp(max=chunk.tokens_BT.shape[1] - 1)
+    longest = int(lengths_B.max())  # sync: once a prompt
+    # Row b takes the positions counts_B[b], counts_B[b] + 1, ...: with counts [3, 1] and 2 tokens
+    # left at most, [[3, 4], [1, 2]]. Positions after a row's end are clamped; they are padding.
+    positions_BT = counts_B[:, None] + torch.arange(longest, device=counts_B.device)
+    positions_BT = positions_BT.clamp(max=chunk.tokens_BT.shape[1] - 1)
     rows_B1 = torch.arange(len(counts_B), device=counts_B.device)[:, None]
     return PrefillChunk(
-        chunk.tokens_BT[rows_B1, kept_BT],
-        chunk.next_tokens_BT[rows_B1, kept_BT],
-        chunk.features_BTF[rows_B1, kept_BT],
+        chunk.tokens_BT[rows_B1, positions_BT],
+        chunk.next_tokens_BT[rows_B1, positions_BT],
+        chunk.features_BTF[rows_B1, positions_BT],
         lengths_B,
     )
 
 
 def joined_chunks(chunks: list[PrefillChunk]) -> PrefillChunk:
-    """Chunks of one token a row as one; of an idle row the last ones hold none."""
+    """Join chunks of one token a row.
+
+    A row that became idle has no token in the last ones, so its tokens come first.
+    """
     tokens_BT = torch.cat([chunk.tokens_BT for chunk in chunks], dim=1)
     next_BT = torch.cat([chunk.next_tokens_BT for chunk in chunks], dim=1)
     features_BTF = torch.cat([chunk.features_BTF for chunk in chunks], dim=1)

@@ -36,14 +36,16 @@ class NgramIndex:
         """An empty text; `longest` is the length of the n-grams that can be searched for."""
         self.longest = longest
         self.tokens: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
         """Positions after each n-gram, the newest last."""
 
     def append(self, tokens: Iterable[int]) -> None:
         for token in tokens:
+            # The new token follows every n-gram at the text's end, the empty one included: after
+            # 5 7, a new token at position 2 follows (), (7) and (5, 7).
             end = len(self.tokens)
             for length in range(min(self.longest, end) + 1):
-                self._places[tuple(self.tokens[end - length :])].append(end)
+                self._positions[tuple(self.tokens[end - length :])].append(end)
             self.tokens.append(token)
 
     def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
@@ -51,12 +53,13 @@ class NgramIndex:
 
         Only the `most` newest occurrences count, the newest first.
         """
-        places = self._places.get(tuple(gram), [])[: -most - 1 : -1]
-        return [self.tokens[place : place + length] for place in places]
+        # The last `most`, in reverse. `get`, so that a search adds no empty entry.
+        starts = self._positions.get(tuple(gram), [])[: -most - 1 : -1]
+        return [self.tokens[start : start + length] for start in starts]
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
-        following = [self.tokens[place] for place in self._places.get(tuple(gram), [])]
+        following = [self.tokens[i] for i in self._positions.get(tuple(gram), [])]
         return np.unique(np.array(following, dtype=np.int64), return_counts=True)
 
 
@@ -65,12 +68,13 @@ class Datastore:
     """The texts of a corpus as token ids, and the order of their positions."""
 
     tokens: np.ndarray
+    """All texts one after the other, `SEPARATOR` after each; int32."""
     order: np.ndarray
+    """Positions in `tokens`, sorted by the tokens from there on; int64."""
     tokenizer: str
     """Hash of the tokenizer; see `tokenizer_provenance`."""
     unigrams: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
-    """All tokens and their counts, once they were needed: to count them is to read the whole
-    corpus."""
+    """All tokens and their counts, once they have been needed: counting reads the whole corpus."""
 
     @classmethod
     def of(cls, texts: Iterable[Sequence[int]], tokenizer: str = "") -> Datastore:
@@ -82,6 +86,9 @@ class Datastore:
         parts = [np.array([*text, SEPARATOR], dtype=np.int32) for text in texts if len(text) > 0]
         if not parts:
             raise ValueError("the corpus is empty: there is nothing to look up")
+        # With SORTED_TOKENS = 2, the text 5 7 5 8 and its separator, -1, are sorted by the pairs
+        # 5 7, 7 5, 5 8, 8 -1, -1 -1: order [4, 0, 2, 1, 3]. lexsort sorts by its last key first, so
+        # the key that holds the tokens i positions further on comes last for i = 0.
         tokens = np.concatenate(parts)
         padded = np.concatenate([tokens, np.full(SORTED_TOKENS, SEPARATOR, dtype=np.int32)])
         keys = [padded[i : i + len(tokens)] for i in reversed(range(SORTED_TOKENS))]
@@ -127,11 +134,13 @@ class Datastore:
 
         The occurrences are spread evenly over all: neighbours in the order continue alike.
         """
+        # In the order, occurrences with the same continuation are neighbours.
         first, last = self._range(gram)
         chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
         starts = np.asarray(self.order[chosen]) + len(gram)
         continuations = []
         for start in starts.tolist():
+            # Up to the separator, wherever it is; one more at the end, for a text that is longer.
             tokens = [*self.tokens[start : start + length].tolist(), SEPARATOR]
             continuations.append(tokens[: tokens.index(SEPARATOR)])
         return continuations
@@ -139,6 +148,7 @@ class Datastore:
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
         tokens = np.asarray(self.tokens)
+        # The empty n-gram is followed by every token.
         if gram:
             first, last = self._range(gram)
             return _counted(tokens[np.asarray(self.order[first:last]) + len(gram)])
@@ -153,9 +163,9 @@ class Datastore:
         tokens = np.asarray(self.tokens)  # memmaps are slow to index
         order = np.asarray(self.order)
 
-        def gram_at(place: int) -> list[int]:
-            found: list[int] = tokens[place : place + len(wanted)].tolist()
-            return found
+        def gram_at(position: int) -> list[int]:
+            gram: list[int] = tokens[position : position + len(wanted)].tolist()
+            return gram
 
         first = bisect_left(order, wanted, key=gram_at)
         last = bisect_right(order, wanted, key=gram_at)

@@ -4,7 +4,8 @@ P(w | h) = (count(h w) + types(h) P(w | h')) / (count(h) + types(h))
 
 with h' the context h without its first token and types(h) the number of different tokens that
 followed h: Witten-Bell smoothing (Chen and Goodman, 1999, section 2.6), down to 1 / V. Order 0 is
-the uniform distribution.
+the uniform distribution. For example, h was followed by a three times and by b once: count(h) = 4,
+types(h) = 2, and P(a | h) = (3 + 2 P(a | h')) / 6.
 
 Counting runs on the host; for a target on another device a `HostDrafter` grows the trees there.
 
@@ -95,19 +96,24 @@ class NgramModel:
         self, state: NgramState, tokens: list[list[int]], parents: list[list[int]]
     ) -> list[list[tuple[int, ...]]]:
         """The newest tokens before the children of each node of a frontier, row by row."""
-        kept = max(self.order, 1)
+        # A model of order n looks back n - 1 tokens; one token is kept even for order 0.
+        longest = max(self.order, 1)
+        # The root's children follow the text.
         if state.contexts is None:
-            return [[tuple(text.tokens[-kept:])] for text in state.texts]
+            return [[tuple(text.tokens[-longest:])] for text in state.texts]
+        # Those of another node follow its parent's context and the node itself.
         contexts = []
         for row, before in enumerate(state.contexts):
             of_row = []
             for token, parent in zip(tokens[row], parents[row], strict=True):
-                of_row.append((*before[parent], token)[-kept:])
+                of_row.append((*before[parent], token)[-longest:])
             contexts.append(of_row)
         return contexts
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
         """Return next-token probabilities [V] after a context, counted in text and corpus."""
+        # From the shortest context, none at all, to the longest: `probs` is P(. | h') before each
+        # step and P(. | h) after it.
         probs = np.full(self.target.vocab_size, 1 / self.target.vocab_size)
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]
@@ -116,10 +122,11 @@ class NgramModel:
                     continue
                 tokens, counts = counted.following(gram)
                 types = len(tokens)
+                # An n-gram that never occurred says nothing.
                 if types > 0:
-                    whole = counts.sum() + types
-                    probs *= types / whole
-                    probs[tokens] += counts / whole
+                    total = counts.sum() + types
+                    probs *= types / total
+                    probs[tokens] += counts / total
         return probs
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:

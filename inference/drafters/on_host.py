@@ -1,8 +1,7 @@
 """A drafter that counts on the host, for a target on another device.
 
-Its trees are grown on the host, and each is uploaded at once.
-
-The loop knows on the host what the drafter needs of a step, so that nothing waits for the device.
+Its trees are grown on the host, and each is uploaded in one transfer. The loop has on the host what
+the drafter needs of a round, so that nothing waits for the device.
 
 Letters in tensor names: B batch, A accepted, R selected rows.
 """
@@ -23,7 +22,7 @@ from .round import Round
 
 
 class HostDrafter(BatchDrafter):
-    """A drafter that reads no features, and is called with tensors on the host alone."""
+    """A drafter that reads no features and gets tensors on the host only."""
 
     def __init__(self, drafter: BatchDrafter) -> None:
         assert not drafter.feature_layers
@@ -55,6 +54,8 @@ class HostDrafter(BatchDrafter):
         return tree.to(roots_B.device)
 
     def observe(self, finished: Round) -> None:
+        # The round as it would be on the host. Its tree is made of the roots alone: the drafter
+        # reads nothing else of it but the roots and whether drafts were verified.
         roots = NoDraft().propose(torch.tensor(self._newest.tokens))
         self._newest.observe(finished)
         rows = [torch.tensor(tokens, dtype=torch.int64) for tokens in finished.tokens]
@@ -63,6 +64,7 @@ class HostDrafter(BatchDrafter):
             finished.verdict,
             lengths_B=torch.tensor([len(tokens) for tokens in finished.tokens]),
             emitted_BA=emitted_BA,
+            # it reads none
             features_BAF=torch.empty(*emitted_BA.shape, 0, dtype=torch.float32),
         )
         verified = replace(roots, max_depth=finished.verified.max_depth)

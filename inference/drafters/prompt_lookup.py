@@ -1,11 +1,15 @@
 """Prompt lookup: drafts are continuations of the newest tokens where these occurred before.
 
 Prompt lookup (Saxena, 2023) searches the text itself, retrieval (REST, arXiv:2311.08252) a
-datastore. Of the n-grams at the text's end the longest that occurs anywhere is taken; its
-continuations are merged into a tree, of which those nodes are kept that most continuations share,
-newer ones first among equals.
+datastore. Of the n-grams at the text's end the longest that occurs anywhere is taken. Its
+continuations are merged into a tree, which keeps the nodes that most continuations share, newer
+ones first among equals. For example, the text ends with "a cat", which was followed by "sat by" and
+before that by "sat on", and the tree has 4 nodes:
 
-All this runs on the host, which knows the tokens anyway; a step's tree is uploaded at once.
+    cat ── sat ──┬── by
+                 └── on
+
+All this runs on the host, which knows the tokens anyway; a round's trees are uploaded at once.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class Trie:
     tokens: list[int]
     """Of each node, the root first."""
     parents: list[int] = field(default_factory=lambda: [-1])
+    """Of each node; the root's is -1."""
     children: dict[tuple[int, int], int] = field(default_factory=dict)
     """(Node, token) to its child with that token."""
 
@@ -64,11 +69,11 @@ class Trie:
 def draft_tree(tries: Sequence[Trie], device: torch.device) -> DraftTree:
     """Return tries as one batch, each padded with its root to the size of the largest.
 
-    The weights of other tokens might contain NaN.
+    The root is a token of the text: the target's embedding of another one might contain NaN.
     """
     nodes = max(len(trie.tokens) for trie in tries)
     depth = 0
-    columns = []  # uploaded as one
+    columns = []  # of each row: N tokens, N parents and the size, uploaded as one
     for trie in tries:
         size = len(trie.tokens)
         tokens = [*trie.tokens, *[trie.tokens[0]] * (nodes - size)]
@@ -85,14 +90,14 @@ def merged(root: int, continuations: Sequence[Sequence[int]], size: int) -> Trie
     shared: Counter[int] = Counter()
     for path in continuations:
         shared.update(whole.add(path))
-    # A child is shared by no more continuations than its parent, and comes later: what is kept is
-    # a tree.
+    # A child is shared by no more continuations than its parent, and comes later, so the best nodes
+    # are a tree.
     best_first = sorted(shared, key=lambda node: (-shared[node], node))
     part = Trie([root])
-    kept = {0: 0}
+    node_in_part = {0: 0}  # from the nodes of `whole`
     for node in sorted(best_first[: size - 1]):
-        kept[node] = len(part.tokens)
-        part.add([whole.tokens[node]], kept[whole.parents[node]])
+        node_in_part[node] = len(part.tokens)
+        part.add([whole.tokens[node]], node_in_part[whole.parents[node]])
     return part
 
 
@@ -120,6 +125,7 @@ class NgramDrafter(BatchDrafter):
         following_of_rows = chunk.next_tokens_BT.tolist()
         lengths = chunk.lengths_B.tolist()
         for row, text in enumerate(self.texts):
+            # The first token of a prompt is no other token's successor.
             if not text.tokens:
                 text.append(tokens_of_rows[row][:1])
             text.append(following_of_rows[row][: lengths[row]])
@@ -166,11 +172,13 @@ class PromptLookupDrafter(NgramDrafter):
         self.corpus = corpus
 
     def new_text(self) -> NgramIndex:
+        # With a corpus the text itself is not searched.
         return NgramIndex(self.longest if self.corpus is None else 0)
 
     def candidates(self, text: NgramIndex) -> Trie:
         tokens = text.tokens
         corpus = self.corpus or text
+        # The longest n-gram at the text's end that has a continuation.
         for size in range(min(self.longest, len(tokens)), self.shortest - 1, -1):
             gram = tokens[len(tokens) - size :]
             continuations = corpus.continuations(gram, CONTINUATIONS, self.length)

@@ -38,7 +38,7 @@ class Verdict:
     """The accepted nodes, the root first; A is the tree's depth + 1, the rest is padding."""
     lengths_B: Tensor
     """Valid nodes of each path, the root counted: as many tokens are emitted. 0 for an idle row,
-    which has ended and keeps its place in the batch."""
+    which has ended and keeps its slot in the batch."""
     next_tokens_B: Tensor
     """The bonus token of each row, the root of its next round."""
     emitted_BA: Tensor
@@ -81,8 +81,8 @@ class Round:
 
     @property
     def idle(self) -> set[int]:
-        """Places of rows that have ended and keep their place in the batch."""
-        return {place for place, tokens in enumerate(self.tokens) if not tokens}
+        """Slots of rows that have ended and keep their slot in the batch."""
+        return {slot for slot, tokens in enumerate(self.tokens) if not tokens}
 
     @property
     def drafted(self) -> bool:
@@ -99,16 +99,20 @@ def read_by_host(
     and decides.
     """
     verdict = finished.verdict
+    # 1. One copy for everything that the host needs. The columns of a row: its number of emitted
+    #    tokens, whether its path was cut, A emitted tokens, N best tokens.
     columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]
     if with_best_tokens:
         columns.append(finished.output.logits_BNV.argmax(-1))
     download = Download(torch.cat(columns, dim=1))
+    # 2. The device gets more work before the host waits for the copy.
     if meanwhile is not None:
         meanwhile()
     # sync: the only one of a round; the host must know what to return and when to stop
     rows = download.tolist()
+    # 3. A path that was cut has no bonus token: its last emitted token is the next root.
     cut = [bool(row[1]) for row in rows]
-    if any(cut):  # such a path's last token stands in the place of the bonus token
+    if any(cut):
         last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
         verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
     most = verdict.emitted_BA.shape[1]

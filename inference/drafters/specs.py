@@ -104,6 +104,7 @@ def drafter_spec(text: str) -> DrafterSpec:
     if name == "lookahead":
         return Lookahead(*_numbers(name, options, most=3))
     if name == "ngram":
+        # ORDER comes first here, and the folder is everything after it.
         order, _, folder = options.partition(":")
         orders = _numbers(name, order, most=1)
         return Ngram(orders[0] if orders else Ngram.order, folder or None)
@@ -119,16 +120,17 @@ def drafter_spec(text: str) -> DrafterSpec:
 
 def _numbers(name: str, options: str, most: int) -> list[int]:
     """The numbers of a drafter's options, of which the last ones may be left out."""
-    given = options.split(":") if options else []
-    if len(given) > most or not all(number.isdigit() for number in given):
+    numbers = options.split(":") if options else []
+    if len(numbers) > most or not all(number.isdigit() for number in numbers):
         raise ValueError(
             f"the drafter {name}:{options} is not understood; it is written {SPECS[name]}"
         )
-    return [int(number) for number in given]
+    return [int(number) for number in numbers]
 
 
 def _path_and_numbers(options: str, most: int) -> tuple[str, str]:
     """Split PATH[:NUMBER...]; a path may hold colons itself, and is taken whole if it exists."""
+    # Take numbers from the end: "C:\store:12:10" gives "C:\store" and ["12", "10"].
     numbers: list[str] = []
     path = at_home(options)
     while len(numbers) < most and ":" in path and not Path(path).exists():

@@ -142,6 +142,7 @@ class HeadDrafter(BatchDrafter):
         if self._gumbel is None:
             return None
         gumbel_BKV = self._gumbel(depth)
+        # The target's noise for a token goes to the same token of the draft vocabulary.
         if self.head.draft_vocab_size == gumbel_BKV.shape[-1]:
             return gumbel_BKV
         return gumbel_BKV[..., self.rows.draft_vocab(gumbel_BKV.device)]
@@ -152,26 +153,29 @@ class HeadDrafter(BatchDrafter):
         """Sample `count` children R of each of `frontier` nodes W; logits with W = 1 serve all.
 
         They are sampled from the draft's own vocabulary: Gumbel-top-k over the target's would take
-        longer than the draft. What logits processors leave to other tokens is not sampled from,
-        and so not in the distribution either.
+        longer than the draft. A logits processor may give probability to a token outside of it.
+        That token is never sampled, so the returned distribution gives it 0.
 
         Returns:
             tokens [B, W, R], and the distribution that each node's children were sampled from, [B,
             W, V].
         """
         assert self._draft_probs is not None
+        # 1. The user's settings (temperature, top-p ...) are defined on the target's vocabulary.
+        #    Where they leave nothing to the draft's, the probabilities are 0, not 0 / 0.
         draft_vocab_D = self.rows.draft_vocab(logits_BWV.device)
         whole_BWV = over_target(self.head, at_least_fp32(logits_BWV), draft_vocab_D)
         probs_BWD = self._draft_probs(whole_BWV)[..., draft_vocab_D]
         mass_BW1 = probs_BWD.sum(-1, keepdim=True)
         probs_BWD = torch.where(mass_BW1 > 0, probs_BWD / mass_BW1, 0.0)
+        # 2. Draw: independently, where twins may occur, or without replacement.
         of_node_BWD = probs_BWD.expand(-1, frontier, -1)
         if self.kind == "sampled_independent":
-            sampled_BWR = self._sampler.categorical(
-                of_node_BWD[:, :, None].expand(-1, -1, count, -1)
-            )
+            of_child_BWRD = of_node_BWD[:, :, None].expand(-1, -1, count, -1)
+            sampled_BWR = self._sampler.categorical(of_child_BWRD)
         else:
             sampled_BWR = self._sampler.distinct(of_node_BWD, count)
+        # 3. The distribution over the target's vocabulary, for the acceptance rule.
         probs_BWV = over_target(self.head, probs_BWD, draft_vocab_D, 0.0).expand(-1, frontier, -1)
         return self.head.target_tokens(sampled_BWR), probs_BWV
 
@@ -187,12 +191,25 @@ def draft_models(drafter: BatchDrafter) -> list[ModelRows]:
 
 @dataclass(frozen=True)
 class PlannedLevel:
-    """One depth of a `TreeShape` on a device; None for all of its nodes in their order."""
+    """One depth of a `TreeShape` on a device.
+
+    For example, two nodes A and B are expanded to their 2 best children each, A1 A2 B1 B2. The tree
+    takes A1, A2 and B1 and goes on after A1 and B1:
+
+        width         2
+        picks_C       [0, 1, 2]     of A1 A2 B1 B2
+        frontier_W    [0, 2]        of A1 A2 B1
+        parents_1W    [[0, 1]]      A1 is a child of frontier node 0, A; B1 of 1, B
+    """
 
     width: int
+    """Children of each node of the frontier, the best or the sampled ones."""
     picks_C: Tensor | None
+    """The children that are in the tree; None for all in their order."""
     frontier_W: Tensor | None
+    """Those that are expanded next; None for all in their order."""
     parents_1W: Tensor
+    """The index of each one's parent in the frontier before."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +217,13 @@ class Plan:
     """A `TreeShape` on a device."""
 
     above_root_11: Tensor
+    """The root's parent, -1."""
     inner_N: Tensor
     """The nodes that have children."""
     levels: list[PlannedLevel]
 
 
+# Made once for each shape and device, since it is read in every draft.
 @constants
 def _plan(shape: TreeShape, device: torch.device) -> Plan:
     levels = []
@@ -260,11 +279,13 @@ class StaticTree(HeadDrafter):
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         batch = len(roots_B)
+        # 1. In a batch the rows share the budget: with 64 nodes, 8 rows get trees of 8.
         shape = self.shape
         if self.budget is not None:
             shape = prune(shape, self.budget // batch)
         if not shape.paths:
             return NoDraft("large_batch" if self.shape.paths else "").propose(roots_B)
+        # 2. Grow it, from sampled or from the best tokens.
         state = self.rows.catch_up()
         plan = _plan(shape, roots_B.device)
         if self._draft_probs is not None:
@@ -286,7 +307,9 @@ class StaticTree(HeadDrafter):
         parents_BW = _for_rows(plan.above_root_11, batch)
         for depth, level in enumerate(plan.levels):
             nodes = frontier_BW.shape[1]
+            # W nodes at once; a head with independent depths returns W = 1 for all of them.
             logits_BWV, state = self.rows.expand(state, frontier_BW, parents_BW)
+            # With the noise of the target's next draw, the best token is the one it may draw.
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, depth : depth + 1]
             ranked_BWR = self.head.target_tokens(logits_BWV.topk(level.width, dim=-1).indices)
@@ -307,8 +330,9 @@ class StaticTree(HeadDrafter):
         frontier_BW = tokens[0]
         parents_BW = _for_rows(plan.above_root_11, batch)
         for level in plan.levels:
-            given = (state, frontier_BW, parents_BW)
-            logits_BWV, state = self.rows.runner(self.rows.expand, (), *given)
+            # Each expansion is recorded by itself: the samples between them are drawn anew.
+            inputs = (state, frontier_BW, parents_BW)
+            logits_BWV, state = self.rows.runner(self.rows.expand, (), *inputs)
             ranked_BWR, probs_BWV = self.sample_children(
                 logits_BWV, frontier_BW.shape[1], level.width
             )
@@ -316,6 +340,7 @@ class StaticTree(HeadDrafter):
             drafted_BC, frontier_BW = _next_level(level, ranked_BWR)
             tokens.append(drafted_BC)
             parents_BW = _for_rows(level.parents_1W, batch)
+        # The expanded nodes' distributions go to their places among all nodes; leaves have none.
         inner_BNV = torch.cat(probs, dim=1)
         probs_BNV = inner_BNV.new_zeros(batch, shape.size, inner_BNV.shape[-1])
         probs_BNV = probs_BNV.index_copy(1, plan.inner_N, inner_BNV)
@@ -329,7 +354,7 @@ def _for_rows(values_1W: Tensor, batch: int) -> Tensor:
 
 def _next_level(level: PlannedLevel, ranked_BWR: Tensor) -> tuple[Tensor, Tensor]:
     """Return a level's tokens [B, C], chosen from all children, and the next frontier's [B, W]."""
-    drafted_BC = ranked_BWR.flatten(1)
+    drafted_BC = ranked_BWR.flatten(1)  # child r of frontier node w is number w x R + r
     if level.picks_C is not None:
         drafted_BC = drafted_BC[:, level.picks_C]
     if level.frontier_W is None:
@@ -355,6 +380,7 @@ class DynamicTree(HeadDrafter):
         budget: int | None = None,
     ) -> None:
         self.width = min(tree.width, head.draft_vocab_size)
+        # The root, its `width` children, and `width` children of `width` nodes at each later depth.
         candidates = 1 + self.width + (tree.depth - 1) * self.width**2
         size = min(tree.size, candidates)
         shape = dataclasses.replace(tree, size=size, width=self.width)
@@ -366,7 +392,7 @@ class DynamicTree(HeadDrafter):
             size = min(size, self.budget // len(roots_B))
         if size < 2:
             return NoDraft("large_batch").propose(roots_B)
-        depth = min(self.depth, size - 1)
+        depth = min(self.depth, size - 1)  # a deeper node could not be in the tree
         gumbel_BKD = self.gumbel_noise(depth)
         state = self.rows.catch_up()
         fixed = (size, depth, _root(roots_B.device))
@@ -385,15 +411,25 @@ class DynamicTree(HeadDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens and parents [B, N] of the `size` best candidates.
 
-        This function is recorded.
+        This function is recorded. A parent is worth at least as much as its child and stands before
+        it, so the best candidates are a tree.
 
-        A parent is worth at least as much as its child and stands before it.
+        For example, with width 2, depth 2 and size 4:
+
+            candidate    0 root   1 A   2 B   3 A1   4 A2   5 B1   6 B2
+            parent           -1     0     0      1      1      2      2
+            value           inf  -0.2  -1.9   -0.5   -3.0   -2.0   -4.0
+            chosen            0     1     2      3
+            its parent       -1     0     0      1
         """
         tokens_BC, parents_BC, values_BC = self.candidates(state, roots_B, depth, gumbel_BKD, root)
+        # 1. The best ones, put back into the order of the candidates. The sort is stable, so of
+        #    equal values the shallower node comes first.
         best_first_BC = values_BC.sort(dim=-1, descending=True, stable=True).indices
         chosen_BN = best_first_BC[:, :size].sort(dim=-1).values
-        # A candidate's index in the tree is its rank among the chosen ones; the root's parent, -1,
-        # precedes them all.
+        # 2. Number the parents in the tree: a candidate's index there is its rank among the chosen
+        #    ones. With [0, 1, 3, 4] chosen, a parent 3 becomes 2; the root's parent, -1, precedes
+        #    them all and stays -1.
         parents_BN = torch.searchsorted(chosen_BN, parents_BC.gather(1, chosen_BN), right=True) - 1
         return tokens_BC.gather(1, chosen_BN), parents_BN
 
@@ -407,20 +443,24 @@ class DynamicTree(HeadDrafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and values [B, 1 + C] of all nodes that are considered, level by level.
 
-        The root comes first, with parent -1 and value inf.
+        The root comes first, with parent -1 and value inf. `draft` shows an example.
         """
         batch = len(roots_B)
         if root is None:
             root = _root(roots_B.device)
         parents_BW, number_B1, value_B1 = (_for_rows(values_11, batch) for values_11 in root)
+        # The frontier: the nodes that are expanded next, their tokens, their parents' indices in
+        # the frontier before, and (`values_BW1`) their log-probabilities.
         frontier_BW = roots_B[:, None]
         tokens = [frontier_BW]
         parents = [parents_BW]
         values = [value_B1]
-        numbers = [number_B1]
+        numbers = [number_B1]  # of the frontiers' nodes among all candidates
         values_BW1 = None
-        first = 1
+        first = 1  # the number of the level's first candidate
         for level in range(1, depth + 1):
+            # 1. The `width` best children of each node of the frontier, and the log-probability of
+            #    the path to each: its own and its parent's, added.
             logits_BWV, state = self.rows.expand(state, frontier_BW, parents_BW)
             if gumbel_BKD is not None:
                 logits_BWV = logits_BWV + gumbel_BKD[:, level - 1 : level]
@@ -428,21 +468,23 @@ class DynamicTree(HeadDrafter):
             if values_BW1 is not None:
                 values_BWR = values_BWR + values_BW1
             children_BWR = self.head.target_tokens(indices_BWR)
-            # the same logits for the whole frontier
+            # A head with independent depths has the same logits for the whole frontier.
             if children_BWR.shape[1] != values_BWR.shape[1]:
                 children_BWR = children_BWR.expand(-1, values_BWR.shape[1], -1)
             values.append(values_BWR.flatten(1))
             tokens.append(children_BWR.flatten(1))
             if level == depth:
                 break
+            # 2. The `width` best of all W x R children are expanded next. Child w x R + r belongs
+            #    to node w of the old frontier, and is candidate number `first` + w x R + r.
             values_BW, chosen_BW = values[-1].topk(self.width, dim=-1)
             frontier_BW = tokens[-1].gather(1, chosen_BW)
             parents_BW = chosen_BW // self.width
             values_BW1 = values_BW[..., None]
             numbers.append(chosen_BW + first)
             first += tokens[-1].shape[1]
-        # The first level's nodes are children of the root, and those of each later one of the
-        # frontier before.
+        # 3. Every frontier node has `width` children, which follow one another: frontiers [0] and
+        #    [1, 2] of width 2 give the parents [0, 0, 1, 1, 2, 2].
         parents.append(torch.cat(numbers, 1).repeat_interleave(self.width, dim=1))
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1)
 
@@ -464,6 +506,7 @@ def over_target(
 
     `draft_vocab_D` are the target's tokens for these values. All other tokens get `otherwise`.
     """
+    # Values [1, 2] of the draft vocabulary [4, 0], in a vocabulary of 5: [2, -inf, -inf, -inf, 1].
     whole_BWV = values_BWD.new_full((*values_BWD.shape[:-1], head.target.vocab_size), otherwise)
     whole_BWV[..., draft_vocab_D] = values_BWD
     return whole_BWV

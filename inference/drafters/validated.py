@@ -1,4 +1,4 @@
-"""The fence round a user's own drafter: nothing that it does can change the output.
+"""The fence around a user's own drafter: nothing that it does can change the output.
 
 After an error, or an invalid tree, the rest of the text is decoded without drafts, with one
 warning.
@@ -32,7 +32,7 @@ from .round import Round
 
 
 def validated(drafter: Drafter, vocab_size: int) -> BatchDrafter:
-    """The drafter as the decoding loop calls it: a user's own inside a fence, one of ours as it is.
+    """The drafter as the decoding loop calls it: a user's own inside a fence, ours unchanged.
 
     Raises:
         ValueError: not a drafter, or one whose drafts are sampled.
@@ -92,12 +92,14 @@ class ValidatedDrafter(BatchDrafter):
         if not self.failed:
             with self._fence():
                 tree = self.drafter.propose(roots_B)
+                # Of an idle row the host does not know the newest token: any root is right.
                 newest = self._newest
-                roots = [
-                    None if row in newest.idle else token for row, token in enumerate(newest.tokens)
-                ]
+                roots: list[int | None] = list(newest.tokens)
+                for row in newest.idle:
+                    roots[row] = None
                 check_tree(tree, roots, self.max_nodes, self.vocab_size)
                 return tree.to(roots_B.device)
+        # Reached after an earlier failure and after one in this block, which the fence caught.
         return NoDraft("drafter_failed").propose(roots_B)
 
     def observe(self, finished: Round) -> None:
@@ -177,6 +179,7 @@ def check_row(
         raise ValueError(
             f"the tree's first node is {tokens[0]} below {parents[0]}, not the root {root} below -1"
         )
+    # Padding is read by the target, too, so its tokens and parents must exist as well.
     depths = [0]
     for node in range(1, nodes):
         if not 0 <= tokens[node] < vocab_size:

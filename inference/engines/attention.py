@@ -1,9 +1,9 @@
 """Attention over a tree or a prompt chunk, in a copy of the model's modules.
 
 Given a mask, transformers copies keys and values for every query head of their group, at every
-layer of every round. Ours are not copied, and a prompt chunk is read causally without a mask in
-memory. It has a name of its own in transformers' registry, and so the copy has a config of its own:
-the user's model, and every other model of the process, keep what they have.
+layer of every round. Our attention does not copy them, and reads a prompt chunk causally without a
+mask in memory. It is registered with transformers under a name of its own, which stands in the
+copy's own config: the user's model, and every other model of the process, stay as they are.
 
     engine       TreeAttention    what each mask of ours stands for: slots, or causal attention
     its copy     module.tree_attention, and NAME in its config: transformers calls `attention`
@@ -42,19 +42,19 @@ BLOCK = 256
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Attention options of some layers: a bound on scores, a sink, a bias by distance."""
 NAME = "headstart"
-"""Of our attention in transformers' registry."""
+"""Name of our attention in transformers' registry."""
 WITHOUT_PLANS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 """All kernels but cuDNN's, which builds a plan of 20 to 80 ms for every new shape: shapes of
 prompts keep changing."""
 
 
 def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
-    """Attention in the block is computed by kernels that start at once for a new shape."""
+    """In the block, let attention be computed by kernels that start at once for a new shape."""
     return sdpa_kernel([*WITHOUT_PLANS]) if device.type == "cuda" else nullcontext()
 
 
 class PlanlessRunner(Runner):
-    """Runs functions as they are, by kernels that take shapes that keep changing."""
+    """Runs functions as they are, with attention kernels for shapes that keep changing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,9 +77,9 @@ class TreeAttention:
 
     @contextmanager
     def asked_for(self) -> Iterator[list[int]]:
-        """Note who asks for attention by one of the masks, in the block.
+        """In the block, note which layers ask for attention by one of the masks.
 
-        Yields the number of query heads for each head of keys, by layer.
+        Yields a list to which each of them appends its query heads per head of keys.
         """
         asked: list[int] = []
         self._asked = asked
@@ -93,13 +93,14 @@ class TreeAttention:
         self._slots[mask] = None
 
     def of_prompt(self, tokens: int, slots: int) -> Tensor:
-        """Stands for the causal mask of the last `tokens` of `slots`."""
+        """Make a stand-in for the causal mask of the last `tokens` of `slots`."""
+        # On "meta" a tensor has a shape and no memory: the model passes it on, and reads no values.
         mask = torch.empty(1, 1, tokens, slots, dtype=torch.float32, device="meta")
         self._slots[mask] = None
         return mask
 
     def of_tree(self, slots: TreeSlots) -> Tensor:
-        """Stands for the mask of the nodes of a tree, which the tree kernel reads."""
+        """Make a stand-in for the mask of a tree's nodes, by which the tree kernel attends."""
         batch, nodes, uncommitted = slots.ancestors_BNM.shape
         mask = torch.empty(batch, 1, nodes, uncommitted, dtype=torch.float32, device="meta")
         self._slots[mask] = slots
@@ -121,6 +122,7 @@ class TreeAttention:
         Raises:
             ValueError: a layer needs an option that sdpa does not support either.
         """
+        # 1. Not one of our masks: the model made its own, or changed ours.
         if attention_mask is None or attention_mask not in self._slots:
             return sdpa_attention_forward(
                 module, query_BHNE, key_BGSE, value_BGSE, attention_mask, **options
@@ -133,6 +135,8 @@ class TreeAttention:
                 f"{type(module).__name__} asks for {unsupported[0]}: load it with"
                 " attn_implementation='eager'"
             )
+
+        # 2. A tree by the kernel, a prompt causally, or a mask with values.
         scale = options.get("scaling")
         slots = self._slots[attention_mask]
         if slots is not None:
@@ -140,11 +144,11 @@ class TreeAttention:
         if attention_mask.is_meta:
             output_BHNE = causal_attention(query_BHNE, key_BGSE, value_BGSE, scale)
         else:
-            covered = attention_mask.shape[-1]
+            covered = attention_mask.shape[-1]  # often fewer slots than the cache has
             key_BGSE = key_BGSE[:, :, :covered]
             value_BGSE = value_BGSE[:, :, :covered]
             output_BHNE = masked_attention(query_BHNE, key_BGSE, value_BGSE, attention_mask, scale)
-        return output_BHNE.transpose(1, 2).contiguous(), None
+        return output_BHNE.transpose(1, 2).contiguous(), None  # [B, N, H, E]
 
 
 def attention(module: torch.nn.Module, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
@@ -156,6 +160,7 @@ def attention(module: torch.nn.Module, *arguments: Any, **options: Any) -> tuple
 
 def attending_copy(model: nn.Module, attend: TreeAttention) -> nn.Module:
     """A copy of a model whose sdpa layers attend by `attend`; all weights are shared."""
+    # Modules share configs: the memo of deepcopy makes one copy of each for all of them.
     memo: dict[int, Any] = {}
     twin = twin_of(model, lambda module: None)
     for module in twin.modules():
@@ -163,6 +168,7 @@ def attending_copy(model: nn.Module, attend: TreeAttention) -> nn.Module:
         config = vars(module).get("config")
         if isinstance(config, PreTrainedConfig):
             vars(module)["config"] = copy.deepcopy(config, memo)
+    # Configs in configs, such as a text config, are in the memo, too.
     for copied in memo.values():
         if isinstance(copied, PreTrainedConfig) and copied._attn_implementation == "sdpa":
             copied._attn_implementation_internal = NAME
@@ -173,8 +179,11 @@ def causal_attention(
     query_BHNE: Tensor, key_BGSE: Tensor, value_BGSE: Tensor, scale: float | None = None
 ) -> Tensor:
     """Causal attention of the last N of S tokens, [B, H, N, E]."""
-    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    queries = query_BHNE.shape[2]
+    slots = key_BGSE.shape[2]
     grouped = query_BHNE.shape[1] != key_BGSE.shape[1]
+    # The first chunk of a prompt. For later ones torch's `is_causal` would align the wrong corner:
+    # query 0 would see key 0 alone.
     if queries == slots:
         return F.scaled_dot_product_attention(
             query_BHNE, key_BGSE, value_BGSE, is_causal=True, scale=scale, enable_gqa=grouped
@@ -200,11 +209,16 @@ def _causal_in_blocks(
     A block's mask begins at an address of its own: kernels on CUDA require a multiple of 16 bytes,
     and a slice of a larger mask begins anywhere.
     """
-    queries, slots = query_BHNE.shape[2], key_BGSE.shape[2]
+    queries = query_BHNE.shape[2]
+    slots = key_BGSE.shape[2]
     outputs = []
     for first in range(0, queries, BLOCK):
         block = query_BHNE[:, :, first : first + BLOCK]
         rows = block.shape[2]
+        # Query n sees keys 0 to slots - queries + n. With 3 of 5 slots in one block, stop = 5:
+        #     1 1 1 0 0
+        #     1 1 1 1 0
+        #     1 1 1 1 1
         stop = slots - queries + first + rows
         mask = torch.ones(rows, stop, dtype=torch.bool, device=block.device).tril_(stop - rows)
         outputs.append(

@@ -40,13 +40,13 @@ class Runner:
     """Whether results lie where the next call of the same function writes its own; see `keep`."""
 
     def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
-        """The result of `function(*fixed, *inputs)`.
+        """Return `function(*fixed, *inputs)`.
 
         Args:
             function: reads and writes nothing but its arguments, and decides nothing by the values
                 of tensors.
-            fixed: what stays where it is from call to call, such as a KV cache, which may be
-                written in place.
+            fixed: arguments whose memory stays at one address from call to call, such as a KV
+                cache; they may be written in place.
             inputs: tensors, or dataclasses, lists and tuples with tensors in them.
         """
         return function(*fixed, *inputs)
@@ -60,11 +60,11 @@ class Runner:
         return tokens
 
     def rounded_rows(self, rows: int) -> int:
-        """Rows of a batch of which so many are still being decoded; the others are idle."""
+        """Rows that a batch should have if `rows` are still being decoded; the others are idle."""
         return rows
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A result that is needed after the next call."""
+        """Make a result last beyond the next call of its function."""
         return tensor
 
     def as_it_is(self) -> AbstractContextManager[Any]:
@@ -75,11 +75,15 @@ class Runner:
         return nullcontext()
 
     def forget(self) -> None:
-        """Weights have changed: drop what was recorded with the old ones."""
+        """Drop what was recorded, because weights have changed."""
 
 
 class Engine(ABC):
-    """Runs the forwards of a target. Its caches belong to it."""
+    """Runs the forwards of a target, over caches that it makes itself.
+
+    A prompt goes through `read_chunk`, or `read_prompt` with images. Then every round is one
+    `forward_tree`, after which the loop commits the accepted path in the cache.
+    """
 
     name: str
     """What the speed of its forwards depends on besides model and device."""
@@ -87,7 +91,7 @@ class Engine(ABC):
     pads_prompts = True
     """Whether prompts of different lengths may be read together, the shorter ones padded."""
     copies_weights = False
-    """Whether it holds a copy of the weights, which a change of the model's does not reach."""
+    """Whether it holds a copy of the weights, which must be renewed when the model's change."""
     chains_only = False
     """Whether it checks chains of tokens and no trees that branch."""
     one_row = False

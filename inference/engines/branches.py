@@ -1,8 +1,13 @@
 """Calls that do not need each other's results, as parallel branches of a CUDA graph.
 
-A product of a small matrix with one vector ends before it has filled the memory's bandwidth: the
-projections to keys and values of an 8B model run at half of it, side by side with the queries' at
-nearly all of it.
+The product of a small matrix and one vector ends before it has used the memory's full bandwidth.
+The projections to keys and values of an 8B model run at half of it by themselves, and at nearly all
+of it side by side with the projection to queries:
+
+    main    fork --- q_proj ---------- join ---
+               |                        |
+    side 0     +---- k_proj ------------+
+    side 1     +---- v_proj ------------+
 """
 
 from __future__ import annotations
@@ -15,15 +20,16 @@ from torch import Tensor
 
 
 def side_by_side(device: torch.device, *calls: Callable[[], Tensor]) -> tuple[Tensor, ...]:
-    """Return the results of calls, which become branches of a CUDA graph while it is recorded.
+    """Return the results of calls, as branches of the CUDA graph that is being recorded.
 
     Outside a recording they run in order.
 
-    What a branch allocates is only reused by the same branch of a later fork, which begins after
-    everything that the main branch had recorded by then.
+    Memory that a branch frees is only reused by the same branch of a later fork. That fork comes
+    after the join of this one, so nothing is overwritten early.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return tuple(call() for call in calls)
+    # 1. Fork: side streams wait for all that the main stream has recorded so far.
     main = torch.cuda.current_stream(device)
     fork = main.record_event()
     results: list[Tensor] = []
@@ -33,7 +39,11 @@ def side_by_side(device: torch.device, *calls: Callable[[], Tensor]) -> tuple[Te
         with torch.cuda.stream(stream):
             results.append(call())
             ends.append(stream.record_event())
+
+    # 2. The first call stays on the main stream.
     first = calls[0]()
+
+    # 3. Join: the main stream waits for the side streams.
     for end in ends:
         main.wait_event(end)
     return first, *results

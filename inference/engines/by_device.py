@@ -8,7 +8,7 @@
     any     False    ModelEngine         as it is     the model
 
 Models whose layers keep a state, that count positions by their cache, or that have an encoder bring
-engines of their own in the place of `ModelEngine`: see `engines.target`.
+engines of their own in place of `ModelEngine`: see `engines.target`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .model_engine import ModelEngine
 
 
 def chosen_engine(target: TargetModel, mode: bool, kind: type[ModelEngine]) -> Engine:
-    """The engine for a target on its device.
+    """Choose the engine for a target on its device.
 
     Args:
         target: the target, whose weights are read where they lie, or copied.
-        mode: False for forwards as they are. True for our kernels on a CPU, and for CUDA graphs on
-            a GPU, which are recorded within the first rounds; other accelerators run forwards as
-            they are.
+        mode: False to run the model operation by operation. True for our kernels on a CPU, and for
+            CUDA graphs on a GPU, which are recorded within the first rounds. Other accelerators run
+            the model operation by operation in either mode.
         kind: the engine for models of its kind.
     """
     engine = _chosen(target, mode, kind)

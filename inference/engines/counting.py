@@ -1,8 +1,7 @@
 """Forwards of models that count positions by their cache: ALiBi, tables without `position_ids`.
 
-They cannot be told where the nodes of a tree lie, so a forward is over a chain of one row, and it
-is the one that `model.generate` would run after the tokens in the cache: masks and positions are
-the model's.
+Such a model cannot be told where the nodes of a tree lie. So a forward reads a chain of one row,
+with the masks and positions that the model makes itself, as in `model.generate`.
 
 Letters in tensor names: B batch (one row), N nodes.
 """
@@ -32,17 +31,16 @@ class CountingEngine(ModelEngine):
     def __init__(
         self, target: TargetModel, runner: Runner | None = None, packed: bool = False
     ) -> None:
-        super().__init__(
-            target, packed=packed
-        )  # and never recorded: where tokens lie is known on the host alone
+        # No runner: a recording would hold the position of its first token, which the host decides.
+        super().__init__(target, packed=packed)
 
     @cached_property
     def _slices_logits(self) -> bool:
-        """Whether the model's forward computes chosen logits alone."""
+        """Whether the model's forward can compute the logits of chosen tokens only."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def _masks(self, visible: dict[str, Tensor]) -> Masks:
-        return next(iter(visible.values()))  # not used
+        return next(iter(visible.values()))  # not used: the model makes its own
 
     def _model_inputs(
         self,
@@ -55,7 +53,7 @@ class CountingEngine(ModelEngine):
         """Arguments of a forward by which the model makes its own masks and positions."""
         assert len(tokens_BN) == 1
         start = int(cache.slots_BN[0, 0])  # sync: one row waits for its tokens anyway
-        length = start + tokens_BN.shape[1]
+        length = start + tokens_BN.shape[1]  # the mask covers the cached tokens, too
         cache.follow(start, tokens_BN.shape[1])
         inputs = {
             "input_ids": tokens_BN,

@@ -26,14 +26,18 @@ PIECE = 512
 
 
 def cpu_engine(target: TargetModel, kind: type[ModelEngine]) -> Engine:
-    """The engine for a CPU: kernels, as far as they know the model and can be built.
+    """Choose the engine for a CPU: our kernels, as far as they know the model and can be built.
+
+        all layers in the kernels        CpuEngine
+        linear layers in the kernels     `kind`, with a packed copy of the model
+        no compiler, or hooks            `kind`
 
     Args:
         target: the target.
-        kind: the engine for models of its kind; the kernels' decoder takes the place of
-            `ModelEngine` itself alone.
+        kind: the engine for models of its kind. The kernels' decoder may only replace
+            `ModelEngine`, since its subclasses read texts in another way.
     """
-    # Kernels would not call hooks.
+    # Kernels would not call the user's hooks.
     if cpu_kernels.library() is None or has_hooks(target.model):
         return kind(target)
     decoder = packed_decoder(target.model, target.layer_kinds) if kind is ModelEngine else None
@@ -83,16 +87,24 @@ class CpuEngine(Engine):
         layers: tuple[int, ...],
         kept: list[int],
     ) -> TargetOutput:
+        # 1. The prompt in pieces, to limit memory. Where the rotary frequencies depend on the last
+        # position of a forward (longrope), the whole prompt is one.
         size = tokens_BT.shape[1]
         segments = self.target.segments
         piece = size if segments is not None and segments.reads_whole(longest) else PIECE
         cache.reserve(size, max(longest - size, 0))
-        logits, features = [], []
+
+        # 2. Each piece is a chain of nodes after the tokens before it, committed at once.
+        logits: list[Tensor] = []
+        features: list[Tensor] = []
         for start, piece_BN in zip(
             range(0, size, piece), tokens_BT.split(piece, dim=1), strict=True
         ):
             nodes = piece_BN.shape[1]
-            here_K = torch.tensor([at - start for at in kept if start <= at < start + nodes]).long()
+            # Wanted tokens that lie in this piece: of kept = [100, 700] the second has [700 - 512].
+            here_K = torch.tensor(
+                [index - start for index in kept if start <= index < start + nodes]
+            ).long()
             output = self.forward_nodes(
                 NewNodes.of_chain(piece_BN), cache.prefilled, cache, layers, here_K
             )
@@ -128,7 +140,9 @@ class CpuEngine(Engine):
         positions_BN, visible = visible_slots(
             self.target, nodes, cache.lengths_B, cache.bucketed_length
         )
-        turned_BN = in_one_dimension(positions_BN, cache.position_offsets)
-        return TargetOutput(
-            *self.decoder(nodes.tokens_BN, turned_BN, visible, cache, layers, kept_K)
+        # After a prompt with images, positions are not indices.
+        rotary_BN = in_one_dimension(positions_BN, cache.position_offsets)
+        logits_BKV, features_BNF = self.decoder(
+            nodes.tokens_BN, rotary_BN, visible, cache, layers, kept_K
         )
+        return TargetOutput(logits_BKV, features_BNF)

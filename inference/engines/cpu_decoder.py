@@ -38,21 +38,21 @@ from .cpu_kernels import (
 from .known import SILU, KnownDecoder, agrees, known_decoder
 
 WHOLE = 32
-"""Widths must be multiples of this."""
+"""Layer widths must be multiples of this: it is a multiple of every machine's vector width."""
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Tolerance of logits relative to the largest: sums are taken in another order than by the
-model."""
+"""Largest difference of logits from the model's, relative to the largest logit: sums are taken in
+another order."""
 LlamaLayer = Any
 """A decoder layer of any class that has these parts, or a head's."""
-INTEGER, POINTER, DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-
-
+INTEGER = ctypes.c_int64
+POINTER = ctypes.c_void_p
+DOUBLE = ctypes.c_double
 LINEARS = ("query", "key", "value", "out", "gate", "up", "down")
 """Linear layers of a decoder layer, in the order of `Layer`."""
 
 
 class Layer(ctypes.Structure):
-    """`Layer` in cpu_kernels.cpp."""
+    """`Layer` in cpu_kernels.cpp: one decoder layer's weights, and its tensors in a call."""
 
     _fields_ = (
         *((name, Weights) for name in LINEARS),
@@ -65,10 +65,12 @@ class Layer(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """`Call` in cpu_kernels.cpp."""
+    """`Call` in cpu_kernels.cpp: what all layers of a call share."""
 
     _fields_ = (
+        # The model's dimensions: D, query heads, heads of keys, head size, width of the MLP.
         *((name, INTEGER) for name in ("hidden", "heads", "groups", "size", "inner")),
+        # The call's: `slots` are attended to, of `capacity` allocated ones in a row of the cache.
         *(
             (name, INTEGER)
             for name in ("batch", "nodes", "slots", "capacity", "feature_step", "threads")
@@ -95,11 +97,12 @@ class PackedLayers:
         Values in the caches are rounded to `dtype`, float32 or bfloat16, and weights as in `pack`.
         With `finite`, NaN and inf enter the caches as 0, see `KVEntries.store`.
         """
-        first, self.dtype = layers[0].self_attn, dtype
+        # 1. Dimensions, which are those of the first layer.
+        first = layers[0].self_attn
+        self.dtype = dtype
         self.size = int(first.head_dim)
-        heads, self.groups = (
-            part.out_features // self.size for part in (first.q_proj, first.k_proj)
-        )
+        heads = first.q_proj.out_features // self.size
+        self.groups = first.k_proj.out_features // self.size
         self.call = Call(
             hidden=first.o_proj.out_features,
             heads=heads,
@@ -115,22 +118,23 @@ class PackedLayers:
         """Tensors to which the kernels hold pointers."""
         self.structs = (Layer * len(layers))()
         for struct, layer in zip(self.structs, layers, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-            linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-            for name, module in zip(LINEARS, linears, strict=True):
+            # 2. The weights of the layer's linear modules.
+            attention = layer.self_attn
+            for name, module in zip(LINEARS, _linears(layer), strict=True):
                 packed = pack(module.weight, module.bias, rounded)
                 self.kept.append(packed)
                 setattr(struct, name, packed.struct)
+            # 3. Norms. EAGLE-3's layer calls the norm of its state `hidden_norm`, and that of the
+            # token's embedding `input_layernorm`; other layers read no embedding.
             fuses = hasattr(layer, "hidden_norm")
             struct.input_norm = self._vector(layer.hidden_norm if fuses else layer.input_layernorm)
             struct.embed_norm = self._vector(layer.input_layernorm) if fuses else None
             struct.post_norm = self._vector(layer.post_attention_layernorm)
-            struct.query_norm, struct.key_norm = (
-                self._vector(getattr(attention, f"{part}_norm", None)) for part in "qk"
-            )
+            struct.query_norm = self._vector(getattr(attention, "q_norm", None))
+            struct.key_norm = self._vector(getattr(attention, "k_norm", None))
 
     def _vector(self, module: Any) -> int | None:
+        """Address of a float32 copy of a norm's weight; None for a module without a weight."""
         if not hasattr(module, "weight"):
             return None
         vector = module.weight.detach().float().contiguous()
@@ -147,44 +151,59 @@ class PackedLayers:
         features: dict[int, Tensor] | None = None,
         embeds_BND: Tensor | None = None,
     ) -> None:
-        """Run all layers over new tokens, in place on `state_BND`, float32 and contiguous.
+        """Run all layers over new tokens, in place.
 
-        `state_BND` becomes the last layer's output.
-
-        `rotary` holds cosines and sines [B, N, head size], `caches` each layer's keys and values
-        [B, groups, capacity, head size] with contiguous rows, `seen_BNS` its attention mask, bool,
-        in which a token attends to itself, too. `features` are output tensors [B, N, D] by layer
-        number; a first layer may read `embeds_BND` beside its state.
+        Args:
+            state_BND: the residual stream, float32 and contiguous; it becomes the last layer's
+                output.
+            rotary: cosines and sines [B, N, head size].
+            caches: each layer's keys and values [B, groups, capacity, head size], whose rows are
+                contiguous.
+            slots_BN: the slots of the new tokens.
+            seen_BNS: each layer's attention mask, bool; a token attends to itself, too.
+            features: by layer number, tensors [B, N, D] that take the layer's output.
+            embeds_BND: the embeddings that a first layer of EAGLE-3 reads, too.
         """
+        # 1. The kernels read contiguous memory. The tensors must live until the call returns.
         batch, nodes, _ = state_BND.shape
         cosines, sines = (part.expand(batch, -1, -1).float().contiguous() for part in rotary)
-        slots_BN, seen = slots_BN.contiguous(), [each.contiguous() for each in seen_BNS]
-        # the caches may be views
-        room, slots = caches[0][0].stride(1) // self.size, seen[0].shape[2]
-        whole = (self.groups * room * self.size, room * self.size, self.size, 1)
+        slots_BN = slots_BN.contiguous()
+        seen = [mask_BNS.contiguous() for mask_BNS in seen_BNS]
+
+        # 2. Caches may be views of the first slots of larger tensors [B, groups, room, size]: the
+        # stride of a head tells how many slots are allocated.
+        room = caches[0][0].stride(1) // self.size
+        slots = seen[0].shape[2]
+        strides = (self.groups * room * self.size, room * self.size, self.size, 1)
         assert cosines.shape == (batch, nodes, self.size)
+
+        # 3. Each layer's pointers.
         for number, (struct, (keys, values)) in enumerate(zip(self.structs, caches, strict=True)):
             for states in (keys, values):
                 assert states.shape[:2] == (batch, self.groups) and slots <= states.shape[2] <= room
-                assert states.stride() == whole and states.dtype == self.dtype
+                assert states.stride() == strides and states.dtype == self.dtype
             assert seen[number].shape == (batch, nodes, slots) and seen[number].dtype == torch.bool
-            struct.keys, struct.values, struct.seen = (
-                keys.data_ptr(),
-                values.data_ptr(),
-                seen[number].data_ptr(),
-            )
+            struct.keys = keys.data_ptr()
+            struct.values = values.data_ptr()
+            struct.seen = seen[number].data_ptr()
             struct.feature = pointer((features or {}).get(number))
-        steps = {each.stride(1) for each in (features or {}).values()} or {0}
+
+        # 4. The call's sizes and pointers. Features of all layers lie side by side in one tensor,
+        # so `feature_step`, from one node to the next, is the same for all.
+        steps = {feature_BND.stride(1) for feature_BND in (features or {}).values()} or {0}
         assert len(steps) == 1
         call = self.call
-        call.batch, call.nodes, call.slots, call.capacity = batch, nodes, slots, room
-        call.feature_step, call.threads = steps.pop(), torch.get_num_threads()
-        call.places, call.embeds, call.state = (
-            slots_BN.data_ptr(),
-            pointer(embeds_BND),
-            state_BND.data_ptr(),
-        )
-        call.cosines, call.sines = cosines.data_ptr(), sines.data_ptr()
+        call.batch = batch
+        call.nodes = nodes
+        call.slots = slots
+        call.capacity = room
+        call.feature_step = steps.pop()
+        call.threads = torch.get_num_threads()
+        call.places = slots_BN.data_ptr()
+        call.embeds = pointer(embeds_BND)
+        call.state = state_BND.data_ptr()
+        call.cosines = cosines.data_ptr()
+        call.sines = sines.data_ptr()
         kernels().headstart_decoder(
             ctypes.byref(call), self.structs, len(self.structs), self.dtype == torch.bfloat16
         )
@@ -219,29 +238,34 @@ class PackedDecoder:
 
         The attention masks in `seen`, [B, N, S], are those of each kind of attention.
         """
+        # 1. The residual stream in float32, rounded to bfloat16 where a bfloat16 model rounds.
         rounds = self.dtype == torch.bfloat16
         state_BND = self.embed(tokens_BN).float().contiguous()
         rotary = self.rotary(state_BND.to(self.dtype), positions_BN)
+
+        # 2. Run the layers, which write features to their parts of one tensor. For the layers
+        # (2, 5, -1) and D = 4: layer 2 to [..., 0:4], layer 5 to [..., 4:8].
         width = state_BND.shape[-1]
         features_BNF = state_BND.new_empty(*tokens_BN.shape, width * len(layers))
-        wanted = {
-            layer: features_BNF[..., i * width : (i + 1) * width]
-            for i, layer in enumerate(layers)
-            if layer >= 0
-        }
+        features: dict[int, Tensor] = {}
+        for i, layer in enumerate(layers):
+            if layer >= 0:
+                features[layer] = features_BNF[..., i * width : (i + 1) * width]
         caches = list(zip(cache.keys, cache.values, strict=True))
         self.layers(
-            state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], wanted
+            state_BND, rotary, caches, cache.slots_BN, [seen[kind] for kind in self.kinds], features
         )
+
+        # 3. Layer -1 is after the final norm.
         if -1 in layers:
-            place = layers.index(-1) * width
-            features_BNF[..., place : place + width] = norm(
-                state_BND, self.norm_D, self.eps, rounds
-            )
+            start = layers.index(-1) * width
+            normed_BND = norm(state_BND, self.norm_D, self.eps, rounds)
+            features_BNF[..., start : start + width] = normed_BND
+
+        # 4. Logits of the wanted nodes alone: the LM head is the largest matrix.
         kept_BKD = (state_BND if kept_K is None else state_BND[:, kept_K]).contiguous()
-        return self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds)), features_BNF.to(
-            self.dtype
-        )
+        logits_BKV = self.logits(norm(kept_BKD, self.norm_D, self.eps, rounds))
+        return logits_BKV, features_BNF.to(self.dtype)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], float32, of states [..., D] after the final norm."""
@@ -263,14 +287,20 @@ class PackedBlock(nn.Module):
         eps = self.layer.post_attention_layernorm.eps or 0.0
         self.layers = PackedLayers([self.layer], eps, self.dtype, rounded=True, finite=True)
 
-    def forward(self, *given: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """Run the layer; arguments are those of `FusionLayer.forward` or `DecoderLayer.forward`."""
-        embeds_BTD, state_BTD, rotary, kv, layer = (*given, 0) if self.fuses else (None, *given)
+        embeds_BTD: Tensor | None = None
+        layer = 0  # a fusion layer is its head's first
+        if self.fuses:
+            embeds_BTD, state_BTD, rotary, kv = inputs
+        else:
+            state_BTD, rotary, kv, layer = inputs
         assert isinstance(kv, KVEntries) and kv.mask_BTS is not None
         batch, new, _ = state_BTD.shape
         slots_BT = kv.slots_BT
-        if slots_BT is None:
+        if slots_BT is None:  # the same in all rows: the slots from `first` on
             slots_BT = counting(new, state_BTD.device, kv.first).expand(batch, -1)
+        # A copy, since the kernels write to it.
         out_BTD = state_BTD.float().clone(memory_format=torch.contiguous_format)
         embeds_BTD = None if embeds_BTD is None else embeds_BTD.float().contiguous()
         caches = [(kv.cache.keys[layer], kv.cache.values[layer])]
@@ -291,11 +321,13 @@ def packed_head(head: DraftHead) -> DraftHead:
 
     if library() is None or is_packed(head):
         return head
+    # 8 bits are enough for drafts, which are verified anyway.
     packed = cast(DraftHead, packed_copy(head, block, rounded=True))
     if not is_packed(packed):
         return head
+    # Parameters are shared with `head`, so the copy's version changes with its weights.
     watch = WeightWatch()
-    cast(Any, packed).packed_from = watch, watch.version(packed)
+    cast(Any, packed).packed_from = (watch, watch.version(packed))
     return packed
 
 
@@ -306,13 +338,13 @@ def renew_packed(head: DraftHead, force: bool = False) -> None:
     """
     if not is_packed(head):
         return
-    watch, before = cast(Any, head).packed_from
+    watch, packed_version = cast(Any, head).packed_from
     version = watch.version(head)
-    if force or version != before:
+    if force or version != packed_version:
         for module in head.modules():
             if isinstance(module, PackedLinear | PackedBlock):
                 module.pack()
-        cast(Any, head).packed_from = watch, version
+        cast(Any, head).packed_from = (watch, version)
 
 
 def is_packed(head: DraftHead) -> bool:
@@ -322,6 +354,7 @@ def is_packed(head: DraftHead) -> bool:
 
 def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecoder | None:
     """A packed decoder whose logits are the model's; None for a model of another architecture."""
+    # 1. Refuse what the kernels do not know, before any weight is packed.
     known = known_decoder(model, kinds)
     if known is None or model.dtype not in CLOSE:
         return None
@@ -329,9 +362,12 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
         return None
     if not all(_has_plain_linears(layer) and _fits(layer) for layer in known.layers):
         return None
+
+    # 2. Pack, and try a short text: the same parts may be put together in another way.
     packed = PackedDecoder(known, model.dtype)
 
     def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
+        # Each token sees its own slot and all before it.
         seen_1NS = torch.arange(cache.bucketed_length) <= cache.slots_BN[..., None]
         return packed(
             tokens_1N, cache.slots_BN, dict.fromkeys(packed.kinds, seen_1NS), cache, (), None
@@ -340,23 +376,40 @@ def packed_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> PackedDecode
     return packed if agrees(model, packed.state_shapes, forward, CLOSE[model.dtype]) else None
 
 
-def _has_plain_linears(layer: LlamaLayer) -> bool:
-    """Whether each linear module is a matrix with an optional bias, which the kernels can copy."""
+def _linears(layer: LlamaLayer) -> list[Any]:
+    """A layer's linear modules, in the order of `LINEARS`."""
     attention = layer.self_attn
     mlp = layer.mlp
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    names = [{name for name, _ in linear.named_parameters()} for linear in linears]
-    return all({"weight"} <= held <= {"weight", "bias"} for held in names) and not any(
-        True for _ in layer.buffers()
-    )
+    return [
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    ]
+
+
+def _has_plain_linears(layer: LlamaLayer) -> bool:
+    """Whether each linear module is a matrix with an optional bias, which the kernels can copy."""
+    for module in _linears(layer):
+        names = {name for name, _ in module.named_parameters()}
+        if not {"weight"} <= names <= {"weight", "bias"}:
+            return False
+    return not any(True for _ in layer.buffers())  # such as a quantized layer's scales
 
 
 def _fits(layer: LlamaLayer) -> bool:
     """Whether a layer's widths are multiples of the kernels' vectors on every machine."""
-    attention, size = layer.self_attn, layer.self_attn.head_dim
+    attention = layer.self_attn
+    size = attention.head_dim
     widths = (size, attention.o_proj.out_features, layer.mlp.up_proj.out_features)
-    norms = [getattr(getattr(attention, f"{part}_norm", None), "weight", None) for part in "qk"]
-    return all(width % WHOLE == 0 for width in widths) and all(
-        norm is None or norm.shape == (size,) for norm in norms
-    )
+    if any(width % WHOLE != 0 for width in widths):
+        return False
+    # Norms of queries and keys, if there are any, must be of single heads.
+    for name in ("q_norm", "k_norm"):
+        weight = getattr(getattr(attention, name, None), "weight", None)
+        if weight is not None and weight.shape != (size,):
+            return False
+    return True

@@ -2,9 +2,16 @@
 
 `cpu_kernels.cpp` is compiled once for each machine, in seconds, into the user's cache folder. It
 computes in float32 (rounding to bfloat16 where a bfloat16 model does), whatever format the weights
-are packed in: weights that were bfloat16, or quantized integers, before they became float32 are
-unpacked exactly, from a half to a sixth of the bytes. Those of a head, whose drafts are verified
-anyway, are rounded to 8 bits. Reading the bytes is the cost of a forward of a few tokens.
+are packed in. Reading the weights is the cost of a forward of a few tokens, so the shortest format
+that holds them exactly is chosen:
+
+    format      bits per weight    holds exactly
+    affine4     5                  GGUF's Q4_0 and Q4_1, dequantized to float32
+    affine8     9                  GGUF's Q8_0, dequantized
+    bfloat16    16                 bfloat16 weights, also after they became float32
+    float32     32                 all others
+
+The weights of a head, whose drafts are verified anyway, are rounded to affine8.
 
 Letters in tensor names: O outputs, I inputs, C outputs of a block, N rows.
 """
@@ -62,6 +69,7 @@ class Weights(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the kernels, compiled if not on disk yet; None, after one warning, if that fails."""
+    # 1. The compiler and its flags, for the instruction set that torch uses.
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
     if compiler is None:
         warnings.warn(
@@ -70,22 +78,28 @@ def library() -> ctypes.CDLL | None:
         )
         return None
     command = [
-        *shlex.split(compiler),
+        *shlex.split(compiler),  # CXX may hold arguments, such as "ccache g++"
         *FLAGS,
         *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-mcpu=native",)),
     ]
+
+    # 2. Build them. Of a compiler's output the first line with an error is the reason.
     try:
         loaded = _built(command)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        reason = next((line for line in told.strip().splitlines() if "error" in line), told.strip())
+        output = (getattr(error, "stderr", None) or str(error)).strip()
+        reason = next((line for line in output.splitlines() if "error" in line), output)
         warnings.warn(
             f"decoding on this CPU is slower than it could be: {SOURCE.name} cannot be compiled:"
             f" {reason}",
             stacklevel=2,
         )
         return None
-    i, p, d = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+    # 3. Types of arguments, which ctypes does not know: integers, pointers, doubles.
+    i = ctypes.c_int64
+    p = ctypes.c_void_p
+    d = ctypes.c_double
     loaded.headstart_columns.restype = i
     arguments = {
         "headstart_linear": (p, p, i, p, i, i),
@@ -94,29 +108,35 @@ def library() -> ctypes.CDLL | None:
         "headstart_decoder": (p, p, i, i),
     }
     for name, types in arguments.items():
-        getattr(loaded, name).restype, getattr(loaded, name).argtypes = None, types
+        function = getattr(loaded, name)
+        function.restype = None
+        function.argtypes = types
     return loaded
 
 
 def _built(command: list[str]) -> ctypes.CDLL:
     """The kernels, from disk or compiled now."""
-    # Machines whose processors have one name may share a home folder: their features differ.
-    # of x86, of ARM
+    # 1. The file's name is a hash of all that it is made of. The processor's name is not enough:
+    # machines that share a home folder may have processors of one name and different features.
+    # /proc/cpuinfo lists them as "flags" on x86, as "Features" on ARM.
     features = cpuinfo().get("flags") or cpuinfo().get("Features") or platform.machine()
     made_of = [*command, processor(), features, SOURCE.read_text(encoding="utf-8")]
     key = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"cpu_kernels-{key}.so"
+
+    # 2. From the cache folder, or compiled into it.
     try:
         folder = cache_folder()
         if others_can_write(folder / name):
             raise OSError(f"no library is loaded from {folder}, where another user may put one")
         if _is_whole(folder / name):
-            with suppress(OSError):  # of another system
+            with suppress(OSError):  # built against another system's libraries: compile again
                 return ctypes.CDLL(str(folder / name))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _compiled(command, folder, name)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        # RuntimeError: the user has no home. The compiler fails, too, where the disk is full.
+        # 3. Else into a temporary folder. RuntimeError: the user has no home. CalledProcessError:
+        # the compiler fails, too, if the disk is full.
         loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
         warnings.warn(
             f"the CPU kernels were compiled for this process alone, in seconds: {error}",
@@ -132,20 +152,20 @@ def others_can_write(path: Path) -> bool:
     """
     if not hasattr(os, "getuid"):  # no Unix
         return False
-    for place in {
+    for part in {
         path.absolute(),
         *path.absolute().parents,
         path.resolve(),
         *path.resolve().parents,
     }:
         try:
-            status = place.lstat()
+            status = part.lstat()
         except FileNotFoundError:
             continue
         if status.st_uid not in (0, os.getuid()):
             return True
         if stat.S_ISLNK(status.st_mode):
-            continue  # where it leads is in the resolved path
+            continue  # its target is in the resolved path
         # In a sticky folder such as /tmp nobody but its owner can replace a file.
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         group = status.st_mode & stat.S_IWGRP and not _private_group(status)
@@ -168,9 +188,10 @@ def _private_group(status: os.stat_result) -> bool:
 
 
 def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
-    """Compile the kernels into a folder, whole or not at all, with their checksum beside them."""
+    """Compile the kernels into a folder, whole or not at all, with their checksum in a file."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made, checksum = Path(scratch) / name, Path(scratch) / f"{name}.sha256"
+        made = Path(scratch) / name
+        checksum = Path(scratch) / f"{name}.sha256"
         subprocess.run(
             [*command, str(SOURCE), "-o", str(made)],
             check=True,
@@ -179,7 +200,7 @@ def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
             timeout=300,
         )
         checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), encoding="utf-8")
-        # At once, the checksum last: another process may be doing the same.
+        # Renames are atomic, and the checksum comes last: another process may be doing the same.
         made.replace(folder / name)
         checksum.replace(folder / checksum.name)
     return ctypes.CDLL(str(folder / name))
@@ -188,7 +209,7 @@ def _compiled(command: list[str], folder: Path, name: str) -> ctypes.CDLL:
 def _is_whole(path: Path) -> bool:
     """Whether a library is on disk as it was compiled, by its checksum.
 
-    A truncated one, from a full disk say, may crash the process.
+    A truncated file, such as one from a full disk, may crash the process.
     """
     try:
         expected = path.with_name(f"{path.name}.sha256").read_text(encoding="utf-8")
@@ -253,66 +274,82 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 def pack(weight_OI: Tensor, bias_O: Tensor | None = None, rounded: bool = False) -> Packed:
     """Pack float32 or bfloat16 weights in the shortest exact format, or `rounded` to 8 bits."""
+    # 1. Pad the outputs to whole blocks: 100 outputs in blocks of 16 get 12 rows of zeros.
     columns = kernels().headstart_columns()
-    (outputs, inputs), padding = weight_OI.shape, -weight_OI.shape[0] % columns
+    outputs, inputs = weight_OI.shape
+    padding = -outputs % columns
     weight_OI = F.pad(weight_OI.detach(), (0, 0, 0, padding))
     parts = weight_OI.split(ROWS_AT_ONCE // columns * columns)
+
+    # 2. The first format that holds all weights; the last one, float32, always does.
     formats = ROUNDED if rounded else FORMATS
-    name, held = next(
-        (name, held)
-        for name in formats
-        if (held := _held(parts, *formats[name], columns)) is not None
-    )
-    words, scales = held[0], held[1] if len(held) > 1 else None
+    for name in formats:
+        unit, encode = formats[name]
+        packed = _packed(parts, unit, encode, columns)
+        if packed is not None:
+            break
+    assert packed is not None
+    words = packed[0]
+    scales = packed[1] if len(packed) > 1 else None
     bias = None if bias_O is None else F.pad(bias_O.detach().float(), (0, padding))
     return Packed(name, inputs, outputs, words, scales, bias, outputs + padding)
 
 
-Held = tuple[Tensor, ...] | None
-"""Words, int32 [O, words of inputs], and of integers scales with offsets [O, groups of inputs, 2];
+Encoded = tuple[Tensor, ...] | None
+"""Words, int32 [O, words of inputs], and for integers scales with offsets [O, groups of inputs, 2];
 None if inexact."""
 
 
-def _held(
-    parts: Sequence[Tensor], unit: int, hold: Callable[[Tensor], Held], columns: int
+def _packed(
+    parts: Sequence[Tensor], unit: int, encode: Callable[[Tensor], Encoded], columns: int
 ) -> list[Tensor] | None:
     """Words, and scales if the format has them, each [blocks, ..., columns].
 
-    None if the format does not hold all weights, which a few rows mostly show.
+    None if the format does not hold all weights.
     """
-    if parts[0].shape[1] % unit or hold(parts[0][:32].float()) is None:
+    # A few rows mostly show that a format is inexact, before all are tried.
+    if parts[0].shape[1] % unit or encode(parts[0][:32].float()) is None:
         return None
-    held = []
+    encoded_parts = []
     for part in parts:
-        if (found := hold(part.float())) is None:
+        encoded = encode(part.float())
+        if encoded is None:
             return None
-        held.append(
-            [values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous() for values in found]
-        )
-    return [torch.cat(values) for values in zip(*held, strict=True)]
+        # [O, words] to [blocks, words, C]: a block's C outputs lie side by side, so that a vector
+        # register holds one word of each.
+        blocks = []
+        for values in encoded:
+            blocks.append(values.unflatten(0, (-1, columns)).movedim(1, -1).contiguous())
+        encoded_parts.append(blocks)
+    return [torch.cat(values) for values in zip(*encoded_parts, strict=True)]
 
 
-def _affine4(weight_OI: Tensor) -> Held:
-    """Q4_1 spans 15 steps from a group's least weight to its largest; Q4_0 centres 16 on zero."""
+def _affine4(weight_OI: Tensor) -> Encoded:
+    """Pack weights as Q4_1 or Q4_0 do; None if inexact.
+
+    Q4_1 spans 15 steps from a group's least weight to its largest; Q4_0 centres 16 on zero.
+    """
     groups = weight_OI.unflatten(1, (-1, GROUP))
     least, most = groups.aminmax(dim=2, keepdim=True)
     largest = torch.where(most > -least, most, least)
     attempts = (((most - least) / 15, least), (largest / -8, -8 * (largest / -8).half().float()))
     for scale, offset in attempts:
-        if (numbers := _numbers(groups, scale, offset, 4)) is not None:
-            # four inputs in the low halves of a word's bytes
+        numbers = _numbers(groups, scale, offset, 4)
+        if numbers is not None:
+            # Eight inputs in a word: inputs 0 to 3 in the low halves of its four bytes, inputs 4 to
+            # 7 in the high halves.
             halves = numbers.flatten(1).unflatten(1, (-1, 2, 4))
             bytes_ = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
             return bytes_.view(torch.int32), torch.cat([scale, offset], dim=2).half()
     return None
 
 
-def _affine8(weight_OI: Tensor, rounded: bool = False) -> Held:
+def _affine8(weight_OI: Tensor, rounded: bool = False) -> Encoded:
     """Pack weights as Q8_0 does, with 127 steps on either side of zero; None if inexact.
 
     With `rounded`, weights between two steps take the nearest one.
     """
-    groups = weight_OI.unflatten(1, (-1, GROUP))
+    groups = weight_OI.unflatten(1, (-1, GROUP))  # [O, groups, 32]
     scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half().float()
     if rounded:
         groups = (groups / scale).nan_to_num_(0.0).round_().clamp_(-127, 127) * scale
@@ -332,18 +369,22 @@ def _numbers(groups: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
 
     None if they do not, or if the weights are too large for a float16 scale.
     """
-    base, scale, offset = 2**bits, scale.half().float(), offset.half().float()
+    # Scales are stored as float16, so the test is made with what float16 keeps of them. 0 / 0, in a
+    # group of zeros, becomes 0.
+    base = 2**bits
+    scale = scale.half().float()
+    offset = offset.half().float()
     numbers = ((groups - offset) / scale).nan_to_num_(0.0).round_().clamp_(0, base - 1)
     exact = torch.equal((numbers + base) * scale + (offset - base * scale), groups)
     return numbers.byte() if exact else None
 
 
-def _bfloat16(weight_OI: Tensor) -> Held:
+def _bfloat16(weight_OI: Tensor) -> Encoded:
     halves = weight_OI.bfloat16()
     return (halves.view(torch.int32),) if torch.equal(halves.float(), weight_OI) else None
 
 
-FORMATS: dict[str, tuple[int, Callable[..., Held]]] = {
+FORMATS: dict[str, tuple[int, Callable[..., Encoded]]] = {
     "affine4": (GROUP, _affine4),
     "affine8": (GROUP, _affine8),
     "bfloat16": (2, _bfloat16),
@@ -356,10 +397,10 @@ ROUNDED = FORMATS | {"affine8": (GROUP, partial(_affine8, rounded=True))}
 
 
 def kernels() -> ctypes.CDLL:
-    """The kernels, after `library` has found them."""
-    found = library()
-    assert found is not None
-    return found
+    """The kernels, where `library` is known to have returned them."""
+    loaded = library()
+    assert loaded is not None
+    return loaded
 
 
 def linear(packed: Packed, rows: Tensor, rounds: bool = False) -> Tensor:
@@ -430,7 +471,7 @@ def is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether the kernels can read a weight, which a package must not have quantized.
+    """Whether the kernels can read a weight: not one that a package such as torchao has quantized.
 
     The tensor of a quantized weight supports few operations.
     """

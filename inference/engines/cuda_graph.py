@@ -83,9 +83,11 @@ class CudaGraph:
         return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any]) -> Any:
+        # CUDA cannot capture its default stream, so another one takes over after it.
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        # Freeing a graph while another is recorded would break that recording off.
         collects = gc.isenabled()
-        gc.disable()  # to free a graph while another is recorded would break that off
+        gc.disable()
         try:
             with torch.cuda.stream(self.stream):
                 return self._recorded(call)
@@ -94,7 +96,7 @@ class CudaGraph:
                 gc.enable()
 
     def _recorded(self, call: Callable[[], Any]) -> Any:
-        # others may go on to use the device
+        # thread_local: other threads may go on using the device.
         self.graph.capture_begin(self.pool, capture_error_mode="thread_local")
         try:
             result = call()
@@ -111,7 +113,7 @@ class CudaGraph:
 
 @functools.cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which graphs of a device are recorded, which share its workspaces."""
+    """The stream on which all graphs of a device are recorded, so that they share workspaces."""
     return torch.cuda.Stream(device)
 
 
@@ -134,7 +136,7 @@ class Recording:
     result: Any
     """What the call returned: every replay writes to these tensors."""
     kept: tuple[Any, ...]
-    """All else that the recording reads, so that it stays in memory."""
+    """Everything else that the recording reads; held here to stay in memory."""
 
 
 class GraphRunner(Runner):
@@ -156,14 +158,15 @@ class GraphRunner(Runner):
         """Memory of each function's recordings."""
 
     def __call__(self, function: Callable[..., Any], fixed: tuple[Any, ...], *inputs: Any) -> Any:
-        """The result of `function(*fixed, *inputs)`; see `Runner`.
+        """Return `function(*fixed, *inputs)`; see `Runner`.
 
         It is valid until the function is called again.
         """
         try:
             return self._result(function, fixed, inputs)
         except torch.OutOfMemoryError:
-            self.forget()  # recordings hold memory
+            # Recordings hold memory of their own: without them a retry may fit.
+            self.forget()
             raise
 
     def _result(
@@ -171,40 +174,46 @@ class GraphRunner(Runner):
     ) -> Any:
         if function in self.unrecordable or not self.replays_now:
             return function(*fixed, *inputs)
-        given = Leaves(inputs)
-        places = tuple(Leaves(fixed).places())
+
+        # 1. The key. A recording serves calls with the same host values and shapes, with `fixed` at
+        # the same addresses, and with the same large inputs read where they lie.
+        leaves = Leaves(inputs)
+        fixed_addresses = tuple(Leaves(fixed).places())
         shapes = (
             function,
-            given.values,
-            tuple((tensor.shape, tensor.dtype) for tensor in given.tensors),
+            leaves.values,
+            tuple((tensor.shape, tensor.dtype) for tensor in leaves.tensors),
         )
-        read_in_place = tuple(self._left_elsewhere(tensor, function) for tensor in given.tensors)
-        key = (shapes, places, read_in_place)
+        read_in_place = tuple(self._left_elsewhere(tensor, function) for tensor in leaves.tensors)
+        key = (shapes, fixed_addresses, read_in_place)
+
         if key not in self.recordings:
+            # 2. The first call with these shapes runs as it is: kernels may have to be compiled,
+            # and shapes that never recur are not worth a recording.
             if shapes not in self.called:
-                self._remember(shapes)
+                if len(self.called) >= CALLED:
+                    self.called.clear()
+                self.called.add(shapes)
                 return function(*fixed, *inputs)
+
+            # 3. The second call is recorded. Recording runs nothing: step 4 follows at once.
             try:
-                recorded = self._record(function, fixed, given, read_in_place)
-            except torch.OutOfMemoryError:
+                recorded = self._record(function, fixed, leaves, read_in_place)
+            except torch.OutOfMemoryError:  # a RuntimeError, too, but not the function's fault
                 raise
             except RuntimeError as error:
                 self._give_up(function, error)
                 return function(*fixed, *inputs)
             self._keep(key, function, recorded)
+
+        # 4. Replay: copy the inputs to where the recording reads them, and launch it.
         recording = self.recordings[key]
-        copy_all(recording.inputs, given.tensors)
+        copy_all(recording.inputs, leaves.tensors)
         recording.graph.replay()
         return recording.result
 
-    def _remember(self, shapes: Hashable) -> None:
-        """A function was called with inputs of these shapes for the first time."""
-        if len(self.called) >= CALLED:
-            self.called.clear()
-        self.called.add(shapes)
-
     def _give_up(self, function: Callable[..., Any], error: RuntimeError) -> None:
-        """A function cannot be recorded: run it as it is from now on, and say so once."""
+        """Note that a function cannot be recorded, and warn: from now on it runs as it is."""
         self.unrecordable.add(function)
         name = getattr(function, "__qualname__", repr(function))
         reason = str(error).split("\n")[0]
@@ -226,18 +235,19 @@ class GraphRunner(Runner):
             return function(*inputs)
 
     def rounded_capacity(self, tokens: int) -> int:
-        """Round up to one less than a power of two.
+        """Round up to one less than a power of two, for example 1500 to 2047.
 
-        Caches of few different sizes lie where an earlier one lay.
+        With few different sizes a cache often lies where an earlier one lay, and recordings fit.
         """
+        # The power of two above, less one: 2047 stays 2047, and 2048 becomes 4095.
         return max(LEAST_DOUBLING, 1 << tokens.bit_length()) - 1
 
     def rounded_rows(self, rows: int) -> int:
-        """The next larger of a few numbers: each number of rows is a recording of its own."""
+        """Round up to one of a few numbers, since each number of rows needs its own recording."""
         for size in ROWS:
             if rows <= size:
                 return size
-        return -(-rows // MANY_ROWS) * MANY_ROWS
+        return -(-rows // MANY_ROWS) * MANY_ROWS  # up to a multiple
 
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -258,17 +268,21 @@ class GraphRunner(Runner):
         self.pools.clear()
 
     def _left_elsewhere(self, tensor: Tensor, function: Callable[..., Any]) -> Hashable:
-        """Return the address and strides of a large tensor left by another function's recording.
+        """Return where a large tensor lies that another function's recording wrote; else None.
 
-        That recording will leave it there again.
+        That recording writes there at every replay, so this one can read it in place: the
+        logits [1, 60, 128256], 31 MB, are not copied from the forward to the verdict.
 
-        None for others. A function's own results must be copied: its next ones lie elsewhere,
-        without end.
+            forward's recording    writes logits at 0x7f00    left_by = {0x7f00: forward}
+            verdict's recording    reads them at 0x7f00
+
+        A function's own results are copied. Each of its recordings writes elsewhere, so reading in
+        place would need another recording after each.
         """
         if tensor.nbytes < LARGE:
             return None
         address = tensor.data_ptr()
-        if self.left_by.get(address, function) == function:
+        if self.left_by.get(address, function) == function:  # not by a recording, or by its own
             return None
         return address, tensor.stride()
 
@@ -276,34 +290,41 @@ class GraphRunner(Runner):
         self,
         function: Callable[..., Any],
         fixed: tuple[Any, ...],
-        given: Leaves,
+        leaves: Leaves,
         read_in_place: tuple[Hashable, ...],
     ) -> Recording:
-        own = [
-            tensor if place is not None else tensor.clone(memory_format=torch.contiguous_format)
-            for tensor, place in zip(given.tensors, read_in_place, strict=True)
-        ]
-        rebuilt = given.rebuilt(own)
+        # 1. Where the recording reads its inputs: in place, or in a buffer of its own.
+        buffers: list[Tensor] = []
+        for tensor, address in zip(leaves.tensors, read_in_place, strict=True):
+            in_place = address is not None
+            buffers.append(
+                tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
+            )
+        inputs = leaves.rebuilt(buffers)
+
+        # 2. Memory for what is computed: shared by all recordings of the function.
         make_graph = GRAPHS[self.device.type]
         if function not in self.pools:
             self.pools[function] = make_graph.new_pool()
         graph = make_graph(self.pools[function], self.device)
+
+        # 3. Record. `used` collects the constants that the operations read.
         with recording() as used, restored(fixed):
-            result = graph.record(lambda: function(*fixed, *rebuilt))
-        return Recording(graph, own, result, (function, fixed, rebuilt, used))
+            result = graph.record(lambda: function(*fixed, *inputs))
+        return Recording(graph, buffers, result, (function, fixed, inputs, used))
 
 
 @contextmanager
 def restored(fixed: tuple[Any, ...]) -> Iterator[None]:
     """Restore the attributes of caches that a call sets while it is recorded.
 
-    They hold no values yet.
+    Tensors that are made in a recording hold no values before its first replay.
     """
-    before = [(cache, dict(vars(cache))) for cache in fixed if isinstance(cache, CACHES)]
+    attributes_before = [(cache, dict(vars(cache))) for cache in fixed if isinstance(cache, CACHES)]
     try:
         yield
     finally:
-        for cache, attributes in before:
+        for cache, attributes in attributes_before:
             vars(cache).update(attributes)
 
 
@@ -316,20 +337,22 @@ class Leaves:
         others: list[Hashable] = []
         self._collect(value, others)
         self.values = tuple(others)
-        """What is no tensor, with the structure: two values with the same can be exchanged."""
+        """Everything that is not a tensor, and the structure: values with equal ones can take each
+        other's place."""
 
     def _collect(self, value: Any, others: list[Hashable]) -> None:
+        # For example ([a, 3],) with a tensor a: others = [(tuple, 1), (list, 2), "tensor", 3].
         if isinstance(value, Tensor):
             self.tensors.append(value)
             others.append("tensor")
         elif isinstance(value, CACHES):
-            others += cache_places(value)
+            others += cache_places(value)  # written in place, so the address counts
         elif isinstance(value, tuple | list):
             others.append((type(value), len(value)))
             for part in value:
                 self._collect(part, others)
         elif holds_tensors(value):
-            others.append(cast(Any, type(value)))  # a class can be hashed, which mypy does not know
+            others.append(cast(Any, type(value)))  # mypy does not know that a class is hashable
             for name in field_names(type(value)):
                 self._collect(getattr(value, name), others)
         else:
@@ -358,17 +381,15 @@ def field_names(kind: type) -> tuple[str, ...]:
     """The fields of a dataclass; none of another class."""
     names = _FIELDS.get(kind)
     if names is None:
-        names = (
-            tuple(field.name for field in dataclasses.fields(kind))
-            if dataclasses.is_dataclass(kind)
-            else ()
-        )
+        names = ()
+        if dataclasses.is_dataclass(kind):
+            names = tuple(field.name for field in dataclasses.fields(kind))
         _FIELDS[kind] = names
     return names
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}
-"""By class, what `field_names` returned: to ask dataclasses takes longer than to copy a tensor."""
+"""Results of `field_names`, by class: asking dataclasses takes longer than copying a tensor."""
 
 
 def _is_tensor_or_holds_one(value: Any) -> bool:
@@ -393,7 +414,7 @@ def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def cache_places(cache: TreeCache | DraftCache) -> list[Hashable]:
-    """Where a cache lies, and what the host decides about the slots in use."""
+    """The addresses of a cache's memory, and what the host decides about the slots in use."""
     if isinstance(cache, TreeCache):
         blocks = [(block.data_ptr(), block.shape) for block in cache.blocks]
         return [*blocks, cache.capacity, len(cache.lengths_B)]
@@ -405,20 +426,22 @@ def cache_places(cache: TreeCache | DraftCache) -> list[Hashable]:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors, small ones of whatever dtype by one launch; none that lies there already."""
-    to, source = [], []
+    """Copy tensors, all contiguous ones by one launch; skip those that lie there already."""
+    bytes_to: list[Tensor] = []
+    bytes_from: list[Tensor] = []
     for target, tensor in zip(targets, sources, strict=True):
         if target.data_ptr() == tensor.data_ptr() or not tensor.nbytes:
             continue
         if tensor.is_contiguous():
-            to.append(as_bytes(target))
-            source.append(as_bytes(tensor))
+            # As bytes all dtypes are alike: one launch copies int64 tokens and bfloat16 states.
+            bytes_to.append(as_bytes(target))
+            bytes_from.append(as_bytes(tensor))
         else:
             target.copy_(tensor)
-    if to:
-        torch._foreach_copy_(to, source)
+    if bytes_to:
+        torch._foreach_copy_(bytes_to, bytes_from)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes, in a row."""
+    """A contiguous tensor's bytes, as one row."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,9 +1,9 @@
 """Encoder-decoders (T5, BART): the encoder runs once per text, the decoder acts as the target.
 
 They have no position ids: a token's position is its slot in the cache, and one relative bias serves
-the whole batch. Therefore drafts form a chain and one row is decoded at a time; trees and batches
-are refused. The paper's own case (arXiv:2211.17192, section 4.1) is a T5 with a smaller T5 as its
-draft model.
+the whole batch. So drafts form a chain and one row is decoded at a time; trees and batches are
+refused. The case in the paper on speculative decoding (arXiv:2211.17192, section 4.1) is a T5 with
+a smaller T5 as its draft model.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Seq2SeqEngine(CountingEngine):
 
     def new_cache(self, batch_size: int, tokens: int = 0, rows: int = 0) -> TreeCache:
         cache = super().new_cache(batch_size, tokens, rows)
-        cache.cross_attention = DynamicCache()
+        cache.cross_attention = DynamicCache()  # filled by the first forward, then read
         return cache
 
     def _model_inputs(
@@ -103,7 +103,7 @@ class Seq2SeqTarget(Target):
         hub: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(model, name, commit, hub)
-        self.was_tried()  # there is nothing to try: `FAMILIES` are known
+        self.was_tried()  # no trial: only `FAMILIES` are accepted, which are known to work
         self.encoded: BaseModelOutput | None = None
         self.encoded_mask: Tensor | None = None
 
@@ -134,7 +134,8 @@ class Seq2SeqTarget(Target):
                 f"{self.name!r} decodes one row at a time, not {len(states_BTD)}: one relative bias"
                 " serves a batch, so its rows would have to be equally long"
             )
-        self.encoded, self.encoded_mask = encoded, mask
+        self.encoded = encoded
+        self.encoded_mask = mask
 
     def check_encoder_outputs(self) -> None:
         """Refuse to draft before `set_encoder_outputs`."""
@@ -154,4 +155,5 @@ class Seq2SeqTarget(Target):
     @cached_property
     def cache_interface(self) -> CacheInterface:
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # A forward needs a token for the encoder, and one for the decoder.
         return cache_interface(self.model, input_ids=token_11, decoder_input_ids=token_11)

@@ -48,7 +48,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of
 its scores."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Of logits, relative to the largest: sums are taken in another order than by the model."""
+"""Largest difference of logits from the model's, relative to the largest logit: sums are taken in
+another order."""
 
 
 class FusedDecoder:
@@ -66,39 +67,57 @@ class FusedDecoder:
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, K, V] of the nodes `kept_K`, None for all, and features [B, N, F] of `layers`.
+        """Run the decoder over nodes, whose keys and values go to the cache's `slots_BN`.
 
-        `attend` is the attention of each kind of layer. The nodes' keys and values go to the
-        cache's `slots_BN`.
+        Args:
+            tokens_BN: the nodes' tokens.
+            positions_BN: the nodes' positions.
+            attend: the attention of each kind of layer.
+            cache: the KV cache.
+            layers: the feature layers to return.
+            kept_K: the nodes whose logits are returned; None for all.
+
+        Returns:
+            Logits [B, K, V], and features [B, N, F].
         """
         known = self.known
         last = len(known.layers) - 1
         features: dict[int, Tensor] = {}
+        # `x` is the residual stream, and `out` the output of the latest attention or MLP, which the
+        # next `add_norm` adds to it. Numbers are those of the kernels above.
         x_BND = known.embed(tokens_BN)
         rotary = known.rotary(x_BND, positions_BN)
         out_BND: Tensor | None = None
         for number, layer in enumerate(known.layers):
+            # 1. Close the layer before: its residual stream is complete now.
             attention = layer.self_attn
             normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.input_layernorm))
-            features[number - 1] = x_BND  # the residual stream after the block before
+            features[number - 1] = x_BND  # entry -1, of layer 0, is overwritten at the end
+
+            # 2-5. Queries; keys and values go to the cache.
             keys_BGSE = cache.keys[number]
             values_BGSE = cache.values[number]
             place = Place(keys_BGSE, values_BGSE, cache.slots_BN)
             query_BHNE = rotary_store(
                 projected(attention, normed_BND), rotary, place, attention_norms(layer)
             )
+
+            # 6-8. Attention.
             attended_BNHE = attend[known.kinds[number]](
                 query_BHNE, keys_BGSE, values_BGSE, attention.scaling
             )
             out_BND = attention.o_proj(attended_BNHE.flatten(2))
+
+            # 9-13. MLP.
             normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.post_attention_layernorm))
             out_BND = mlp_output(layer.mlp, normed_BND)
+        # The last block's residual stream, and the final norm, which is feature layer -1.
         normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(known.norm))
         features[last] = x_BND
         features[-1] = normed_BND
         logits_BKV = known.lm_head(normed_BND if kept_K is None else normed_BND[:, kept_K])
         if not layers:
-            return logits_BKV, normed_BND[..., :0]
+            return logits_BKV, normed_BND[..., :0]  # features of width 0
         return logits_BKV, torch.cat([features[layer] for layer in layers], dim=-1)
 
 
@@ -158,15 +177,15 @@ class FusedBlock(nn.Module):
         rotary: tuple[Tensor, Tensor],
         kv: KVEntries,
     ) -> Tensor:
-        if kv.sees is None:
+        # EAGLE-3's layer reads the token's embedding and the state side by side, 2 D wide.
+        if kv.sees is None:  # attention by a mask, which the tree kernel does not take
             return layer(embeds_BTD, state_BTD, rotary, kv)
         normed_embeds_BTD, _ = add_norm(embeds_BTD, None, norm_of(layer.input_layernorm))
         normed_BTD, _ = add_norm(state_BTD, None, norm_of(layer.hidden_norm))
         both = torch.cat([normed_embeds_BTD, normed_BTD], dim=-1)
-        out_BTD = attention_output(layer, both, rotary, kv, 0)
-        return after_attention(
-            layer, normed_BTD if layer.norm_before_residual else state_BTD, out_BTD
-        )
+        out_BTD = attention_output(layer, both, rotary, kv, 0)  # it is its head's first layer
+        residual_BTD = normed_BTD if layer.norm_before_residual else state_BTD
+        return after_attention(layer, residual_BTD, out_BTD)
 
     def _plain(
         self,
@@ -176,14 +195,13 @@ class FusedBlock(nn.Module):
         kv: KVEntries,
         number: int,
     ) -> Tensor:
-        if kv.sees is None:
+        if kv.sees is None:  # as above
             return layer(x_BTD, rotary, kv, number)
-        normed_BTD = x_BTD
+        normed_BTD = x_BTD  # some heads' first layer has no input norm
         if not isinstance(layer.input_layernorm, nn.Identity):
             normed_BTD, _ = add_norm(x_BTD, None, norm_of(layer.input_layernorm))
-        return after_attention(
-            layer, x_BTD, attention_output(layer, normed_BTD, rotary, kv, number)
-        )
+        out_BTD = attention_output(layer, normed_BTD, rotary, kv, number)
+        return after_attention(layer, x_BTD, out_BTD)
 
 
 def attention_output(
@@ -193,9 +211,9 @@ def attention_output(
     kv: KVEntries,
     number: int,
 ) -> Tensor:
-    """The output of a head layer's attention; new keys and values are stored, NaN and inf as 0."""
+    """The output of a head layer's attention; stores new keys and values, with NaN and inf as 0."""
     slots_BT = kv.slots_BT
-    if slots_BT is None:
+    if slots_BT is None:  # the same in all rows: T slots from `first` on
         slots_BT = counting(normed_BTD.shape[1], normed_BTD.device, kv.first).expand(
             len(normed_BTD), -1
         )
@@ -206,9 +224,8 @@ def attention_output(
         projected(layer.self_attn, normed_BTD), rotary, place, attention_norms(layer)
     )
     assert kv.sees is not None
-    return layer.self_attn.o_proj(
-        attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees).flatten(2)
-    )
+    attended_BTHE = attend_to_slots(query_BHTE, keys_BGSE, values_BGSE, kv.sees)
+    return layer.self_attn.o_proj(attended_BTHE.flatten(2))
 
 
 def after_attention(
@@ -234,7 +251,7 @@ def fused_head(head: DraftHead) -> DraftHead:
 
 def fused_block(module: nn.Module) -> nn.Module | None:
     """The fused form of a decoder layer; None for any other module, which is copied."""
-    if isinstance(module, FusedBlock):  # of a head that drafts here already
+    if isinstance(module, FusedBlock):  # the head drafts here already
         return module
     if isinstance(module, DecoderLayer | FusionLayer) and type(module.mlp.act) is SILU:
         return FusedBlock(module)

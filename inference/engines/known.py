@@ -32,8 +32,8 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 """Norms of each head's queries and keys, which some families have."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TRIED_PARTS = (7, 5)
-"""Tokens of the text that a decoder is tried on, by the forward that reads them: the second finds a
-cache."""
+"""Tokens of the text that a decoder is tried on, read by two forwards: the second one finds tokens
+in the cache."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class KnownDecoder:
 
 
 def known_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> KnownDecoder | None:
-    """The parts of a model; None for one of another architecture.
+    """Return the parts of a model; None for a model of another architecture.
 
     `kinds` are its layers' kinds of attention.
     """
@@ -59,11 +59,9 @@ def known_decoder(model: PreTrainedModel, kinds: Sequence[str]) -> KnownDecoder 
     if not all(hasattr(decoder, part) for part in parts) or not _is_rms_norm(decoder.norm):
         return None
     lm_head = model.get_output_embeddings()
-    if (
-        lm_head is None
-        or len(kinds) != len(decoder.layers)
-        or not all(map(_is_known_layer, decoder.layers))
-    ):
+    if lm_head is None or len(kinds) != len(decoder.layers):
+        return None
+    if not all(map(_is_known_layer, decoder.layers)):
         return None
     return KnownDecoder(
         decoder.embed_tokens,
@@ -93,10 +91,13 @@ def agrees(
         tolerance: relative to the largest of the model's numbers: sums are taken in another order.
         layers: whose features are compared.
     """
+    # 1. The model reads the whole text.
     device = model.device
     vocab_size = model.config.get_text_config().vocab_size
     tokens_1T = (torch.arange(1, sum(TRIED_PARTS) + 1, device=device) * 37 % vocab_size)[None]
     expected: Any = model(tokens_1T, use_cache=False, output_hidden_states=bool(layers))
+
+    # 2. `forward` reads it in two parts, with our cache.
     cache = TreeCache(state_shapes, 1, device)
     logits: list[Tensor] = []
     features: list[Tensor] = []
@@ -107,12 +108,16 @@ def agrees(
         logits.append(logits_1NV)
         features.append(features_1NF)
         cache.advance_prompt(size)
+
+    # 3. Compare. hidden_states[0] is the embedding, so [1:] has the state after block i at i, and
+    # that after the final norm at -1.
     pairs = [(torch.cat(logits, dim=1), expected.logits)]
     if layers:
         states = [expected.hidden_states[1:][layer] for layer in layers]
         pairs.append((torch.cat(features, dim=1), torch.cat(states, dim=-1)))
     for computed, wanted in pairs:
         difference = (computed.double() - wanted.double()).abs().max()
+        # Written so that NaN does not pass.
         if not difference <= tolerance * wanted.double().abs().max():
             return False
     return True

@@ -48,7 +48,7 @@ Masks = Tensor | BlockMask | dict[str, Any]
 class ModelEngine(Engine):
     """Runs the transformers model, whatever its architecture and device.
 
-    It is put together of
+    Its parts:
 
         model      the user's own modules; or a copy that shares their weights, with our attention
                    (`attention`), or with linear layers whose weights are packed for the CPU kernels
@@ -67,7 +67,7 @@ class ModelEngine(Engine):
 
         Args:
             target: the target.
-            runner: records and replays the forwards over trees; None to run each as it is.
+            runner: records and replays the forwards over trees; None to launch each anew.
             packed: whether linear layers run in the CPU kernels.
         """
         super().__init__(target)
@@ -87,8 +87,10 @@ class ModelEngine(Engine):
             WeakKeyDictionary()
         )
         """Heads that draft here, and the state of their weights."""
-        # Block masks are made on the host; several devices have several streams; a recorded
-        # forward stays in a segment, and asks for no values.
+        # Three kinds of models cannot be recorded. flex attention makes its block masks on the
+        # host. A model on several devices runs on several streams. Models with segments of
+        # positions, or with rotary angles that change, decide on the host what to compute: a
+        # replay would repeat the decision.
         in_segments = target.segments is not None or has_changing_angles(target.config)
         if self.flex or self.spread or in_segments:
             self.runner = PlanlessRunner(target.device)
@@ -153,8 +155,10 @@ class ModelEngine(Engine):
             return False
         if self.model.config._attn_implementation != "sdpa":
             return False
+        # 1. Put a copy with our attention in place of the model for the trial.
         before = self._copy
         self._copy = attending_copy(self.model, self.attention)
+        # 2. Read one token, which sees slot 0 alone, and note which layers ask for our attention.
         with torch.inference_mode(), self.attention.asked_for() as asked:
             cache = self._cache_of_one_token()
             visible_111 = torch.zeros(1, 1, cache.capacity, dtype=torch.bool, device=target.device)
@@ -163,6 +167,8 @@ class ModelEngine(Engine):
             token_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
             masks = self._additive_masks(visible, ours=True)
             self._model_forward(token_11, token_11, masks, cache, (), 0)
+        # 3. Keep the copy if every layer asked with our mask, for the expected grouping of heads.
+        # For example 4 layers with 32 query and 8 key heads: asked == [4, 4, 4, 4].
         group = target.info.num_attention_heads // target.info.num_key_value_heads
         if asked == [group] * self._attention_layers():
             return True
@@ -170,7 +176,7 @@ class ModelEngine(Engine):
         return False
 
     def _cache_of_one_token(self) -> TreeCache:
-        """A cache with room for one token, which need not grow as a runner needs it."""
+        """A cache with room for one token; its capacity grows in buckets, whatever the runner."""
         cache = TreeCache(self.state_shapes, 1, self.target.device)
         cache.reserve(1, 0)
         return cache
@@ -204,6 +210,7 @@ class ModelEngine(Engine):
         if known is None or target.before_lm_head is not None:
             return None
         decoder = FusedDecoder(known)
+        # The trial compares the residual stream after every block (the last: normed).
         layers = (*range(target.info.num_layers - 1), -1)
 
         def forward(tokens_1N: Tensor, cache: TreeCache) -> tuple[Tensor, Tensor]:
@@ -211,9 +218,9 @@ class ModelEngine(Engine):
             return decoder(tokens_1N, cache.slots_BN, attend, cache, layers)
 
         tolerance = TOLERANCE[target.dtype]
-        return (
-            decoder if agrees(self.model, self.state_shapes, forward, tolerance, layers) else None
-        )
+        if agrees(self.model, self.state_shapes, forward, tolerance, layers):
+            return decoder
+        return None
 
     def draft_head(self, head: DraftHead) -> DraftHead:
         """A head as it drafts here: packed, or by fused operations where functions are recorded."""
@@ -227,9 +234,10 @@ class ModelEngine(Engine):
             renew_packed(head, force)
         if not self.runner.replays:
             return
-        watch, before = self._heads.get(head, (WeightWatch(), None))
+        watch, version_before = self._heads.get(head, (WeightWatch(), None))
         version = watch.version(head)
-        if force or before not in (None, version):
+        # None: this head is seen for the first time, so nothing was recorded with it.
+        if force or version_before not in (None, version):
             self.runner.forget()
         self._heads[head] = (watch, version)
 
@@ -241,27 +249,40 @@ class ModelEngine(Engine):
         layers: tuple[int, ...],
         kept: list[int],
     ) -> TargetOutput:
-        target, size = self.target, tokens_BT.shape[1]
+        target = self.target
+        size = tokens_BT.shape[1]
+
+        # 1. Reserve slots: for the whole of the longest prompt at the first chunk.
         cache.reserve(size, max(longest - size, 0))
         self._count_from(cache, cache.prefilled)
+
+        # 2. The causal mask. Rows are padded on the right, so all rows lie in the same slots.
         masks: Masks
         if self.own_attention and target.attention_kinds == ("full_attention",):
+            # Our attention needs no values: "the last `size` of `attended` slots" says it all.
             cache.attended = cache.prefilled + size
             masks = self.attention.of_prompt(size, cache.attended)
         else:
+            # A token sees its own slot and all before it. With slots_BN[b] = [2, 3] of 5 slots:
+            #     token in slot 2    True True True False False
+            #     token in slot 3    True True True True  False
             slots_S = torch.arange(cache.capacity, device=target.device)
             visible_BTS = slots_S <= cache.slots_BN[..., None]
             visible = dict.fromkeys(target.attention_kinds, visible_BTS)
+            # In a prompt a token's position is its slot, so slots stand for positions here.
             slots_BS = slots_S.expand(len(tokens_BT), -1)
             for kind, near in NEAR.items():
                 if kind in visible:
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
-        # those of padding may lie beyond
+
+        # 3. The forward. Padding may lie beyond the last position of the model's tables.
         positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)
         logits_BKV, features_BTF = self._unrecorded_forward(
             tokens_BT, positions_BT, masks, cache, layers, kept
         )
+
+        # 4. Commit all tokens, padding included; prefill then crops each row to its length.
         cache.advance_prompt(size)
         return TargetOutput(logits_BKV, features_BTF)
 
@@ -278,13 +299,16 @@ class ModelEngine(Engine):
         logits_to_keep: int | Tensor = torch.tensor(
             kept, dtype=torch.int64, device=self.target.device
         )
-        # the LM head may lie on another device than indices: all logits from the first wanted on
+        # Under accelerate the LM head may lie on another device than the indices. A number n asks
+        # for the last n logits instead: from the first wanted index on, cut below.
+        # For example 8 tokens, kept = [5, 7]: logits of the last 3 tokens, then indices [0, 2].
         if self.spread:
             logits_to_keep = tokens_BT.shape[1] - kept[0] if kept else 1
-        given = (tokens_BT, positions_BT, masks, cache, layers, logits_to_keep)
-        logits_BKV, features_BTF = self.runner.run_unrecorded(self._model_forward, *given)
+        logits_BKV, features_BTF = self.runner.run_unrecorded(
+            self._model_forward, tokens_BT, positions_BT, masks, cache, layers, logits_to_keep
+        )
         if self.spread:
-            logits_BKV = logits_BKV[:, [at - kept[0] for at in kept]]
+            logits_BKV = logits_BKV[:, [index - kept[0] for index in kept]]
         return logits_BKV, features_BTF
 
     def read_prompt(
@@ -303,6 +327,7 @@ class ModelEngine(Engine):
         cache.reserve(tree.tokens_BN.shape[1], longest)
         self._count_from(cache, longest)
         run = self._runner_for(cache)
+        # The slots are returned, too: attributes that a recorded function sets hold no values.
         output, cache.slots_BN = run(self._tree_forward, (cache,), tree, cache.lengths_B, layers)
         return output
 
@@ -332,9 +357,10 @@ class ModelEngine(Engine):
         return output
 
     def _runner_for(self, cache: TreeCache) -> Runner:
-        """Return the runner of tree forwards, which records none with hooks or image offsets.
+        """Return the runner of a tree forward: one that never records if there are hooks or images.
 
-        A recording would not call the hooks, and holds no position offsets of a prompt with images.
+        A replay would not call the hooks, and would not read the position offsets of a prompt with
+        images.
         """
         if cache.position_offsets is not None or self.hooked:
             return PlanlessRunner(self.target.device)
@@ -360,16 +386,22 @@ class ModelEngine(Engine):
 
         This function is recorded.
         """
+        # 1. Slots of the new nodes, after the committed tokens and the nodes that are cached.
+        # For example 5 committed tokens, 2 cached nodes and 3 new ones: slots [7, 8, 9].
         new = nodes.tokens_BN.shape[1]
         cache.slots_BN = lengths_B[:, None] + counting(new, lengths_B.device, nodes.cached)
-        # Our attention reads only the slots that the mask covers; a recorded forward serves one
-        # number of them.
+
+        # 2. Positions, and what each node sees. Our attention reads only the slots that the mask
+        # covers, so on a CPU the mask covers those in use. A recording has one number of slots.
         short = self.on_cpu and self.own_attention and not self.runner.replays
         slots = cache.bucketed_length if short else cache.capacity
         if self.tree_kernel:
+            # The kernel takes ancestors and lengths in place of a mask over all slots.
             positions_BN = node_positions(self.target, nodes, lengths_B)
         else:
             positions_BN, visible = visible_slots(self.target, nodes, lengths_B, slots)
+
+        # 3. The forward, by the fused decoder or by the model's own code.
         if self.decoder is not None and cache.position_offsets is None:
             attend = self._attention_to(nodes, lengths_B)
             logits_BNV, features_BNF = self.decoder(
@@ -377,12 +409,15 @@ class ModelEngine(Engine):
             )
         else:
             masks = self._tree_masks(nodes, lengths_B) if self.tree_kernel else self._masks(visible)
-            kept: int | Tensor = 0 if kept_K is None or self.spread else kept_K
+            # 0 asks for all logits. Under accelerate they are chosen afterwards, as above.
+            logits_to_keep: int | Tensor = 0 if kept_K is None or self.spread else kept_K
             logits_BNV, features_BNF = self._model_forward(
-                nodes.tokens_BN, positions_BN, masks, cache, layers, kept
+                nodes.tokens_BN, positions_BN, masks, cache, layers, logits_to_keep
             )
             if kept_K is not None and self.spread:
                 logits_BNV = logits_BNV[:, kept_K]
+
+        # 4. At least float32 for the acceptance rule; float64 stays.
         logits_BNV = logits_BNV.to(torch.promote_types(logits_BNV.dtype, torch.float32))
         return TargetOutput(logits_BNV, features_BNF), cache.slots_BN
 
@@ -399,6 +434,8 @@ class ModelEngine(Engine):
         target = self.target
         indices = target.hidden_state_indices(layers)
         inputs = self._model_inputs(tokens_BN, positions_BN, masks, cache, logits_to_keep)
+        # transformers returns only the listed hidden states, or none for False. A layer may be
+        # listed twice, hence the set.
         output = self.model(
             **inputs, use_cache=True, output_hidden_states=sorted(set(indices)) or False
         )
@@ -414,6 +451,7 @@ class ModelEngine(Engine):
         logits_to_keep: int | Tensor,
     ) -> dict[str, Any]:
         """Arguments of the model's forward over these tokens."""
+        # Gemma 4 would cut our mask for a number of logits, but not for a list of indices.
         if self.shares_keys and isinstance(logits_to_keep, int):  # 0: all
             logits_to_keep = counting(tokens_BN.shape[1], tokens_BN.device)
         return {
@@ -435,6 +473,7 @@ class ModelEngine(Engine):
 
     def _tree_slots(self, nodes: NewNodes, lengths_B: Tensor) -> dict[str, TreeSlots]:
         """Slots that new nodes attend to, by kind of attention, as the tree kernel takes them."""
+        # Without the two columns of the frame: M uncommitted nodes remain.
         ancestors_BNM = nodes.framed_BNX[:, :, 1:-1]
         slots: dict[str, TreeSlots] = {}
         for kind in self.target.attention_kinds:
@@ -460,9 +499,11 @@ class ModelEngine(Engine):
         masks: dict[str, Tensor] = {}
         for kind, visible_BNS in visible.items():
             values = _mask_values(self.target.dtype, visible_BNS.device)
-            mask_B1NS = torch.where(visible_BNS[:, None], *values)
+            mask_B1NS = torch.where(visible_BNS[:, None], *values)  # 0 where visible, else lowest
             if ours:
-                if heads * visible_BNS.shape[1] <= FEW:  # once for all layers: `masked_attention`
+                # For few queries `masked_attention` takes the query heads that share keys as more
+                # queries, [B, 1, heads * N, S]. The mask is repeated here, once for all layers.
+                if heads * visible_BNS.shape[1] <= FEW:
                     mask_B1NS = mask_B1NS.repeat(1, 1, heads, 1)
                 self.attention.attend_by(mask_B1NS)
             masks[kind] = mask_B1NS
@@ -479,15 +520,21 @@ def read_by_model(
     inputs: dict[str, Any],
 ) -> TargetOutput:
     """`Engine.read_prompt` by the model's own forward, which makes its masks and positions."""
+    # 1. Show the model an empty cache, with room for the prompt.
     size = tokens_1T.shape[1]
     cache.reserve(size, 0)
     cache.follow(0, size)
-    given = {**inputs, "use_cache": True, target.cache_interface.name: cache}
-    given["logits_to_keep"] = torch.tensor(kept, dtype=torch.int64, device=target.device)
-    prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **given)
+
+    # 2. Let the model prepare its inputs as for the first step of `generate`.
+    arguments = {**inputs, "use_cache": True, target.cache_interface.name: cache}
+    kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
+    arguments["logits_to_keep"] = kept_K
+    prepared = model.prepare_inputs_for_generation(tokens_1T, is_first_iteration=True, **arguments)
     indices = target.hidden_state_indices(layers)
     output = model(**prepared, output_hidden_states=sorted(set(indices)) or False)
-    logits = kept_logits(output.logits, given["logits_to_keep"])
+    logits = kept_logits(output.logits, kept_K)
+
+    # 3. An image may take fewer positions than tokens: note by how much later positions shift.
     cache.position_offsets = position_offsets(prepared.get("position_ids"), size)
     cache.advance_prompt(size)
     return TargetOutput(logits, features_of(target, output, layers, tokens_1T))
@@ -526,8 +573,9 @@ def features_of(
 def kept_logits(logits_BNV: Tensor, kept: int | Tensor) -> Tensor:
     """Return the logits that `logits_to_keep` asks for, even if the forward lacks that argument."""
     nodes = logits_BNV.shape[1]
-    if isinstance(kept, int):
+    if isinstance(kept, int):  # the last `kept` nodes; 0 for all
         return logits_BNV if kept in (0, nodes) or kept > nodes else logits_BNV[:, -kept:]
+    # Indices. As many logits as indices: the forward has chosen them already.
     return logits_BNV if nodes == len(kept) else logits_BNV[:, kept]
 
 
@@ -542,16 +590,26 @@ def visible_slots(
     uncommitted = nodes.depths_BM.shape[1]
     device = lengths_B.device
     lengths_B1 = lengths_B[:, None]
-    if uncommitted == 1:
+
+    # 1. Each slot takes the column of the framed tree attention that applies to it. For example 5
+    # committed tokens and 3 uncommitted nodes (X = 5) in 10 slots:
+    #     slot      0 1 2 3 4   5 6 7   8 9
+    #     column    0 0 0 0 0   1 2 3   4 4      column 0: always visible; column 4: never
+    if uncommitted == 1:  # the root alone sees the committed tokens and itself
         visible_BNS = (counting(slots, device) <= lengths_B1)[:, None]
-    else:  # a column of `framed_BNX` for each slot
+    else:
         column_BS = (counting(slots, device, 1) - lengths_B1).clamp(0, uncommitted + 1)
         visible_BNS = framed_BNX.gather(2, column_BS[:, None].expand(-1, framed_BNX.shape[1], -1))
     positions_BN = node_positions(target, nodes, lengths_B)
     visible = dict.fromkeys(target.attention_kinds, visible_BNS)
+
+    # 2. Local attention compares positions, and in a tree a slot's position is not its index:
+    # siblings share one. After 5 tokens, nodes of depths [0, 1, 1] lie in slots 5, 6, 7 at
+    # positions 5, 6, 6.
     local = [kind for kind in visible if kind in NEAR]
     if local:
         slots_S = counting(slots, device)
+        # Index of the node in each slot; negative for committed tokens, too large for free slots.
         after_BS = slots_S - lengths_B1
         node_positions_BS = lengths_B1 + nodes.depths_BM.gather(
             1, after_BS.clamp(0, uncommitted - 1)
@@ -569,6 +627,7 @@ def node_positions(target: TargetModel, nodes: NewNodes, lengths_B: Tensor) -> T
 
     A node beyond the last position is never returned, but must not break an embedding table.
     """
+    # Only the new nodes: the cached ones come first.
     depths_BN = nodes.depths_BM[:, nodes.cached :]
     return (lengths_B[:, None] + depths_BN).clamp(max=target.max_positions - 1)
 
@@ -594,7 +653,7 @@ NEAR: dict[str, Callable[[TargetModel, Tensor, Tensor, Tensor], Tensor]] = {
     "sliding_attention": in_window,
     "chunked_attention": in_chunk,
 }
-"""Kinds of attention that see a part of the text: what of the visible slots each node sees."""
+"""Kinds of attention that see only a part of the text, with the function that narrows a mask."""
 
 
 def _block_mask(visible_BNS: Tensor) -> BlockMask:
@@ -603,7 +662,7 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
     return create_block_mask(
         lambda b, h, n, s: visible_BNS[b, n, s],
         batch,
-        None,
+        None,  # the same for all heads
         nodes,
         slots,
         device=visible_BNS.device,
@@ -614,9 +673,11 @@ def _block_mask(visible_BNS: Tensor) -> BlockMask:
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values of an additive attention mask: 0 where a slot is attended to, else the lowest number.
 
-    float16's is not low enough: scores, computed in float32, may exceed it. Every node attends to
-    itself, so that no row of the mask is -inf throughout.
+    In float16 the lowest number is not low enough, since scores are computed in float32 and may
+    exceed it: -inf takes its place. Every node attends to itself, so no row of the mask is all
+    -inf.
     """
+    # float16's lowest number is -65504, bfloat16's and float32's about -3.4e38.
     value = -torch.inf if dtype == torch.float16 else torch.finfo(dtype).min
     lowest = torch.full((), value, dtype=dtype, device=device)
     return torch.zeros_like(lowest), lowest

@@ -23,16 +23,16 @@ from .base import Runner, TargetOutput
 from .model_engine import Masks, ModelEngine, in_window
 
 MOST_PENDING = 8
-"""Pending tokens of a row that later forwards read with their drafts; more are read alone, once.
-See benchmarks/hybrids.md."""
+"""Pending tokens from which on they are read alone, once; fewer are read again with the drafts of
+every later forward. See benchmarks/hybrids.md."""
 CHUNK_STEP = 8
 """Tokens by which the chunks of Mamba-2 grow."""
 CAUSAL = 32
-"""Tokens from which on a lane is read by causal attention without a mask."""
+"""Minimum tokens of a lane that causal attention reads without a mask."""
 
 
 class StatefulEngine(ModelEngine):
-    """The transformers model as it is, over the paths of each row's tree side by side."""
+    """Runs the transformers model over the paths of each row's tree, side by side as lanes."""
 
     pads_prompts = False  # a state would read the padding
 
@@ -45,11 +45,11 @@ class StatefulEngine(ModelEngine):
 
     @cached_property
     def _chunks(self) -> dict[Any, int]:
-        """Modules of a packed copy that read by chunks, and their size in the model.
+        """Modules of a packed copy that read in chunks, with the model's chunk size.
 
         transformers pads what Mamba-2 reads to whole chunks, of 256 tokens by default. The result
-        does not depend on their size, which is an attribute of its modules: lanes are read in
-        shorter ones. The user's own modules stay as they are.
+        does not depend on the chunk size, so short lanes are read in shorter chunks. The size is an
+        attribute of the modules; the user's own are left alone, hence only those of a copy.
         """
         chunks: dict[Any, int] = {}
         if self.copies_weights:
@@ -68,7 +68,7 @@ class StatefulEngine(ModelEngine):
         cache = self.new_cache(1)
         cache.reserve(1, 0)
         token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.target.device)
-        cache.tree_lanes(token_11, [[[0]]])
+        cache.tree_lanes(token_11, [[[0]]])  # one row with one path: the root
         return cache
 
     def _attention_layers(self) -> int:
@@ -83,6 +83,7 @@ class StatefulEngine(ModelEngine):
         kept: list[int],
     ) -> TargetOutput:
         assert isinstance(cache, StateCache)
+        # A chunk of a prompt is one chain in each row, and all of it is committed.
         size = tokens_BT.shape[1]
         cache.reserve(size, max(longest - size, 0))
         output = self._forward_lanes(cache, tokens_BT, _chains(tokens_BT), layers, kept)
@@ -125,16 +126,20 @@ class StatefulEngine(ModelEngine):
 
         Returns the logits of the nodes `kept`, None for all, and the features of all.
         """
+        # 1. The latest forward's states become snapshots; many pending tokens are read alone.
         cache.settle()
         self._read_pending(cache, tokens_BN.shape[1])
+
+        # 2. Lanes: each row's pending tokens, then the path to a leaf of its tree.
         cache.tree_lanes(tokens_BN, paths)
         assert cache.lanes is not None
         lanes = cache.lanes
         nodes = tokens_BN.shape[1]
         wanted = list(range(nodes)) if kept is None else kept
         masks = self._lane_masks(cache)
-        # The nodes of one chain a row, all after as many pending tokens, stand in the model's
-        # output as they are.
+
+        # 3a. One chain in each row, after equally many pending tokens: a lane's last tokens are the
+        # nodes, in order. With 2 pending tokens and 3 nodes, node n is the lane's token 2 + n.
         before = lanes.width - nodes
         whole = all(
             len(lane.path) == nodes and len(lane.slots) == lanes.width for lane in lanes.lanes
@@ -144,6 +149,9 @@ class StatefulEngine(ModelEngine):
                 cache, masks, layers, [before + node for node in wanted]
             )
             return _output(logits_BKV, features_BTF[:, before:])
+
+        # 3b. A model whose logits `modules` do not compute: all logits of all lanes, some of them
+        # several times, of which each node's are taken.
         wanted_N = torch.tensor(wanted, dtype=torch.int64, device=tokens_BN.device)
         if not self.target.computes_logits:
             logits_RTV, features_RTF = self._lane_forward(
@@ -152,7 +160,9 @@ class StatefulEngine(ModelEngine):
             return _output(
                 _of_nodes(logits_RTV, lanes)[:, wanted_N], _of_nodes(features_RTF, lanes)
             )
-        # The LM head reads each node once, not each lane's every token.
+
+        # 3c. The LM head reads each node once, and no pending tokens: lanes yield no logits, but
+        # features of layer -1 after the others, [R, T, F + D].
         with_last = (*layers, -1)
         _, features_RTF = self._lane_forward(cache, masks, with_last, [])
         features_BNF = _of_nodes(features_RTF, lanes)
@@ -161,13 +171,14 @@ class StatefulEngine(ModelEngine):
         return _output(logits_BKV, features_BNF[..., :-width])
 
     def _read_pending(self, cache: StateCache, nodes: int) -> None:
-        """Read pending tokens alone, where later forwards would read too many of them again."""
+        """Read pending tokens alone if later forwards would read too many of them again."""
         while True:
             pending = cache.pending()
             rows = [row for row, count in enumerate(pending) if count >= self.most_pending]
             if not rows and nodes == 1 and len(set(pending)) > 1:
-                # Rows with fewer pending tokens are padded, so that their states are not kept
-                # either: with one token a round none would ever catch up.
+                # The lanes of rows with fewer pending tokens would be padded and their states not
+                # kept. With one token a round such a row would never catch up. For pending tokens
+                # [3, 0]: row 0 reads its 3, and then all lanes are equally long.
                 most = max(pending)
                 rows = [row for row, count in enumerate(pending) if count == most]
             if not rows:
@@ -183,6 +194,7 @@ class StatefulEngine(ModelEngine):
         """Return each lane's model logits at the indices `kept`, and features of all its tokens."""
         assert cache.lanes is not None
         lanes = cache.lanes
+        # Chunks about as long as the lanes, in whole steps: 13 tokens are read in a chunk of 16.
         # By now `own_attention` has chosen the modules that run.
         for module, size in self._chunks.items():
             module.chunk_size = min(size, -(-lanes.width // CHUNK_STEP) * CHUNK_STEP)
@@ -199,6 +211,7 @@ class StatefulEngine(ModelEngine):
         kinds = target.attention_kinds
         if not kinds:
             return None
+        # Long lanes without padding (chunks of a prompt) need no mask.
         # sync: as the others of a round
         last = int(lanes.slots_RT[0, -1]) + 1 if lanes.in_line else 0
         if (
@@ -209,6 +222,7 @@ class StatefulEngine(ModelEngine):
         ):
             cache.attended = last
             return self.attention.of_prompt(lanes.width, last)
+        # Our attention reads only the slots that the mask covers; on a CPU those in use.
         short = self.on_cpu and self.own_attention
         slots = cache.bucketed_length if short else cache.capacity
         visible_RTS, slot_positions_RS = _visible(lanes, slots)
@@ -218,7 +232,7 @@ class StatefulEngine(ModelEngine):
                 target, lanes.positions_RT, slot_positions_RS, visible_RTS
             )
         masks = self._masks(visible)
-        if isinstance(masks, dict):  # layers with a state alone read no mask
+        if isinstance(masks, dict):  # layers with nothing but a state read no mask
             return {"linear_attention": None, "conv": None, **masks}
         return masks
 
@@ -229,21 +243,33 @@ def _output(logits: Tensor, features: Tensor) -> TargetOutput:
 
 def _of_nodes(values_RTX: Tensor, lanes: Lanes) -> Tensor:
     """The lanes' values at the nodes, [B, N, X]."""
+    # Node n of row b is token index_BN[b, n] of lane first_BN[b, n].
     return values_RTX[lanes.first_BN, lanes.index_BN]
 
 
 def _visible(lanes: Lanes, slots: int) -> tuple[Tensor, Tensor]:
     """Return the slots that each lane's tokens see [R, T, S], and the slots' positions [R, S]."""
+    # For example 5 committed tokens, the last one pending, and the path [0, 2]: a lane in slots
+    # [4, 5, 7]. Slot 6 holds node 1, of another path.
+    #     slot          0 1 2 3   4 5 6 7      position of slot 7: 6, its depth after the text
+    #     pending       x x x x   x
+    #     root          x x x x   x x
+    #     node 2        x x x x   x x   x
     device = lanes.slots_RT.device
     slots_S = counting(slots, device)
-    before_RT = torch.minimum(lanes.slots_RT, lanes.committed_R[:, None] - 1)
-    visible_RTS = slots_S <= before_RT[..., None]
-    # Among a lane's own tokens each sees those up to itself; padding repeats the last token's slot,
-    # and sees it.
+
+    # 1. Committed slots, up to the token's own.
+    newest_RT = torch.minimum(lanes.slots_RT, lanes.committed_R[:, None] - 1)
+    visible_RTS = slots_S <= newest_RT[..., None]
+
+    # 2. Among the tokens of a lane each sees those up to itself. Padding repeats the last token's
+    # slot, and sees what that token sees.
     index_T = counting(lanes.width, device)
     index_RT = torch.minimum(index_T, lanes.last_R[:, None])
-    own_RTT = index_RT[:, None] <= index_RT[..., None]
-    visible_RTS.scatter_(2, lanes.slots_RT[:, None].expand_as(own_RTT), own_RTT)
+    in_lane_RTT = index_RT[:, None] <= index_RT[..., None]
+    visible_RTS.scatter_(2, lanes.slots_RT[:, None].expand_as(in_lane_RTT), in_lane_RTT)
+
+    # 3. Positions: a slot's own index, but in a lane that of its token.
     positions_RS = slots_S.expand(len(lanes.slots_RT), -1).scatter(
         1, lanes.slots_RT, lanes.positions_RT
     )
@@ -251,17 +277,17 @@ def _visible(lanes: Lanes, slots: int) -> tuple[Tensor, Tensor]:
 
 
 def _chains(tokens_BN: Tensor) -> list[list[Path]]:
-    """The one path of each row's chain."""
+    """The only path of each row's chain: [[[0, 1, 2]], [[0, 1, 2]]] for two rows of three nodes."""
     batch, nodes = tokens_BN.shape
     return [[list(range(nodes))] for _ in range(batch)]
 
 
 def leaf_paths(tree: DraftTree) -> list[list[Path]]:
-    """For each row, the path to each leaf of its tree, root first; padding has none."""
+    """For each row, the path to each leaf of its tree, root first; no lane reads padding nodes."""
     paths_of_rows = []
-    parents_of_rows = tree.parents_BN.tolist()  # sync: as the lanes, which are made on the host
+    parents_of_rows = tree.parents_BN.tolist()  # sync: lanes are made on the host
     for parents, size in zip(parents_of_rows, tree.sizes_B.tolist(), strict=True):
-        inner = set(parents[:size])
+        inner = set(parents[:size])  # nodes that are someone's parent are not leaves
         paths = []
         for node in range(size):
             if node in inner:

@@ -66,7 +66,7 @@ class CurrentLMHead(nn.Module):
 
 
 SIMILAR = 0.75
-"""Shortest of the sequences of packed rows that are read together, as a share of the longest."""
+"""Sequences of packed rows that are read together are at least this share of the longest."""
 MERGED_ADAPTER = "_headstart_merged_adapter"
 """Attribute of a model into which an adapter was merged, which must not be merged twice: the
 adapter's folder, and the provenance of the model without it."""
@@ -104,13 +104,14 @@ class Target(TargetModel):
         """Options of `HUB_OPTIONS`, by which its head, draft model and tokenizer are found too."""
         merged = vars(model).get(MERGED_ADAPTER)
         self.adapter: str | None = None if merged is None else merged[0]
-        """Folder of the peft adapter that was merged into the weights, by this target or an earlier
-        one."""
+        """Folder of the peft adapter that was merged into the weights, by this target or another of
+        the same model."""
         self._weights = WeightWatch()
         self._refreshed = 0
         self._tried = False
         self.lock = ForkLock(repr(self.name))
         """Held by the running generation: kernels, drafters and their measurements are shared."""
+        # A subclass such as Seq2SeqTarget has chosen already.
         if self.engine_kind is ModelEngine:
             if self.stateful is not None:
                 self.engine_kind = StatefulEngine
@@ -157,6 +158,7 @@ class Target(TargetModel):
             ValueError: nothing to load at `source`, an unknown option, or an architecture that
                 cannot run draft trees.
         """
+        # 1. A loaded model is taken as it is, and options for loading it are refused.
         model_kwargs = model_options(model_kwargs)
         source = unwrapped(source)
         if isinstance(source, PreTrainedModel):
@@ -164,6 +166,8 @@ class Target(TargetModel):
             others = {name: model_kwargs[name] for name in model_kwargs.keys() - hub.keys()}
             refuse_loading_options(source.dtype, dtype, device_map, revision, others)
             return cls(source, hub=hub)
+
+        # 2. Where it goes, and in which dtype. None for the device: several of them.
         where = default_device() if device_map is None else device_map
         if isinstance(where, dict) or where in MAPS:
             chosen = chosen_dtype(dtype, source, None, revision, model_kwargs)
@@ -211,6 +215,7 @@ class Target(TargetModel):
                 f" of dtype {dtype_name(model.dtype)} on {model.device}: make the Target or"
                 " SpeculativeLM anew from the converted model"
             )
+        # A change of the model's code, adapters or weights makes copies and recordings stale.
         version = self.version
         if self.compile_mode != mode or self._version_before != version:
             self.engine = chosen_engine(self, mode, self.engine_kind)
@@ -223,11 +228,11 @@ class Target(TargetModel):
 
     @property
     def compiled(self) -> bool:
-        """Whether forwards run otherwise than operation by operation."""
+        """Whether forwards run in kernels or recordings, not operation by operation."""
         return self.engine.name != ModelEngine.name
 
     def renew(self) -> None:
-        """Before a generation: choose the engine anew if the model has changed.
+        """Choose the engine anew if the model has changed; called before each generation.
 
         Raises:
             ValueError: it has been converted; see `compile`.
@@ -272,7 +277,7 @@ class Target(TargetModel):
         require_extra("peft", "a head with an adapter for its target")
         from peft import PeftModel  # here: its import takes a second
 
-        # before the model changes: a head is compared with the base model
+        # Taken before the model changes: a head names the base model that it was trained for.
         provenance = self.provenance
         folder = Path(at_home(folder)).resolve()
         with reading("adapter", folder):
@@ -280,7 +285,7 @@ class Target(TargetModel):
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)
         self.before_lm_head = before_lm_head(self.model)
-        vars(self).pop("computes_logits", None)  # found anew
+        vars(self).pop("computes_logits", None)  # a cached property: found anew when asked
         self.adapter = str(folder)
         setattr(self.model, MERGED_ADAPTER, (self.adapter, provenance))
         self.refresh()  # peft changes weights in a way that their version does not show
@@ -296,12 +301,12 @@ class Target(TargetModel):
 
     def current_provenance(self) -> dict[str, Any]:
         """Identity of the model with its weights as they are now, an adapter merged in or not."""
-        packing = getattr(self.model.config, "quantization_config", None)
-        method = (
-            getattr(packing, "quant_method", None) or (packing or {}).get("quant_method")
-            if packing
-            else None
-        )
+        # A quantization config is an object, or the dict that config.json holds.
+        quantization = getattr(self.model.config, "quantization_config", None)
+        method = None
+        if quantization:
+            method = getattr(quantization, "quant_method", None)
+            method = method or quantization.get("quant_method")
         return {
             "target": self.name,
             "revision": self.commit,
@@ -337,21 +342,23 @@ class Target(TargetModel):
 
     def check_features(self) -> None:
         super().check_features()
-        # its states come from elsewhere
+        # A model without weights: its features come from elsewhere.
         if any(weight.is_meta for weight in self.model.parameters()):
             return
+
+        # 1. Read a short text as training does, and as decoding does.
         vocab_size = self.info.vocab_size
         length = min(6, self.max_positions)
-        tokens_1T = torch.tensor(
-            [[(7 * place + vocab_size // 2) % vocab_size for place in range(length)]]
-        )
-        tokens_1T = tokens_1T.to(self.device)
+        tokens = [(7 * index + vocab_size // 2) % vocab_size for index in range(length)]
+        tokens_1T = torch.tensor([tokens]).to(self.device)
         with self.lock, as_loaded(self.model), torch.inference_mode():
             self.renew()  # weights may have changed since the last generation
             trained_BTD, _ = self.states(tokens_1T, (-1,))
             decoded = self.engine.read_chunk(
                 tokens_1T, length, self.engine.new_cache(1), (-1,), [length - 1]
             )
+
+        # 2. A head must find the features that it was trained on.
         by_median = tolerance(self.model) == ROUNDING_IN_16_BITS
         different = relative_difference(decoded.features_BNF[0], trained_BTD[0], by_median)
         if different is not None and different > tolerance(self.model):
@@ -369,7 +376,8 @@ class Target(TargetModel):
         The engine runs the model unchanged.
         """
         other = type(self)(model, self.name, self.commit)
-        # a target and its engine hold each other: the model would be freed long after its owner
+        # A target and its engine refer to each other, so the garbage collector would free the model
+        # long after its owner had dropped it.
         other.hold_weakly()
         return other, other.engine
 
@@ -383,35 +391,43 @@ class Target(TargetModel):
         to no other: sequences of similar length are read together, each as a row of its own. A mask
         would be quadratic in the row, and not every model and attention kernel takes one.
         """
+        # 1. Each row is one sequence: a single forward.
         if positions_BT is None:
             self._keep_step(layers, 1)
             return self._rows(tokens_BT, layers)
+
+        # 2. Packed rows. Positions [0, 1, 2, 0, 1] hold the sequences 0:3 and 3:5; those of similar
+        # length, from any row, are read together.
         sequences = sequences_in(positions_BT.cpu())
-        lengths = [place.stop - place.start for _, place in sequences]
+        lengths = [span.stop - span.start for _, span in sequences]
         groups = of_similar_length(lengths, tokens_BT.shape[1])
         self._keep_step(layers, len(groups))
-        found: list[Tensor] = []
+        packed: list[Tensor] = []  # features_BTF and last_BTD, in the places of their tokens
         for group in groups:
-            texts = [tokens_BT[row, place] for row, place in (sequences[i] for i in group)]
-            read = self._rows(pad_sequence(texts, batch_first=True), layers)
-            if not found:
-                found = [part.new_zeros(*tokens_BT.shape, part.shape[-1]) for part in read]
-            for whole, part in zip(found, read, strict=True):
+            texts = []
+            for i in group:
+                row, span = sequences[i]
+                texts.append(tokens_BT[row, span])
+            states = self._rows(pad_sequence(texts, batch_first=True), layers)
+            if not packed:  # the first forward tells widths, dtype and device
+                packed = [part.new_zeros(*tokens_BT.shape, part.shape[-1]) for part in states]
+            # Put each sequence, without its padding, back where it came from.
+            for whole, part in zip(packed, states, strict=True):
                 for number, i in enumerate(group):
-                    row, place = sequences[i]
-                    whole[row, place] = part[number, : lengths[i]]
-        features_BTF, last_BTD = found
+                    row, span = sequences[i]
+                    whole[row, span] = part[number, : lengths[i]]
+        features_BTF, last_BTD = packed
         return features_BTF, last_BTD
 
     def forwards(self, needed: int) -> int:
-        """Return the number of forwards of a read that needs `needed`.
+        """Return how many forwards to make for a read that needs `needed` of them.
 
-        It is larger where all processes make each forward together.
+        More where all processes must make each forward together, as with sharded weights.
         """
         return needed
 
     def _keep_step(self, layers: tuple[int, ...], needed: int) -> None:
-        """Make the forwards that other processes need and this one does not."""
+        """Make the forwards that only other processes need, on one token."""
         for _ in range(self.forwards(needed) - needed):
             self._rows(torch.zeros(1, 1, dtype=torch.int64, device=self.device), layers)
 
@@ -419,6 +435,7 @@ class Target(TargetModel):
         """`states` of rows that each hold one sequence."""
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
+        # No logits: an empty list of indices keeps none.
         with kernels_without_plans(self.device):  # the lengths of training rows keep changing
             output = self.model(
                 input_ids=tokens_BT,
@@ -443,6 +460,7 @@ def sequences_in(positions_BT: Tensor) -> list[tuple[int, slice]]:
     """
     sequences: list[tuple[int, slice]] = []
     for row, positions_T in enumerate(positions_BT):
+        # Positions [0, 1, 2, 0, 1]: starts [0, 3], stops [3, 5].
         starts = torch.nonzero(positions_T == 0).flatten().tolist()
         stops = [*starts[1:], len(positions_T)]
         sequences += [(row, slice(start, stop)) for start, stop in zip(starts, stops, strict=True)]
@@ -456,6 +474,7 @@ def of_similar_length(lengths: list[int], budget: int) -> list[list[int]]:
     shorter than SIMILAR of its longest.
     """
     groups: list[list[int]] = []
+    # Lengths [4, 9, 10] and a budget of 20: [[2, 1], [0]], since 4 is shorter than 0.75 * 10.
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[groups[-1][0]] if groups else 0
         if groups and lengths[i] >= SIMILAR * longest and (len(groups[-1]) + 1) * longest <= budget:

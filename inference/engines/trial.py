@@ -1,15 +1,19 @@
 """Trial of a model's architecture: a forward over a small draft tree against its `generate`.
 
-What a forward over a tree needs (a mask and positions that are inputs, a cache that keeps every
-token) no config tells for certain: a model may build a mask of its own, or count places in the
-cache. So before its first token every architecture reads a short text in two parts and then a tree,
-and the logits are compared with those of `generate`, which is made to write the same paths token by
-token. It is tried once: the result is kept with this machine's measurements, by the model's config,
-dtype and attention, and by the versions of transformers and headstart.
+A forward over a tree needs a mask and positions that are inputs, and a cache that keeps every
+token. No config tells for certain that a model has them: it may build a mask of its own, or count
+tokens in the cache. So before its first token every architecture is tried:
 
-A text must be longer than the model's windows of local attention for them to matter. Those that a
+    ours        reads a short text in two parts, then a tree of two paths in one forward
+    generate    is made to write the same two paths, token by token
+    compared    the logits after the text and at every node
+
+The result is kept with this machine's measurements, by the model's config, dtype and attention, and
+by the versions of transformers and headstart.
+
+A text must be longer than the model's windows of local attention for them to matter. Windows that a
 model reads from its config in every forward are shortened for the trial, in a copy that shares all
-weights; where the copy differs, the model itself is tried on a text of the length that it takes.
+weights. If the copy fails, the model itself is tried on a text longer than its windows.
 
 Letters in tensor names: B paths, N nodes, T tokens of the text, D tokens of a path, V vocabulary.
 """
@@ -52,15 +56,15 @@ SHORTENED = ("sliding_window", "attention_chunk_size")
 LOCAL = ("window", "local", "chunk")
 """Words in the keys of other windows, for which the text must be longer."""
 LONGEST_LOCAL = 512
-"""Longest of these."""
+"""Longest window that is found by these words: the text grows by as much."""
 LONGEST_TEXT = 8192
 """Most tokens of a text on which a model is tried as it is."""
 ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Largest difference by rounding at any node, relative to the spread of the logits; `generate`
 returns float32."""
 ROUNDING_IN_16_BITS = 0.05
-"""The same for shorter formats and quantized weights, at the median node: rounding may choose
-another expert."""
+"""The same for 16-bit formats and quantized weights, at the median node: at a single node rounding
+may choose another expert."""
 MORE = 3
 """How many times as large a difference by rounding may be after a long text as after a short
 one."""
@@ -103,6 +107,7 @@ class Trial:
     @property
     def tree(self) -> DraftTree:
         """The tree of the paths."""
+        # The shape's node [1, 0] is the second token after the root of path 1.
         paths_BD = self.paths_BD.tolist()
         tokens = [paths_BD[0][0]]
         for path in self.shape.paths:
@@ -122,6 +127,7 @@ def check_architecture(target: TargetModel, retarget: Retarget) -> None:
         ValueError: what was compared, how far off it is, and what to do.
     """
     model = target.model
+    # Without weights there is nothing to compare; without positions no room for a text and a tree.
     if model.device.type == "meta" or target.max_positions < 2 * CHAIN.size + 2:
         return
     measure = partial(run_trial, target, retarget)
@@ -139,11 +145,14 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
         ValueError: the difference is larger than rounding makes it.
     """
     model = target.model
+    # 1. A recurrence must read several tokens as it reads single ones.
     if target.stateful is not None:
         check_states(model)
     windows = windows_of(model.config.get_text_config())
-    # accelerate's, bound to the original
+    # accelerate's hooks are bound to the original model: a copy with short windows cannot run.
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+
+    # 2. No window to shorten: the model itself, on a short text.
     if hooked or not windows:
         # Texts longer than long windows would take too long in a model that accelerate spreads or
         # offloads.
@@ -153,11 +162,15 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
         if difference is not None and difference > tolerance(model):
             raise ValueError(refusal(target, difference, length))
         return difference
+
+    # 3. A copy with short windows.
     shortened = with_short_windows(model)  # held here: its target holds it weakly
     difference = tree_difference(*retarget(shortened), TEXT)
     if difference is None or difference <= tolerance(model):
         return difference
-    # A model that does not read its windows from the config differs, too: it is tried as it is.
+
+    # 4. The copy fails as well if the model does not read its windows from the config in every
+    # forward. So the model itself decides, on a text that is longer than its windows.
     length = 2 * max(windows) + TEXT
     if length > LONGEST_TEXT:
         raise ValueError(refusal(target, difference, TEXT))
@@ -167,10 +180,9 @@ def run_trial(target: TargetModel, retarget: Retarget) -> float | None:
 def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> float | None:
     """Return the difference after a text that is longer than all windows.
 
-    It is at most a few times the difference after a short text.
-
-    Little of what is seen lies out of a long window, so that forgetting it makes a small
-    difference.
+    It is at most `MORE` times the difference after a short text. The bound is that tight because
+    little of what a token attends to lies outside a long window: a mask that lacks the window makes
+    a small difference.
 
     Raises:
         ValueError: the difference is larger.
@@ -186,7 +198,7 @@ def tried_as_it_is(target: TargetModel, retarget: Retarget, length: int) -> floa
 
 
 def read_difference(kept: Any) -> float | None:
-    """A kept difference; a ValueError for anything else, and the trial is made again."""
+    """Parse a kept difference; a ValueError for anything else has the trial made again."""
     if kept is not None and not isinstance(kept, float | int):
         raise ValueError(f"{kept!r} is no difference")
     return kept
@@ -197,9 +209,8 @@ def architecture(model: PreTrainedModel) -> str:
     config = {
         key: value for key, value in model.config.to_dict().items() if key not in WITHOUT_EFFECT
     }
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(config, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     attention = model.config._attn_implementation
     experts = getattr(model.config, "_experts_implementation", None)
     how = ", ".join(str(part) for part in (dtype_name(model.dtype), attention, experts) if part)
@@ -211,7 +222,7 @@ def architecture(model: PreTrainedModel) -> str:
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """The difference up to which logits are the same but for rounding."""
+    """The largest difference of logits that rounding explains."""
     if getattr(model.config, "quantization_config", None):
         return ROUNDING_IN_16_BITS
     return ROUNDING.get(model.dtype, ROUNDING_IN_16_BITS)
@@ -235,8 +246,8 @@ def refusal(target: TargetModel, difference: float, length: int) -> str:
 def tree_difference(target: TargetModel, engine: Engine, length: int) -> float | None:
     """Return how far a tree's logits after a text are from `generate`'s, relative to their spread.
 
-    The largest over the nodes; the median where rounding may choose other experts. None where no
-    logits are finite.
+    This is the largest difference over the nodes, or the median where rounding may choose other
+    experts. None where no logits are finite.
 
     Raises:
         ValueError: what failed, in `generate` or in our forward.
@@ -244,6 +255,7 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
     model = target.model
     longest = text_length(target, length)
     trial = trial_of(target, longest, CHAIN if engine.chains_only else BRANCHING)
+    # 1. The model's own logits. If its `generate` fails, there is nothing to compare with.
     try:
         expected_NV = generated_logits(model, trial)
     except torch.OutOfMemoryError:
@@ -253,8 +265,10 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
             f"{type(model).__name__} ({target.name!r}) cannot be tried: its own generate fails on a"
             f" text of {longest} tokens with {in_short(error)}"
         ) from error
+
+    # 2. Ours. A ValueError is a refusal that says already what is wrong.
     try:
-        found_NV = tree_logits(target, engine, trial)
+        tree_NV = tree_logits(target, engine, trial)
     except torch.OutOfMemoryError:
         raise
     except ValueError:
@@ -267,7 +281,7 @@ def tree_difference(target: TargetModel, engine: Engine, length: int) -> float |
             f" family, or another version of transformers than {transformers.__version__}"
         ) from error
     return relative_difference(
-        found_NV, expected_NV, at_median=tolerance(model) == ROUNDING_IN_16_BITS
+        tree_NV, expected_NV, at_median=tolerance(model) == ROUNDING_IN_16_BITS
     )
 
 
@@ -282,22 +296,28 @@ def relative_difference(found_NV: Tensor, expected_NV: Tensor, at_median: bool) 
     The spread is the root mean square of the expected logits around their mean. With `at_median`
     the median over the nodes is returned; None if no expected logits are finite.
     """
+    # 1. Some models mask logits with -inf: compare what is finite, at nodes that have any.
     found_NV = found_NV.double()
     expected_NV = expected_NV.double()
     known_NV = expected_NV.isfinite()
     rows_N = known_NV.any(-1)
     if not bool(rows_N.any()):
         return None
+
+    # 2. Sums of squares at each node: of the logits around their mean, and of the differences. NaN
+    # of ours where the model's logits are finite is an infinite difference.
     count_N = known_NV.sum(-1).clamp(min=1)
     mean_N1 = expected_NV.where(known_NV, 0).sum(-1, keepdim=True) / count_N[:, None]
     spread_N = ((expected_NV - mean_N1).where(known_NV, 0) ** 2).sum(-1)
     error_N = ((found_NV - expected_NV).where(known_NV, 0) ** 2).sum(-1)
     error_N = error_N.nan_to_num(nan=torch.inf)
     size_N = (expected_NV.where(known_NV, 0) ** 2).sum(-1)
-    least_N = size_N * torch.finfo(torch.float32).eps ** 2  # where all logits are the same
-    relative_N = (error_N / (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)).sqrt()[
-        rows_N
-    ]
+
+    # 3. Their ratio. If all logits of a node are the same, the spread is 0, and differences are
+    # measured by float32's rounding of the logits instead.
+    least_N = size_N * torch.finfo(torch.float32).eps ** 2
+    divisor_N = (spread_N + least_N).clamp(min=torch.finfo(torch.float32).tiny)
+    relative_N = (error_N / divisor_N).sqrt()[rows_N]
     return float(relative_N.median() if at_median else relative_N.max())
 
 
@@ -312,7 +332,7 @@ def text_length(target: TargetModel, length: int) -> int:
 
 
 def local_windows(config: PreTrainedConfig) -> Iterator[int]:
-    """Short windows of a config that are not among `SHORTENED`, found by the words in its keys."""
+    """Yield the short windows of a config that `SHORTENED` lacks, found by words in its keys."""
     for key, value in config.to_dict().items():
         named = any(word in str(key) for word in LOCAL)
         if named and key not in SHORTENED and type(value) is int and 1 < value <= LONGEST_LOCAL:
@@ -336,12 +356,13 @@ def with_short_windows(model: PreTrainedModel) -> PreTrainedModel:
         value = getattr(text_config, key, None)
         if value is not None and value > SHORT_WINDOW:
             setattr(text_config, key, SHORT_WINDOW)
+    # Modules hold the config, or the text config in it: give each the copy of what it holds.
     configs = {id(model.config.get_text_config()): text_config, id(model.config): config}
     twin: Any = twin_of(model, lambda module: None)
     for module in twin.modules():
-        for name, held in list(vars(module).items()):
-            if id(held) in configs:
-                vars(module)[name] = configs[id(held)]
+        for name, value in list(vars(module).items()):
+            if id(value) in configs:
+                vars(module)[name] = configs[id(value)]
     return twin
 
 
@@ -351,13 +372,14 @@ def trial_of(target: TargetModel, length: int, shape: TreeShape) -> Trial:
     size = min(target.info.vocab_size, getattr(embedding, "num_embeddings", target.info.vocab_size))
     special = set(special_tokens(target.model.config.to_dict()))
     ordinary = [token for token in range(size) if token not in special] or list(range(size))
+    # Tokens that do not repeat soon: steps of a prime through the vocabulary.
     paths = 2 if shape is BRANCHING else 1
     depth = shape.depth + 1
     count = length + paths * depth
-    tokens = [ordinary[(7919 * place + 31) % len(ordinary)] for place in range(count)]
+    tokens = [ordinary[(7919 * index + 31) % len(ordinary)] for index in range(count)]
     text_1T = torch.tensor([tokens[:length]], device=target.device)
     paths_BD = torch.tensor(tokens[length:], device=target.device).view(paths, depth)
-    paths_BD[:, 0] = paths_BD[0, 0]
+    paths_BD[:, 0] = paths_BD[0, 0]  # both begin at the same root
     return Trial(text_1T, paths_BD, shape)
 
 
@@ -375,7 +397,7 @@ def special_tokens(config: dict[str, Any]) -> Iterator[int]:
 
 
 class _Forced(LogitsProcessor):
-    """Lets `generate` write given tokens."""
+    """Makes `generate` write given tokens: all other scores are -inf."""
 
     def __init__(self, paths_BD: Tensor, length: int) -> None:
         self.paths_BD = paths_BD
@@ -395,7 +417,7 @@ def generated_logits(model: Any, trial: Trial) -> Tensor:
     paths, depth = trial.paths_BD.shape
     length = trial.text_1T.shape[1]
     text_BT = trial.text_1T.expand(paths, -1)
-    # One step more than the paths have tokens, whose own token is written anew.
+    # The logits at a path's last token take one step more; what that step writes does not matter.
     forced_BD = torch.cat([trial.paths_BD, trial.paths_BD[:, -1:]], dim=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -414,6 +436,8 @@ def generated_logits(model: Any, trial: Trial) -> Tensor:
             output_logits=True,
             return_dict_in_generate=True,
         )
+    # logits_BDV[b, d] are those before token d of path b was written: after the text at d = 0, at
+    # the root at d = 1, and at the path's n-th token after the root at d = n + 1.
     logits_BDV = torch.stack(output.logits, dim=1)
     rows = [logits_BDV[0, 0], logits_BDV[0, 1]]
     for path in trial.shape.paths:
@@ -426,6 +450,7 @@ def tree_logits(target: TargetModel, engine: Engine, trial: Trial) -> Tensor:
 
     The text is read in two parts.
     """
+    # The second part finds a cache with tokens in it, as later chunks of a prompt do.
     length = trial.text_1T.shape[1]
     first = length - length // 3
     cache = engine.new_cache(1, length + trial.shape.size)

@@ -49,5 +49,7 @@ class Decoding:
         """The columns of features [..., F] that the drafter asked for: the first ones."""
         if not self.adds_layers_to(drafter):
             return features
+        # Every layer has the same width: with layers (1, 12, 20), of which the drafter reads the
+        # first two, its features are the first two thirds.
         width = features.shape[-1] // len(self.feature_layers)
         return features[..., : width * len(drafter.feature_layers)].contiguous()

@@ -70,7 +70,10 @@ class Limits:
         verified, nodes = first_nodes(proposed, self.most_nodes)
         if self.target.engine.chains_only:
             verified, path = chain_of(self.target, verified, lengths[0])
-            nodes = path if path is not None else nodes  # `first_nodes` keeps the numbers
+            # The path counts nodes of the shortened tree, which has the proposed tree's numbers.
+            if path is not None:
+                nodes = path
+        # The root alone never crosses a border: node 0 of the proposed tree.
         if self._crosses_border(verified, lengths):
             return NoDraft("segment_border").propose(proposed.tokens_BN[:, 0]), (0,)
         return verified, nodes
@@ -84,13 +87,16 @@ class Limits:
         segments = self.target.segments
         if segments is None or tree.max_depth == 0:
             return False
+        # The last position of the forward, counted from the root at `length - 1`. A target that
+        # takes positions reaches as far as the tree is deep; one that counts entries of its cache
+        # reaches as far as the tree has nodes.
         reach = tree.max_depth if segments.by_last else tree.tokens_BN.shape[1] - 1
         inside = segments.of(min(lengths) - 1) == segments.of(max(lengths) - 1 + reach)
         return not inside or at_border(self.target, lengths)
 
 
 def first_nodes(tree: DraftTree, most: int) -> Cut:
-    """The first nodes of a top-k tree, which are a tree, as parents stand before their children."""
+    """The first nodes of a top-k tree, which are a tree, as parents precede their children."""
     if tree.tokens_BN.shape[1] <= most:
         return tree, None
     assert tree.draft_probs_BNV is None
@@ -114,12 +120,15 @@ def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
     room = target.max_positions - length
     if tree.in_order and tree.max_depth <= room:
         return tree, None
+    # 1. The deepest node, the first of several. Parents [-1, 0, 0, 2, 3] have depths [0, 1, 1, 2,
+    #    3]: the path to node 4 is [0, 2, 3, 4].
     # sync: these engines wait for their tokens anyway
     parents = tree.parents_BN[0, : int(tree.sizes_B[0])].tolist()
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     path = path_from_root(parents, depths.index(max(depths)))
+    # 2. The tree is a chain already, and there is room for it.
     if path == list(range(tree.tokens_BN.shape[1])) and len(path) - 1 <= room:
         return tree, None
     if tree.draft_probs_BNV is not None:
@@ -129,6 +138,7 @@ def chain_of(target: Target, tree: DraftTree, length: int) -> Cut:
                 " chain:LENGTH"
             )
         path = path[:1]
+    # 3. The root and at most `room` drafts.
     path = path[: room + 1]
     if len(path) == 1:
         return NoDraft(tree.fallback).propose(tree.tokens_BN[:, 0]), path
@@ -154,6 +164,7 @@ def reread(
 
     The root, the newest token, stays uncommitted.
     """
+    # An empty cache is filled again from position 0 on.
     committed_B = cache.lengths_B
     cache.lengths_B = torch.zeros_like(committed_B)
     cache.prefilled = 0
@@ -161,6 +172,7 @@ def reread(
     output = target.engine.read_chunk(
         text_T[None].to(target.device), len(text_T), cache, layers, [last]
     )
+    # As after a round with the root alone: its entry is in the slot after the committed ones.
     cache.lengths_B = committed_B
     cache.slots_BN = committed_B[:, None]
     return TargetOutput(output.logits_BNV, output.features_BNF[:, -1:])
@@ -180,13 +192,17 @@ def forward_without_spoiled(
     in their places. The shortest row has `shortest` committed tokens.
     """
     assert tree.shape is not None  # of sampled trees
+    # 1. A node is spoiled if a forward over the path to it gives NaN.
     spoiled = []
     for node in range(tree.shape.size):
         path = path_from_root(tree.shape.parents, node)
+        # NaN that the last forward left would spoil this one, too.
         cache.erase_uncommitted(shortest)
         output = target.engine.forward_chain(tree.tokens_BN[:, path], longest, cache, ())
         spoiled.append(output.logits_BNV[:, -1].isnan().all(-1))
     spoiled_BN = torch.stack(spoiled, dim=1)
+    # 2. The root's token is known to be valid. The rule sees the drafted tokens, with NaN after
+    #    them, and cuts the path there.
     tokens_BN = torch.where(spoiled_BN, tree.tokens_BN[:, :1], tree.tokens_BN)
     cache.erase_uncommitted(shortest)
     output = target.engine.forward_tree(replace(tree, tokens_BN=tokens_BN), longest, cache, layers)

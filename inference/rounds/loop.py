@@ -76,12 +76,17 @@ def speculate(
     if not decoding.observers:
         decode(decoding, drafter, sequences, past, stats)
         return stats
+
+    # 1. The target computes the drafter's layers and, after them, those that only observers read.
+    #    For example: the drafter reads (1, 12), an observer (12, 20): layers = (1, 12, 20).
     layers = drafter.feature_layers
     for observer in decoding.observers:
         decoding.target.check_layers(observer.feature_layers)
         layers = (*layers, *(layer for layer in observer.feature_layers if layer not in layers))
-    # also where memory runs out and the drafter leaves
+    # Set for the whole call: the layers stay even if memory runs out and the drafter leaves.
     decoding = replace(decoding, feature_layers=layers)
+
+    # 2. Every observer is told when the call begins and when it ends, also by an exception.
     call = ObservedCall(
         decoding.target,
         drafter,
@@ -114,19 +119,24 @@ def decode(
     """Read the prompts, then one round after the other until every sequence has ended."""
     sampler = decoding.sampler
     target = decoding.target
+    # 1. Fix the random numbers of every position in advance: a seed then gives the same text
+    #    whatever is drafted. Only the rule that draws one token a node can work from them.
     if decoding.verification.one_draw_per_node and type(sampler) is RandomSampler:
+        # A path of all nodes decides as many positions, and the bonus token one more.
         positions = drafter.max_nodes + 1
         noise = PositionNoise(
             sampler, sequences.rows, positions, target.info.vocab_size, target.device
         )
         decoding = replace(decoding, noise=noise)
 
+    # 2. Read the prompts. They yield the first new token of each row, with which it may end.
     with stats.timed("prefill"):
         began = time.perf_counter()
         cache, roots_B = prefill_all(decoding, drafter, sequences, past)
         stats.first_token_seconds = [time.perf_counter() - began]
         roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
 
+    # 3. Rounds. The newest token of a row, its root, is part of the text but not of the KV cache.
     limits = Limits(target, drafter.max_nodes)
     while sequences.active:
         began = time.perf_counter()
@@ -136,19 +146,21 @@ def decode(
         for observer in decoding.observers:
             observer.round(finished)
         roots_B = finished.verdict.next_tokens_B
-        del finished  # so that its logits and scores make room for the next round's
+        del finished  # frees its logits and scores before the next round allocates its own
         if limits.gave_up:
             drafter = NoDraft("out_of_memory")
         if sequences.leaving:
             with stats.timed("prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
 
+    # 4. A conversation takes the cache over; otherwise its memory goes back to the pool.
     stats.cache_bytes = cache.nbytes
     if past is None:
         cache.release()
         return
     past.tokens = sequences.text(0).tolist()
     segments = target.segments
+    # The newest of n tokens is not in the cache: the last entry belongs to position n - 2.
     if segments is not None and target.rereads_at_border and segments.of(len(past.tokens) - 2) > 0:
         past.segment = 1
     past.cache = cache
@@ -167,16 +179,19 @@ def speculation_round(
     """One draft, one target forward, one verification, for all active rows.
 
     Where memory runs out, or a draft makes the target's scores invalid, the round is tried again
-    with a smaller proposal. What an attempt has left behind, in the cache's free slots and in the
-    drafter, cannot change the output.
+    with a smaller proposal. What a failed attempt leaves in the cache's free slots and in the
+    drafter cannot change the output.
     """
+    # Compared after a failure: a new lengths tensor, or another call of the processors, means that
+    # the attempt went too far to be repeated.
     committed_B = cache.lengths_B
     calls = decoding.process_logits.calls
     proposed: DraftTree | None = None
     finished: Round | None = None
     while finished is None:
         try:
-            # 1 What may follow each row's newest token.
+            # 1 What may follow each row's newest token. A proposal that exists already is kept:
+            #   after an error in the forward it is cut smaller, not drafted again.
             if proposed is None:
                 with stats.timed("draft"):
                     if decoding.noise is not None:
@@ -187,18 +202,20 @@ def speculation_round(
         except torch.OutOfMemoryError:
             processors_advanced = decoding.process_logits.calls != calls
             if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
-                raise  # it cannot be repeated, or there is nothing to save
+                raise  # the round cannot be repeated, or a root alone did not fit
             limits.shrink(proposed, drafter.kind)
             if limits.gave_up:
                 proposed = NoDraft("out_of_memory").propose(roots_B)
             continue
         if finished is None:
             assert proposed is not None
+            # Undo the attempt. The slots after the committed tokens may hold NaN, which attention
+            # would spread to every node, so they are erased, from the shortest row's end on.
             drafter.take_back()
             cache.lengths_B = committed_B
             cache.erase_uncommitted(min(sequences.lengths) - 1)
-            # The target's own numbers may be in order: a plain step tells. Sampled drafts must be
-            # verified all the same: to drop them because of what was sampled would change the
+            # A plain step shows whether the target's own scores are valid. Sampled drafts have to
+            # be verified nevertheless: dropping them because of what was sampled would change the
             # distribution.
             if proposed.draft_probs_BNV is None:
                 proposed = NoDraft().propose(roots_B)
@@ -230,8 +247,8 @@ def verify_round(
     values are not finite, in this tree or left in the cache by an earlier one, spoils all nodes. It
     never makes wrong scores that are finite.
 
-    Returns None if the round must be repeated for that: a row got no token, or some sampled drafts
-    could not be verified. A repeated round (`fallback` is "not_finite") is taken as it is.
+    Returns None if the round must be repeated: a row got no token, or some sampled drafts could not
+    be verified. The result of a repeated round (`fallback` is "not_finite") is final.
     """
     repeated = proposed.fallback == "not_finite"
     sampled = proposed.draft_probs_BNV is not None
@@ -248,11 +265,14 @@ def verify_round(
         and not repeated
         and is_spoiled(output, sequences, sampled)
     ):
-        return None  # before a processor sees what plain decoding would not show it
+        return None  # before a processor sees logits that plain decoding would not show it
 
     # 4 Scores: each node's logits after the processors, by the text that ends with the node.
-    sampler = decoding.sampler if decoding.noise is None else decoding.noise.sampler(verified)
+    sampler: Sampler = decoding.sampler
+    if decoding.noise is not None:
+        sampler = decoding.noise.sampler(verified)
     with stats.timed("processors"):
+        # At least float32, as in transformers' own loop; float64 stays float64.
         scores_BNV = output.logits_BNV.to(
             torch.promote_types(output.logits_BNV.dtype, torch.float32)
         )
@@ -260,11 +280,14 @@ def verify_round(
             scores_BNV = decoding.process_logits(
                 scores_BNV, verified, sequences.text, sequences.decoded
             )
+        # Processors with a state may see accepted tokens only, so they score node by node. The rule
+        # is asked after each one, every time with the same random numbers, drawn here.
         if decoding.process_logits.one_by_one and verified.max_depth > 0:
             sampler = decoding.verification.drawn(verified, scores_BNV, sampler)
             score_accepted(decoding, verified, scores_BNV, sequences, sampler)
 
-    # 5 The accepted path of each row; the cache keeps its entries.
+    # 5 The accepted path of each row; the cache keeps its entries. Random numbers are drawn
+    #   outside of what is recorded, or each replay would repeat them.
     runner = decoding.target.engine.runner
     verification = decoding.verification
     with stats.timed("verify"):
@@ -273,7 +296,8 @@ def verify_round(
         verified, output.features_BNF, scores_BNV, numbers, cache, stats, runner, sequences.live_B
     )
 
-    # 6 Its tokens on the host. Meanwhile the device goes on with what the drafter does in any case.
+    # 6 Its tokens on the host. While the host waits, the device already runs the part of the
+    #   drafter's `observe` that needs no token on the host.
     finished = Round(proposed, verified, nodes, output, verdict, scores_BNV, numbers)
     meanwhile = None
     if runner.replays:
@@ -282,6 +306,7 @@ def verify_round(
         finished = read_by_host(finished, meanwhile, drafter.reads_best_tokens)
     if repeated:
         return finished
+    # Idle rows (None) emit nothing, which is not a failure.
     decoded = zip(sequences.decoded, finished.tokens, strict=True)
     every_row_got_a_token = all(tokens for row, tokens in decoded if row is not None)
     if not every_row_got_a_token or (sampled and any(finished.cut)):
@@ -300,22 +325,25 @@ def forward(
     target = decoding.target
     layers = decoding.layers_for(drafter)
     lengths = sequences.lengths
+    # Beyond some length the model computes even the old tokens differently: read them again.
     if at_border(target, lengths):
         return reread(target, sequences.text(sequences.active[0]), cache, layers)
     longest = max(lengths) - 1  # committed tokens: all but the root
+    # The second attempt at sampled drafts of which one spoiled the first.
     if tree.fallback == "not_finite" and tree.max_depth > 0:
         return forward_without_spoiled(target, min(lengths) - 1, tree, longest, cache, layers)
     return target.engine.forward_tree(tree, longest, cache, layers)
 
 
 def is_spoiled(output: TargetOutput, sequences: Sequences, sampled: bool) -> bool:
-    """Whether the logits after a row's root are NaN; of sampled drafts after any node.
+    """Whether the logits after a row's root are all NaN; with sampled drafts, after any node.
 
-    A processor that keeps a state may see a text only once: of a sampled tree all nodes must be in
-    order.
+    A processor with a state may see a text only once. Sampled drafts may not be dropped later, so
+    all their nodes must be valid before it sees the first.
     """
     logits_BNV = output.logits_BNV if sampled else output.logits_BNV[:, :1]
     invalid_BN = logits_BNV.isnan().all(-1)
+    # Idle rows emit nothing: their logits do not matter.
     if sequences.live_B is not None:
         invalid_BN = invalid_BN & (sequences.live_B > 0)[:, None]
     return bool(invalid_BN.any())  # sync: processors that read the text wait for the tokens anyway
@@ -341,8 +369,13 @@ def score_accepted(
 
     A processor may keep a state that each call advances by the newest token. So it is called as
     plain decoding calls it: once for each token of a row, in the text's order, never after the
-    row's end and never with a rejected draft. The rule, which must be top-down, is asked after
-    every node which child follows: what it says of nodes below those that are scored is not used.
+    row's end and never with a rejected draft. After every node the rule, which must be top-down, is
+    asked which child follows. What it says of nodes below the scored ones is not used.
+
+    For example, the draft is the chain 0 the - 1 cat - 2 sat and the target wants "cat ran":
+
+        scored [0]       the rule accepts node 1: score it, by the text "... the cat"
+        scored [0, 1]    the rule accepts nothing after node 1: the row stops growing
     """
     rows = sequences.decoded
     tokens_BN = tree.tokens_BN.tolist()  # sync: these processors run on the host
@@ -353,17 +386,23 @@ def score_accepted(
 
     growing = [slot for slot, row in enumerate(rows) if row is not None]
     while growing:
+        # 1. Ask the rule about all rows at once, each time with the same random numbers.
         result = decoding.verification.rule(tree, scores_BNV, sampler.from_start())
-        paths, lengths = result.path_BA.tolist(), result.lengths_B.tolist()
+        paths = result.path_BA.tolist()
+        lengths = result.lengths_B.tolist()
         grown = []
         for slot in growing:
-            row, path = sequences.active[slot], paths[slot]
+            row = sequences.active[slot]
+            path = paths[slot]
             known = len(scored[slot])
+            # 2. The path ends with the last scored node: this row is complete.
             if lengths[slot] == known:
                 continue
+            # 3. The next node is accepted. Its text is the row's, and all drafts up to it.
             more = [tokens_BN[slot][node] for node in path[1 : known + 1]]
             if sequences.ends(row, more, partial(score, slot)):
                 continue
+            # 4. Score it by that text.
             node = path[known]
             text_T = sequences.text(row, more)
             scores_BNV[slot, node] = decoding.process_logits.score_next(
@@ -383,11 +422,17 @@ def replace_ended(
 ) -> Tensor:
     """Give the slots of ended rows to waiting ones, or shrink the batch (continuous batching).
 
-    Where rounds are replayed, it shrinks to a few sizes alone, each of which is recorded once; in
+    Where rounds are replayed, the batch has only a few sizes, each of which is recorded once. In
     between, rows that have ended stay as idle ones.
+
+    A slot is an index in the batch, a row the number of a sequence in the call. For example, rows
+    0, 1 and 2 are in the slots 0, 1 and 2, and row 3 waits. Row 1 ends: row 3 is read into slot 1
+    and `active` is [0, 3, 2]. Row 0 ends: the batch shrinks to [3, 2], or row 0 stays as an idle
+    one.
 
     Returns the roots of all rows that are active now.
     """
+    # 1. Waiting rows get the slots of ended ones. A loop: a row may end with its first token.
     while sequences.leaving and sequences.waiting:
         slots = [slot for slot, row in enumerate(sequences.active) if row in sequences.leaving]
         slots = slots[: len(sequences.waiting)]
@@ -400,23 +445,25 @@ def replace_ended(
                 sequences.active[slot] = row
     if not sequences.leaving:
         return roots_B
+    # 2. No row waits any more: only rows that have not ended keep a slot, if any are left.
     ended = sequences.leaving | sequences.idle
     sequences.leaving = set()
-    kept = [slot for slot, row in enumerate(sequences.active) if row not in ended]
-    if not kept:
+    live_slots = [slot for slot, row in enumerate(sequences.active) if row not in ended]
+    if not live_slots:
         sequences.active = []
         return roots_B
-    # 1 As many of the ended rows stay as fill the batch up to a size that is recorded.
-    size = min(decoding.target.engine.runner.rounded_rows(len(kept)), len(sequences.active))
-    others = [slot for slot, row in enumerate(sequences.active) if row in ended]
-    stay = sorted(kept + others[: size - len(kept)])
+    # 3. Some ended rows stay, to fill the batch up to a size that is recorded: with recorded sizes
+    #    1, 2, 4 and 8, three live rows of five are filled up to four.
+    size = min(decoding.target.engine.runner.rounded_rows(len(live_slots)), len(sequences.active))
+    ended_slots = [slot for slot, row in enumerate(sequences.active) if row in ended]
+    stay = sorted(live_slots + ended_slots[: size - len(live_slots)])
     if size < len(sequences.active):
         sequences.active = [sequences.active[slot] for slot in stay]
         stay_R = upload(stay, roots_B.device)
         cache.select(stay_R)
         drafter.select(stay_R)
         roots_B = roots_B[stay_R]
-    # 2 They are idle: they emit and draw nothing, and attend to one token.
+    # 4. They are idle: they emit and draw nothing, and attend to one token, which costs least.
     sequences.idle = ended & set(sequences.active)
     if sequences.idle:
         live = tuple(row is not None for row in sequences.decoded)

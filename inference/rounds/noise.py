@@ -48,15 +48,20 @@ class PositionNoise:
 
         `texts` are the rows' new tokens, of which one step decides at most `positions`.
         """
+        # The user's generator may be on another device than the model.
         source = device if sampler.generator is None else sampler.generator.device
-        bounds = -(2**63), 2**63 - 1
+        bounds = -(2**63), 2**63 - 1  # any int64
         seeds_R = torch.randint(*bounds, (len(texts),), generator=sampler.generator, device=source)
         self._seeds_R = seeds_R.cpu().numpy().astype(np.uint64)  # sync: once a call
         self._ahead_P = np.arange(positions, dtype=np.uint64)
-        self._texts, self._vocab_size, self._device = texts, vocab_size, device
+        self._texts = texts
+        self._vocab_size = vocab_size
+        self._device = device
 
     def move_to(self, rows: Sequence[int]) -> None:
         """Move to the next position of each row of the batch."""
+        # A key for each position: SplitMix64's output number n + p from the row's seed, for a row
+        # with n new tokens. uint64 wraps around. On the host: P keys a row are few.
         next_B = np.array([len(self._texts[row]) for row in rows], dtype=np.uint64)
         z_BP = self._seeds_R[np.array(rows), None] + (next_B[:, None] + self._ahead_P) * GOLDEN
         z_BP = (z_BP ^ (z_BP >> 30)) * MIX_1
@@ -69,12 +74,14 @@ class PositionNoise:
 
     def next(self, count: int) -> Tensor:
         """E_BKV of the next K = `count` positions of each row; float32."""
-        known = self._ready_BKV.shape[1]
-        if known < count:
-            more_BKV = exponential(self._keys_BP[:, known:count], self._vocab_size)
-            self._ready_BKV = (
-                more_BKV if known == 0 else torch.cat([self._ready_BKV, more_BKV], dim=1)
-            )
+        # The drafter and then the rule ask for the same positions: each is computed once a round.
+        ready = self._ready_BKV.shape[1]
+        if ready < count:
+            more_BKV = exponential(self._keys_BP[:, ready:count], self._vocab_size)
+            if ready == 0:
+                self._ready_BKV = more_BKV
+            else:
+                self._ready_BKV = torch.cat([self._ready_BKV, more_BKV], dim=1)
         return self._ready_BKV[:, :count]
 
     def sampler(self, tree: DraftTree) -> PositionSampler:
@@ -85,10 +92,11 @@ class PositionNoise:
         numbers_BKV = self.next(tree.max_depth + 1)
         if tree.in_order:
             return PositionSampler(exponential_BNV=numbers_BKV)
-        rows_B1 = counting(
-            len(tree.structure.depths_BN), tree.structure.depths_BN.device, column=True
-        )
-        return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, tree.structure.depths_BN])
+        # [B, K, V] at [rows_B1, depths_BN] gives [B, N, V]: nodes of equal depth decide the same
+        # position, and get the same numbers.
+        depths_BN = tree.structure.depths_BN
+        rows_B1 = counting(len(depths_BN), depths_BN.device, column=True)
+        return PositionSampler(exponential_BNV=numbers_BKV[rows_B1, depths_BN])
 
 
 @constants
@@ -100,14 +108,17 @@ def _steps(width: int, device: torch.device) -> Tensor:
 def exponential(keys_BK: Tensor, width: int) -> Tensor:
     """Return exponential numbers of rate 1, float32 [B, K, width].
 
-    They are -log(1 - u), where SplitMix64 gives u in (0, 1) from each key on.
+    They are -log(1 - u), where SplitMix64, started at each key, gives u in (0, 1).
     """
     if cpu_kernels.in_use(keys_BK.device):
         minus_u = cpu_kernels.minus_uniform(keys_BK.flatten(), width).reshape(*keys_BK.shape, width)
     else:
+        # SplitMix64's output function in int64, which wraps around like uint64. z is [B, K, width].
         z = keys_BK[..., None] + _steps(width, keys_BK.device)
         for shift, factor in zip((30, 27), SIGNED_MIX, strict=True):
-            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> keeps the sign
+            # >> copies the sign bit into the top `shift` bits; the mask clears them.
+            z = (z ^ ((z >> shift) & (2 ** (64 - shift) - 1))) * factor
+        # Of the last step the upper 53 bits, k; u = (k + 0.5) / 2**53.
         z = (((z ^ ((z >> 31) & (2**33 - 1))) >> 11) & (2**53 - 1)).to(finest(z.device))
         minus_u = ((z + 0.5) * -(2.0**-53)).float()
     # u that rounds to 1 would be infinite, and all tokens alike

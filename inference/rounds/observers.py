@@ -100,7 +100,7 @@ class RoundObserver(Protocol):
 @contextmanager
 def observing(observer: RoundObserver, call: ObservedCall) -> Iterator[None]:
     """Tell an observer of a call's begin and end."""
-    observer.begin(call)
+    observer.begin(call)  # an observer whose `begin` fails gets no `end`
     try:
         yield
     except BaseException as error:

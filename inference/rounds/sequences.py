@@ -41,8 +41,11 @@ class Sequences:
         Stopping criteria are called after each token with one row's unpadded tokens [1, T]. Rows
         beyond `max_batch_size` wait.
         """
-        self.prompts, self.criteria, self.streamer = prompts, criteria, streamer
-        self.new_tokens, self.eos_token_ids = new_tokens, eos_token_ids
+        self.prompts = prompts
+        self.criteria = criteria
+        self.streamer = streamer
+        self.new_tokens = new_tokens
+        self.eos_token_ids = eos_token_ids
         self.rows: list[list[int]] = [[] for _ in prompts]
         """New tokens of each row."""
         self.active = list(range(len(prompts)))[:max_batch_size]
@@ -54,19 +57,19 @@ class Sequences:
         self.leaving: set[int] = set()
         """Rows that have ended and are still in the batch."""
         self.idle: set[int] = set()
-        """Rows that have ended and keep their places in the batch, so that its size stays. What is
+        """Rows that have ended and keep their slots in the batch, so that its size stays. What is
         computed for them is dropped."""
         self.live_B: Tensor | None = None
-        """1 in the places of rows that are being decoded, 0 in those of idle rows; None if no row
+        """1 in the slots of rows that are being decoded, 0 in those of idle rows; None if no row
         is idle."""
         self.scores: list[list[Tensor]] | None = [[] for _ in prompts] if keep_scores else None
         """For each row, [tokens, V] per round."""
         self.logits: list[list[Tensor]] | None = [[] for _ in prompts] if keep_logits else None
         self._answers: dict[int, list[bool]] = {}
-        """By row: whether it ends with each of the tokens that have been asked about and are not
+        """By row: whether it ends with each token that `ends` was asked about and that is not
         appended yet."""
         self._shown_scores: list[tuple[Tensor, ...]] = [() for _ in prompts]
-        """For each row, the scores [1, V] of its new tokens, as criteria are shown them."""
+        """For each row, the scores [1, V] of its new tokens, as stopping criteria see them."""
 
     @property
     def tokens(self) -> int:
@@ -87,7 +90,7 @@ class Sequences:
 
     @property
     def decoded(self) -> list[int | None]:
-        """The row in each place of the batch; None in the places of idle rows."""
+        """The row in each slot of the batch; None in the slots of idle rows."""
         return [None if row in self.idle else row for row in self.active]
 
     def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
@@ -101,8 +104,8 @@ class Sequences:
 
         scores_of(i) returns the scores [V] of the i-th token.
 
-        To be asked about one token after the other, as often as needed: each criterion is asked
-        once.
+        Ask about one token after the other: [a], [a, b], [a, b, c]. The same question may be
+        repeated, since a criterion, which may keep a state, is called once for each token.
         """
         answers = self._answers.setdefault(row, [])
         if len(answers) < len(tokens):
@@ -112,22 +115,21 @@ class Sequences:
             )
             if self.criteria:
                 scores = None
-                if self.scores is not None:  # as transformers passes them: all so far, in float32
+                # As transformers passes them: of all new tokens so far, in float32.
+                if self.scores is not None:
                     self._shown_scores[row] += (scores_of(len(tokens) - 1)[None].float(),)
                     scores = self._shown_scores[row]
                 text_1T = self.text(row, tokens)[None]
-                # as there, all of them
-                found = [bool(criterion(text_1T, scores)) for criterion in self.criteria]
-                ended = ended or any(found)
+                # As in transformers, every criterion is called, also after one has said yes.
+                says_stop = [bool(criterion(text_1T, scores)) for criterion in self.criteria]
+                ended = ended or any(says_stop)
             answers.append(ended)
         return answers[len(tokens) - 1]
 
     def add(self, rows: Sequence[int | None], finished: Round, stats: Stats | None = None) -> None:
         """Append the tokens that a round emitted in `rows`.
 
-        Without `stats`, they are the tokens that follow the prompts.
-
-        None stands in the place of an idle row.
+        An idle row is None. Without `stats`, the tokens are those that follow the prompts.
 
         Raises:
             ValueError: the target's scores after the newest token are invalid, and why.
@@ -143,9 +145,12 @@ class Sequences:
         for slot, (row, tokens) in enumerate(zip(rows, finished.tokens, strict=True)):
             if row is None:
                 continue
+            # A row that is decoded emits at least one token, unless its scores are invalid.
             if not tokens:
                 root = path_BA[slot, 0]
                 self._refuse(row, logits_BNV[slot, root], scores_BNV[slot, root])
+            # A round may accept more than the row may get: `count` tokens are returned. The scores
+            # of token i are those at node i of the path, which precedes it.
             count = self._append(row, tokens, partial(score, slot))
             if self.scores is not None:
                 self.scores[row].append(scores_BNV[slot, path_BA[slot, :count]])
@@ -182,15 +187,11 @@ class Sequences:
     def _refuse(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
         """Say why no token can be chosen by a row's scores."""
         where = f"new token {len(self.rows[row])} of row {row}"
-        for values_V, whose in (
-            (logits_V, "the target's logits"),
-            (scores_V, "the logits processors' scores"),
+        # The target's logits first: where they are broken, no processor is to blame.
+        for values_V, whose, broken in (
+            (logits_V, "the target's logits", "the model's weights or its number format are"),
+            (scores_V, "the logits processors' scores", "a processor is"),
         ):
-            broken = (
-                "the model's weights or its number format are"
-                if values_V is logits_V
-                else "a processor is"
-            )
             if values_V.isnan().any():
                 raise ValueError(
                     f"{whose} for {where} contain NaN: {broken} broken, so nothing can be drawn"
@@ -202,6 +203,7 @@ class Sequences:
                     f"{whose} for {where} are infinite: {broken} broken{hint}; no probabilities are"
                     " left to draw by"
                 )
+        # Every score is -inf.
         raise ValueError(
             f"the logits processors forbid every token at {where}; leave at least one allowed"
         )
@@ -209,10 +211,11 @@ class Sequences:
 
 def shared_length(texts: Sequence[Sequence[int] | str]) -> int:
     """Length of the longest common prefix."""
-    columns = enumerate(zip(*texts, strict=False))
-    return next(
-        (length for length, tokens in columns if len(set(tokens)) > 1), min(map(len, texts))
-    )
+    # Column i holds the i-th token of each text; zip ends with the shortest one.
+    for length, tokens in enumerate(zip(*texts, strict=False)):
+        if len(set(tokens)) > 1:
+            return length
+    return min(map(len, texts))
 
 
 class Conversation:
@@ -251,38 +254,45 @@ class Conversation:
 
     def forget(self) -> None:
         """Drop the text and its state."""
-        self.tokens, self.cache, self.draft_state = [], None, None
+        self.tokens = []
+        self.cache = None
+        self.draft_state = None
 
     def resume(
         self, context: DraftContext, drafter: BatchDrafter, prompt_T: Tensor
     ) -> tuple[TreeCache | None, int]:
-        """Crop the state to the prefix shared with the prompt.
+        """Crop the state to the prefix shared with the prompt, and resume the drafter from it.
 
-        If anything is kept, the drafter is resumed.
+        For example, the conversation's text is [5, 7, 9, 4] and the prompt [5, 7, 9, 8, 2]: the
+        cache holds 5, 7 and 9, of which 5 and 7 stay, and the drafter has read the pairs (5, 7) and
+        (7, 9).
 
         Returns:
             The target's KV cache and its length in tokens; None and 0 if the prompt must be read
             from its start.
         """
         prompt: list[int] = prompt_T.tolist()  # sync: once a call
-        # The token after each kept one must be known: a head has read the two together.
-        kept = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
-        if self.cache is None or kept < 1 or not drafter.can_resume(self.draft_state):
+        # 1. How many tokens stay. One less than are shared: a head has read each together with its
+        #    successor, which must be the same in both texts.
+        length = min(shared_length([self.tokens, prompt]), len(prompt)) - 1
+        if self.cache is None or length < 1 or not drafter.can_resume(self.draft_state):
             self.forget()
             return None, 0
-        # A recurrent state may have to go back further than keys and values.
-        kept = self.cache.rewind(kept)
-        if kept < 1:
+        # 2. Crop the cache. A recurrent state may have to go back further than keys and values.
+        length = self.cache.rewind(length)
+        if length < 1:
             self.forget()
             return None, 0
+        # 3. Resume the drafter. The features of the old text are gone, hence F = 0.
         device = self.cache.lengths_B.device
-        tokens_1T = torch.tensor([prompt[: kept + 1]], device=device)
-        kept_B = torch.tensor([kept], device=device)
-        empty_1TF = torch.empty(1, kept, 0, dtype=torch.float32, device=device)
-        chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, kept_B)
-        drafter.resume(context, chunk, self.draft_state, kept == len(self.tokens) - 1)
+        tokens_1T = torch.tensor([prompt[: length + 1]], device=device)
+        length_B = torch.tensor([length], device=device)
+        empty_1TF = torch.empty(1, length, 0, dtype=torch.float32, device=device)
+        chunk = PrefillChunk(tokens_1T[:, :-1], tokens_1T[:, 1:], empty_1TF, length_B)
+        drafter.resume(context, chunk, self.draft_state, length == len(self.tokens) - 1)
+        # 4. Room for the longer text.
         self.cache.ensure_capacity(context.capacity)
-        return self.cache, kept
+        return self.cache, length
 
 
 def left_padded(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -290,6 +300,7 @@ def left_padded(prompts: list[Tensor], device: torch.device) -> tuple[Tensor, Te
 
     The ids are padded on the left with 0.
     """
+    # Prompts [5, 7, 9] and [4]: ids [[5, 7, 9], [0, 0, 4]], mask [[1, 1, 1], [0, 0, 1]].
     input_ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
     lengths_B1 = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
     mask_BT = torch.arange(input_ids.shape[1], device=device) >= input_ids.shape[1] - lengths_B1

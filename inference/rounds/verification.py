@@ -26,6 +26,7 @@ from ..trees.tree import DraftTree
 from ..trees.verify import AcceptanceRule, emitted_tokens, greedy, point_mass
 
 AS_IT_IS = Runner()
+"""Runs functions directly, without recordings."""
 UNUSED = RandomSampler()
 """Sampler for rules that draw no random numbers."""
 
@@ -79,14 +80,15 @@ class Verification:
 
         Rows where `live_B` is 0 are idle and accept nothing.
         """
-        # which counts on the host what was used
+        # A sampler counts on the host which numbers were used, so it cannot be recorded.
         recorded = runner.replays and not isinstance(numbers, Sampler)
         with stats.timed("verify"):
             if recorded:
-                given = (cache.slots_BN, tree, features_BNF, scores_BNV, numbers)
-                verdict = runner(self.verify_and_compact, (cache,), *given)
+                tensors = (cache.slots_BN, tree, features_BNF, scores_BNV, numbers)
+                verdict = runner(self.verify_and_compact, (cache,), *tensors)
             else:
                 verdict = self.verify(tree, features_BNF, scores_BNV, numbers)
+            # Idle rows: length 0, so that nothing is committed or emitted.
             if live_B is not None:
                 lengths_B = verdict.lengths_B * live_B
                 cut_B = verdict.cut_B & (live_B > 0)
@@ -109,6 +111,7 @@ class Verification:
     ) -> Verdict:
         """Verify, and move the accepted nodes' entries together; this function is recorded."""
         verdict = self.verify(tree, features_BNF, scores_BNV, numbers)
+        # A chain's accepted entries lie together already.
         if not tree.in_order:
             cache.slots_BN = slots_BN
             cache.compact(verdict.path_BA)
@@ -125,9 +128,11 @@ class Verification:
         sampler = sampler_by(numbers) if isinstance(numbers, Tensor) else numbers
         result = self.rule(tree, scores_BNV, sampler or UNUSED)
         path_BA = result.path_BA
-        emitted_BA = (
-            emitted_tokens(tree, result) if result.emitted_BA is None else result.emitted_BA
-        )
+        emitted_BA = result.emitted_BA
+        if emitted_BA is None:
+            emitted_BA = emitted_tokens(tree, result)
+        # The best score after each accepted node, and its features. On a chain the path is the
+        # nodes in their order: A = N, and nothing is gathered.
         if tree.in_order:
             best_BA = scores_BNV.amax(-1)
             features_BAF = features_BNF
@@ -135,13 +140,14 @@ class Verification:
             rows_B1 = counting(len(path_BA), path_BA.device, column=True)
             best_BA = scores_BNV[rows_B1, path_BA].amax(-1)
             features_BAF = features_BNF[rows_B1, path_BA]
-        # An infinite logit is the best one; but there are no probabilities to sample from.
+        # An infinite logit is the best one for greedy decoding, but leaves no probabilities to
+        # sample from.
         finite_BA = best_BA.isfinite() if self.samples else best_BA > -torch.inf
-        # A path ends before the first node after which no token can be chosen; with 3 accepted of A
-        # = 4 nodes:
+        # A path ends before the first node after which no token can be chosen. With 3 accepted
+        # nodes of A = 4:
         #     finite                             1 0 1 1
         #     accepted, or the node's number     3 1 3 3
-        #     length                             1, so the path is cut
+        #     least of them, the length          1, so the path is cut
         number_A = counting(path_BA.shape[1], path_BA.device)
         lengths_B = torch.where(finite_BA, result.lengths_B[:, None], number_A).amin(1)
         cut_B = lengths_B < result.lengths_B

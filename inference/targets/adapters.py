@@ -1,7 +1,7 @@
 """Adapters of the package peft that a target carries, and compiled models: which can be decoded.
 
-LoRA and its kin are weights in the layers: every forward applies them, ours too. What acts outside
-of the layers, or on some tokens or rows alone, is refused by name.
+LoRA and its relatives are weights in the layers: every forward applies them, ours too. Adapters
+that act outside of the layers, or only on some tokens or rows, are refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def unwrapped(source: Any) -> Any:
 
 
 def active_adapters(model: PreTrainedModel) -> Hashable:
-    """Return each layer's active peft adapters, and those that are merged into its weights."""
+    """Return a value that changes with each layer's active and merged peft adapters."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters))
         for layer in _adapted_layers(model)
@@ -51,20 +51,24 @@ def check_adapters(model: PreTrainedModel) -> None:
     Raises:
         ValueError: prompt learning, an adapter that begins at an invocation, or one for each row.
     """
-    # While a PeftModel generates, this method of the model inside is its own.
+    # 1. Prompt learning acts in the PeftModel around the model. While a PeftModel generates, the
+    # model has a method of it in place of its own, which shows that it is there.
     prepares = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if prepares is not model and hasattr(prepares, "peft_config"):
         check_prompt_learning(prepares)
     if sys.modules.get("peft") is None:
         return
+
+    # 2. What acts in the layers: adapters with invocation tokens, and hooks that give each row its
+    # adapter.
     active: set[str] = set()
     for layer in _adapted_layers(model):
         if not layer.disable_adapters:
             active.update(layer.active_adapters)
     configs = getattr(model, "peft_config", None) or {}
-    hooks = {
-        _name(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()
-    }
+    hooks: set[str] = set()
+    for module in model.modules():
+        hooks.update(_name(hook) for hook in module._forward_pre_hooks.values())
     reason = ""
     if ROW_HOOK in hooks:
         reason = (
@@ -79,6 +83,7 @@ def check_adapters(model: PreTrainedModel) -> None:
                 " token; give a model with a LoRA of another kind, or without an adapter"
             )
     if reason:
+        # peft leaves its hooks when a call ends by an error, and the next call would run them.
         _remove_call_hooks(model)
         raise ValueError(reason)
 
@@ -87,7 +92,7 @@ def check_prompt_learning(model: Any) -> None:
     """Refuse a `PeftModel` whose active adapter is outside of the layers.
 
     Raises:
-        ValueError: prompt tuning and its kin, with their name.
+        ValueError: prompt tuning or a relative; names it.
     """
     config = model.active_peft_config
     disabled = getattr(model, "_adapters_disabled", False)
@@ -101,7 +106,7 @@ def check_prompt_learning(model: Any) -> None:
 
 def _adapted_layers(model: nn.Module) -> list[Any]:
     """The layers of a model to which peft has added adapters."""
-    # Importing peft takes a second, and a model with adapters has done so.
+    # Importing peft takes a second. Whoever made a model with adapters has imported it.
     if sys.modules.get("peft") is None:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from torch import nn
 def as_loaded(model: nn.Module) -> Iterator[None]:
     """Run a model's forwards in eval mode without autocast, and restore its modes afterwards."""
     device = next(model.parameters()).device.type
+    # Module by module: a user may have left some in eval mode, such as frozen norms.
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        with (
-            nullcontext()
-            if autocast_dtype(device) is None
-            else torch.autocast(device, enabled=False)
-        ):
+        if autocast_dtype(device) is None:
             yield
+        else:
+            with torch.autocast(device, enabled=False):
+                yield
     finally:
         for module in training:
             module.training = True

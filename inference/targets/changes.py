@@ -1,9 +1,14 @@
 """Detects changed weights or code, however they were written, for less than the cost of a token.
 
-torch counts writes to a parameter in place (`_version`), but not those through `.data`, as
-reinforcement learning, moving averages and merged adapters write. So a few elements of each tensor
-are compared as well, and where it lies. What changes none of these is not seen: a write through
-`.data` to a few rows of an embedding.
+torch counts writes to a parameter in place (`_version`), but not those through `.data`, by which
+reinforcement learning, moving averages and merged adapters often write. So three things are
+compared:
+
+    addresses    a parameter was replaced
+    counts       it was written in place
+    samples      it was written through `.data`; 16 elements of each tensor on a CPU
+
+A write through `.data` to a few rows of an embedding may change none of them, and is not seen.
 """
 
 from __future__ import annotations
@@ -18,14 +23,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 SAMPLED = 16
 """Elements of each tensor that are compared."""
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of an element's bytes: with them NaN equals itself."""
+"""Integers by an element's bytes. As integers, NaN equals itself."""
 
 
 class WeightWatch:
     """Tells one state of a module's parameters and buffers from another."""
 
     def __init__(self) -> None:
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         self._samples: list[list[Tensor]] = []
         """Views of the tensors' sampled elements, by their size in bytes."""
 
@@ -36,31 +41,35 @@ class WeightWatch:
         """
         tensors: list[Tensor] = []
         _collect(module, tensors)
-        places, writes = [], 0
+        addresses: list[int] = []
+        writes = 0
         for tensor in tensors:
-            places.append(tensor.data_ptr())
-            writes += 0 if tensor.is_inference() else tensor._version
-        if places != self._places:
-            self._places, self._samples = places, _samples(tensors)
+            addresses.append(tensor.data_ptr())
+            if not tensor.is_inference():  # inference tensors have no count
+                writes += tensor._version
+        # The views of samples are made once, as long as the tensors stay where they are.
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._samples = _samples(tensors)
         numbers = [
             torch.cat(samples).view(torch.uint8).numpy().tobytes() for samples in self._samples
         ]
-        return (*places, writes, *numbers)
+        return (*addresses, writes, *numbers)
 
 
-def _collect(module: nn.Module, found: list[Tensor]) -> None:
+def _collect(module: nn.Module, tensors: list[Tensor]) -> None:
     """Append all plain tensors of a module; `module.parameters()` takes five times as long.
 
-    Buffers that no checkpoint has are no weights: forwards of longrope embeddings write their
-    frequencies there.
+    Buffers that are not saved in checkpoints are left out: forwards of longrope embeddings write
+    their frequencies there.
     """
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
+    for named in (module._parameters, module._buffers):
+        for name, tensor in named.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                found += _plain(tensor)
+                tensors += _plain(tensor)
     for child in module._modules.values():
         if child is not None:
-            _collect(child, found)
+            _collect(child, tensors)
 
 
 def _plain(tensor: Tensor) -> list[Tensor]:
@@ -80,14 +89,18 @@ def _samples(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or 0 in tensor.shape:
             continue
+        # 1. Elements from the first to the last in memory: 12 for a contiguous [3, 4].
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        wanted = max(SAMPLED, 2 * len(tensor)) if tensor.ndim == 3 else SAMPLED  # of every expert
+        # 2. Three dimensions are weights of experts, of which each should be sampled.
+        wanted = max(SAMPLED, 2 * len(tensor)) if tensor.ndim == 3 else SAMPLED
         count = min(wanted, extent)
+        # 3. Equal steps, coprime to the width. In [64, 64], with 4096 elements, steps of 256 would
+        # put all samples into column 0; steps of 255 put them into 16 columns.
         step = extent // count
         width = tensor.shape[-1] if tensor.ndim else 1
-        while step > 1 and math.gcd(step, width) > 1:  # else all would lie in a few columns
+        while step > 1 and math.gcd(step, width) > 1:
             step -= 1
         size = tensor.element_size()
         view = tensor.detach().as_strided((count,), (step,), tensor.storage_offset())
@@ -100,8 +113,7 @@ def code_of(module: nn.Module) -> Hashable:
 
     It comprises the classes of its parts with their forwards, the factors that they compute with
     (`scaling`, `eps`), their hooks, hooks on all modules, and forwards in the place of theirs.
-
-    torch numbers hooks, and gives no number twice.
+    torch numbers hooks and never gives a number twice.
     """
     code: list[Hashable] = [*_GLOBAL_HOOKS[0], *_GLOBAL_HOOKS[1]]
     _collect_code(module, code)
@@ -136,10 +148,11 @@ def _collect_code(module: nn.Module, code: list[Hashable]) -> None:
 
 
 def _hooks(module: nn.Module) -> Iterator[Hashable]:
-    """The hooks of a module, but for those by which transformers returns hidden states."""
+    """Yield the hooks of a module, except those by which transformers returns hidden states."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for number, hook in hooks.items():
             if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":
                 yield number
+    # A forward set on the object takes the place of its class's.
     if "forward" in module.__dict__:
         yield id(module.__dict__["forward"])

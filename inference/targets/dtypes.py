@@ -1,8 +1,13 @@
 """The dtype that a model runs in: `dtype="fastest"` is the fastest exact one on this machine.
 
-Exact are the checkpoint's own dtype and, on a CPU, float32, which holds every 16-bit number. A GGUF
-file is dequantized and exact in float32 only. On an accelerator "fastest" is the checkpoint's own
-dtype, as "auto" is everywhere.
+    checkpoint    on a CPU                                       on an accelerator
+    bfloat16      float32 if that is as fast and fits, or it     bfloat16
+    float16       float32 if that is as fast and fits, or it     float16
+    float32       float32                                        float32
+    GGUF          float32, which alone holds its weights         float32
+
+A dtype is exact if it holds every weight of the checkpoint: its own dtype, and float32 for 16-bit
+numbers. "auto" is the checkpoint's own dtype everywhere.
 """
 
 from __future__ import annotations
@@ -28,12 +33,15 @@ log = logging.getLogger("headstart.inference")
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes that float32 holds exactly and that may be slow on a CPU."""
-WIDTH, INNER, LAYERS = 1024, 4096, 4
+WIDTH = 1024
+INNER = 4096
+LAYERS = 4
 """Sizes and number of the linear layers that are timed: as in a model of half a billion parameters,
 and together larger than most processors' caches."""
 ROWS = (1, 8)
 """Tokens of the forwards that are timed: a plain step, and the verification of a small tree."""
-REPEATS, LIMIT = 7, 1.0
+REPEATS = 7
+LIMIT = 1.0
 """Most calls of each, and seconds after which no further one starts."""
 SLOW = 1.25
 """Least ratio of the time in a named dtype to that in the fastest exact one that gives a
@@ -43,7 +51,7 @@ ROOM = 0.8
 
 
 def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """The torch dtype of a name such as bfloat16."""
+    """Return the torch dtype of a name such as bfloat16."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ValueError(
@@ -73,9 +81,13 @@ def chosen_dtype(
         ValueError: an unknown name for `dtype`, or no config at `source`.
     """
     on_cpu = device is not None and device.type == "cpu"
+
+    # 1. "auto": the checkpoint's own.
     if dtype == "auto":
         _, gguf = locate(source)
         return "auto" if gguf is None else torch.float32
+
+    # 2. "fastest": measured, and told if it is another than the checkpoint's.
     if dtype == "fastest":
         own, config = own_dtype(source, revision, options)
         fastest = fastest_dtype(own, config, on_cpu, options or {})
@@ -86,6 +98,8 @@ def chosen_dtype(
                 " checkpoint's"
             )
         return fastest
+
+    # 3. A named dtype is taken, with a warning if it is slow here.
     named = dtype_named(dtype)
     if on_cpu and named in (torch.float32, *HALVES):
         own, _ = own_dtype(source, revision, options)
@@ -101,7 +115,9 @@ def fastest_dtype(
     Float32 must also fit in memory.
     """
     quantized = getattr(config, "quantization_config", None) or options.get("quantization_config")
-    if config is None or quantized or own not in HALVES or not on_cpu or against_float32(own) < 1:
+    if config is None or quantized or own not in HALVES or not on_cpu:
+        return own
+    if against_float32(own) < 1:  # measured last, since it takes a second
         return own
     return torch.float32 if fits(config) else own
 
@@ -128,6 +144,7 @@ def own_dtype(
 
 def fits(config: PreTrainedConfig) -> bool:
     """Whether this machine's free memory holds a model's weights in float32."""
+    # On "meta" a model has shapes and no memory.
     with torch.device("meta"):
         model = model_loader(config).from_config(config)
     weights = sum(weight.numel() for weight in model.parameters())
@@ -136,13 +153,14 @@ def fits(config: PreTrainedConfig) -> bool:
 
 def warn_if_slow(named: torch.dtype, own: torch.dtype) -> None:
     """Warn once if another exact dtype is faster on this machine's CPU than the user's `named`."""
+    # Exact dtypes other than the named one; `-` binds tighter than `&`.
     others = {torch.float32, own} & {torch.float32, *HALVES} - {named}
     if not others:
         return
-    taken = {
-        each: 1.0 if each == torch.float32 else against_float32(each) for each in (named, *others)
-    }
-    best = min(others, key=lambda each: taken[each])
+    taken: dict[torch.dtype, float] = {}  # time relative to float32
+    for dtype in (named, *others):
+        taken[dtype] = 1.0 if dtype == torch.float32 else against_float32(dtype)
+    best = min(others, key=lambda dtype: taken[dtype])
     if taken[named] >= SLOW * taken[best]:
         tell_once(
             f"on this machine linear layers take {taken[named] / taken[best]:.1f} times as long in"
@@ -162,25 +180,25 @@ def against_float32(dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def _timed(dtype: torch.dtype) -> float:
-    """The sum of the medians of all `ROWS`, over that in float32."""
+    """The sum over `ROWS` of the median seconds in a dtype, relative to float32."""
 
     def forward(rows_RD: Tensor, weights: list[Tensor]) -> None:
         for weight_OI in weights:
             rows_RD = F.linear(rows_RD, weight_OI)
 
+    # As in an MLP: up, down, up, down. Both dtypes are timed in turns, so that a busy moment of the
+    # machine meets both.
     shapes = [(INNER, WIDTH), (WIDTH, INNER)] * (LAYERS // 2)
     calls: dict[tuple[torch.dtype, int], Callable[[], None]] = {}
     for kind in (torch.float32, dtype):
         weights = [torch.full(shape, 1 / INNER, dtype=kind) for shape in shapes]
-        calls |= {
-            (kind, rows): partial(forward, torch.ones(rows, WIDTH, dtype=kind), weights)
-            for rows in ROWS
-        }
+        for rows in ROWS:
+            inputs_RD = torch.ones(rows, WIDTH, dtype=kind)
+            calls[kind, rows] = partial(forward, inputs_RD, weights)
     taken = {
         call: statistics.median(times)
         for call, times in seconds_in_turns(calls, REPEATS, LIMIT).items()
     }
-    in_float32, in_dtype = (
-        sum(taken[kind, rows] for rows in ROWS) for kind in (torch.float32, dtype)
-    )
+    in_float32 = sum(taken[torch.float32, rows] for rows in ROWS)
+    in_dtype = sum(taken[dtype, rows] for rows in ROWS)
     return in_dtype / in_float32

@@ -17,16 +17,15 @@ from .positions import counts_positions
 from .states import keeps_states, kinds_beside_states
 
 HEAD_SIZE = 128
-"""Width of a head of attention in a head that drafts for a model without attention."""
+"""Assumed width of an attention head, for drafting for a model that has no attention."""
 WITHOUT_MIXING = frozenset({"mlp", "moe"})
 """Kinds of layers in which no token sees another."""
-
 FINGERPRINTED = 64
 """Values of each weight that its fingerprint is made of."""
 
 
 def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> TargetInfo:
-    """Read a model's dimensions from its transformers config, with Llama's as the defaults."""
+    """Read a model's dimensions from its transformers config, with Llama's names and defaults."""
     heads = layer_fact(config, "num_attention_heads") or max(1, config.hidden_size // HEAD_SIZE)
     return TargetInfo(
         name=name,
@@ -45,7 +44,7 @@ def target_info(config: Any, name: str, vocab_size: int, num_layers: int) -> Tar
 
 
 def _first_of(holder: Any, names: Sequence[str], default: Any) -> Any:
-    """The first of these attributes that a config or module has; `default` if it has none."""
+    """Return the first of these attributes that a config or module has, else `default`."""
     for name in names:
         if hasattr(holder, name):
             return getattr(holder, name)
@@ -53,14 +52,14 @@ def _first_of(holder: Any, names: Sequence[str], default: Any) -> Any:
 
 
 def layer_fact(config: Any, name: str) -> Any:
-    """A fact of a config, the first layer's where layers differ; None where it has no such key.
+    """Return a value of a config, the first layer's where layers differ; None without such a key.
 
-    Layers differ by a list of values, or by a config for each, whose common config then refuses to
-    tell.
+    Layers may differ by a list of values, or by a config for each layer. The common config then
+    refuses to tell.
     """
     try:
         value = getattr(config, name, None)
-    # transformers' AmbiguousGlobalPerLayerAttributeError, which older versions lack
+    # transformers' AmbiguousGlobalPerLayerAttributeError: older versions lack the class.
     except RuntimeError:
         value = getattr(config.per_layer_config[0], name, None)
     if isinstance(value, list | tuple):
@@ -76,8 +75,10 @@ def rope_of(config: Any) -> dict[str, Any]:
     Empty for a model, or a kind of layer, without one.
     """
     rope = getattr(config, "rope_parameters", None) or {}
+    # One for all layers: {"rope_type": "default", "rope_theta": 10000.0}.
     if "rope_type" in rope or "rope_theta" in rope:
         return dict(rope)
+    # One for each kind: {"full_attention": {...}, "sliding_attention": {...}}.
     by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
     if "full_attention" in rope:
         return dict(rope["full_attention"] or {})
@@ -85,10 +86,11 @@ def rope_of(config: Any) -> dict[str, Any]:
 
 
 def _rope_of_heads(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters for heads, which rotate all of a head's dimensions, by those of the target.
+    """Return rotary parameters for draft heads, from the target's.
 
-    The factors of longrope are one for each rotated pair: those for a part of the dimensions fit no
-    head.
+    Draft heads rotate all dimensions of an attention head. longrope has one factor for each rotated
+    pair, so factors of a target that rotates only a part of the dimensions do not fit: the default
+    embedding is used instead.
     """
     default = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     partial = rope.get("partial_rotary_factor") or 1.0
@@ -108,14 +110,15 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         parts: list[Tensor] = [weight]
-        # weight-only quantization (torchao): a tensor with few operations
+        # Weight-only quantization (torchao): a tensor with few operations.
         if is_traceable_wrapper_subclass(weight):
             try:
                 parts = [weight.dequantize()]
-            # packed for one kernel alone: the parts that it is packed in
+            # Packed for one kernel alone: hash the parts that it is packed in.
             except NotImplementedError:
                 parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
         for part in parts:
+            # A few values are read, so that a large model is hashed in a moment.
             first = part.detach().flatten()[:FINGERPRINTED].to(torch.bfloat16).float().cpu()
             digest.update(name.encode() + first.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -135,10 +138,12 @@ def target_modules(model: PreTrainedModel) -> TargetModules:
 
     The scale and soft cap of its logits come with them.
     """
+    # A multimodal model has its language model inside, by one of two names.
     body = getattr(model.base_model, "language_model", model.base_model)
     if not any(hasattr(body, name) for name in BLOCKS):  # a causal LM in a multimodal one
         body = model.get_decoder()
     config: Any = model.config.get_text_config()
+    # Families multiply (Cohere, Falcon-H1) or divide (Granite) logits; `computes_logits` tries it.
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
     return TargetModules(
         embed=model.get_input_embeddings(),
@@ -156,9 +161,11 @@ def before_lm_head(model: PreTrainedModel) -> torch.nn.Module | None:
     BERT's relatives have such layers.
     """
     for path in TRANSFORMS:
+        # "cls.predictions.transform" is the attribute of an attribute of an attribute.
         part: Any = model
         for name in path.split("."):
             part = getattr(part, name, None)
+        # A part that contains the matrix is the LM head itself, not layers before it.
         lm_head = model.get_output_embeddings()
         if part is not None and all(module is not lm_head for module in part.modules()):
             return cast(torch.nn.Module, part)
@@ -181,6 +188,8 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
     """
     config = model.config.get_text_config()
     name = type(model).__name__
+
+    # 1. Models that cannot read a tree, or any draft.
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; a target must be a decoder-only causal LM")
     stateful = keeps_states(model)
@@ -191,7 +200,9 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             " causally"
         )
     if not stateful and counts_positions(model):
-        return ("full_attention",)  # whatever they are: its masks are its own
+        return ("full_attention",)  # not used: the model makes its masks itself
+
+    # 2. Implementations of attention that take no 4-D mask.
     attention = model.config._attn_implementation
     if attention not in ("sdpa", "eager", "flex_attention"):
         raise ValueError(
@@ -203,11 +214,13 @@ def attention_kinds(model: PreTrainedModel) -> tuple[str, ...]:
             f"{name} was loaded with attention 'flex_attention', whose CPU kernels (torch 2.13) do"
             " not compile for masks that change; load it with attn_implementation sdpa or eager"
         )
+
+    # 3. The kinds of its layers.
     if stateful:
         return kinds_beside_states(model)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        # A window over all positions is none: some models with such a one have no mask for it.
+        # A window over all positions has no effect, and some models with one make no mask for it.
         window = getattr(config, "sliding_window", None)
         sliding = window is not None and window < (
             getattr(config, "max_position_embeddings", None) or math.inf

@@ -1,9 +1,8 @@
-"""Arguments and outputs of a model's forward, tried on one token.
+"""Arguments and outputs of a model's forward, found by trying it on one token.
 
-They are not derived from a version of transformers.
-
-Versions name the KV cache differently (`past_key_values`, then `cache`), and count the states that
-`output_hidden_states=[...]` selects with or without the embedding.
+Versions of transformers name the KV cache differently (`past_key_values`, then `cache`), and count
+the states that `output_hidden_states=[...]` selects with or without the embedding. A trial does not
+depend on the version.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ...heads.base import TargetModules
 from ..cache.kv_cache import CacheInterface, StateShape
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""Names of the KV cache that transformers is known to use, for error messages alone."""
+"""Names of the KV cache that transformers is known to use; only for error messages."""
 
 
 def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterface:
-    """The interface of a model's cache, by a forward over one token, such as `input_ids` [1, 1].
+    """Find the interface of a model's cache by a forward over one token, `input_ids` [1, 1].
 
     Raises:
         ValueError: the model has no cache that it returns and takes by one name.
@@ -36,6 +35,7 @@ def cache_interface(model: PreTrainedModel, **one_token: Tensor) -> CacheInterfa
     cache = output[name]
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
+    # Keys of all layers, then values. Layers that use another's keys have none.
     states = [getattr(layer, "keys", None) for layer in cache.layers]
     states += [getattr(layer, "values", None) for layer in cache.layers]
     return CacheInterface(name, [_shape(state, model) for state in states])
@@ -45,7 +45,7 @@ def _shape(state: Tensor | None, model: PreTrainedModel) -> StateShape:
     """Return the shape of a layer's keys or values; empty if it has none or uses another's."""
     if state is None:
         return StateShape(0, 0, model.dtype, model.device)
-    return StateShape(state.shape[1], state.shape[3], state.dtype, state.device)
+    return StateShape(state.shape[1], state.shape[3], state.dtype, state.device)  # [B, G, S, E]
 
 
 def logit_scales(config: Any) -> list[float]:
@@ -72,6 +72,7 @@ def fitting_logits(
     not. `before` are the layers between the final norm and the LM head.
     """
     with torch.inference_mode():
+        # 1. The model's logits, and the states that the LM head reads.
         output = model(input_ids=tokens_BT, use_cache=False, output_hidden_states=True)
         if not output.hidden_states:
             return None
@@ -81,6 +82,8 @@ def fitting_logits(
             return None
         states = states.to(modules.lm_head.weight.device)
         expected = output.logits.float()
+
+        # 2. The first of all scales and caps that reproduces the logits; the config's come first.
         tolerance = torch.finfo(model.dtype).eps ** 0.5 * expected.abs().max()
         for scale in (modules.logit_scale, *logit_scales(model.config.get_text_config())):
             for cap in dict.fromkeys((modules.logit_cap, None)):
@@ -92,12 +95,17 @@ def fitting_logits(
 
 
 def first_block_index(model: PreTrainedModel, layers: int, **one_token: Tensor) -> int:
-    """Return the entry of `hidden_states` with the state after block 0.
+    """Return the index of the state after block 0, where `output_hidden_states` lists indices.
 
-    It applies to an `output_hidden_states` that lists indices.
+    The state after block i is i entries on; the last one is the state after the final norm. For a
+    model of two blocks, by the way of counting:
 
-    That of block i is i entries on; the last one is the state after the final norm. Found by
-    comparing with the states that a forward over one token returns if all are asked for.
+        index returned    entries of `hidden_states`
+        1                 embedding, block 0, block 1 and final norm
+        0                 block 0, block 1 and final norm
+
+    It is found by comparing with the states that a forward over one token returns if all are asked
+    for.
 
     Raises:
         ValueError: the model's hidden states are not those of its `layers` blocks.
@@ -144,7 +152,7 @@ def filled_cache(inputs: dict[str, Any]) -> Cache | None:
 
 def _holds_tokens(cache: Cache) -> bool:
     """Whether a cache has seen tokens; one of recurrent states alone does not know how many."""
-    # the cache of an encoder-decoder has two caches instead
+    # The cache of an encoder-decoder has no layers but two caches, and knows its length.
     layers = getattr(cache, "layers", None)
     if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
         return cache.has_previous_state()

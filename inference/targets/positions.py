@@ -1,6 +1,6 @@
-"""Models that take a token's index in the cache for its position: they decode in chains.
+"""Models whose token positions are indices in the cache: they decode in chains.
 
-See `engines.counting`.
+Such a model cannot be told that two nodes of a tree have the same position; see `engines.counting`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from .states import keeps_states
 def counts_positions(model: PreTrainedModel) -> str:
     """Return a clause that says why a decoder-only model ties positions to its cache.
 
-    Return "" for a model that takes the positions of its tokens.
+    Return "" for a model that takes the positions of its tokens as an input.
     """
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or keeps_states(model):
         return ""
+    # ALiBi adds a bias to scores by the distance of two slots, whatever their positions.
     if getattr(config, "alibi", False):
         return "uses ALiBi, which counts places in the cache"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "takes no position_ids"
+    # A table of masks, such as GPT-Neo's, is cut by the number of cached tokens.
     if any(_is_causal_mask(buffer, config) for buffer in _buffers(model)):
         return "cuts its masks out of a table by places in the cache"
     return ""

@@ -1,8 +1,8 @@
-"""Inputs beside token ids, such as images: the target reads a prompt with them by its own forward.
+"""Inputs besides token ids, such as images: the target reads a prompt with them by its own forward.
 
-Masks and positions of the prompt are the model's (blocks of images that attend to each other,
-positions in three dimensions). Of the positions one number for each dimension stays: what it adds
-to the place of every later token.
+Masks and positions of the prompt are the model's: tokens of an image may attend to each other, and
+positions may have three dimensions. What later tokens need of this is one number for each
+dimension, to add to a token's index. An image of 64 tokens that takes 8 positions: -56.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .target_model import TargetModel
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 """Inputs [batch, time] that say which tokens stand for images."""
 ENCODED = "mm_encoder_outputs"
-"""What `model.generate` makes of images before it calls a decoding method."""
+"""Input with the encoded images, which `model.generate` computes before it starts decoding."""
 SEEN_ONCE = (
     "pixel_",
     "image_",
@@ -33,19 +33,20 @@ SEEN_ONCE = (
     "input_values",
     "audio_",
 )
-"""Beginnings of the names of inputs that a model reads with the prompt alone."""
+"""Beginnings of the names of inputs that a model reads once, with the prompt."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 """Names in a config of the token that stands for an image, or a part of one."""
 
 
 def is_prompt_input(target: TargetModel, name: str) -> bool:
-    """Whether the target's forward takes this input and reads it with the prompt alone."""
+    """Whether the target's forward takes this input and reads it only with the prompt."""
     taken = inspect.signature(target.model.forward).parameters
     if name == ENCODED:
         return True
     if name not in taken:
         return False
-    if name in TOKEN_TYPES:  # of a text model they would have to go on with each new token
+    # Token types mark images in the prompt. In a text model each new token would need one as well.
+    if name in TOKEN_TYPES:
         return any(other.startswith(("pixel_values", "input_features")) for other in taken)
     return name.startswith(SEEN_ONCE)
 
@@ -86,14 +87,14 @@ def check_prompt_inputs(
 def _check_image_tokens(target: TargetModel, input_ids: Tensor, given: Mapping[str, Any]) -> None:
     """Refuse image tokens without images, and images without tokens, by a ValueError."""
     config = target.model.config
-    token = next(
-        (getattr(config, name) for name in IMAGE_TOKENS if getattr(config, name, None) is not None),
-        None,
-    )
-    if (
-        not isinstance(token, int)
-        or "pixel_values" not in inspect.signature(target.model.forward).parameters
-    ):
+    token = None
+    for name in IMAGE_TOKENS:
+        token = getattr(config, name, None)
+        if token is not None:
+            break
+    if not isinstance(token, int):
+        return
+    if "pixel_values" not in inspect.signature(target.model.forward).parameters:
         return
     images = [name for name in given if name.startswith(("pixel_values", "image_embeds", ENCODED))]
     count = int((input_ids == token).sum())  # sync: once a call
@@ -110,14 +111,14 @@ def _check_image_tokens(target: TargetModel, input_ids: Tensor, given: Mapping[s
 
 
 def position_offsets(positions: Tensor | None, length: int) -> Tensor | None:
-    """Return the numbers to add to a token's index for its position, for tokens after a prompt.
+    """Return what to add to the index of a token after a prompt to get its position.
 
-    There is one for each dimension of the prompt's `positions` [..., T].
-
-    None where positions are places, in one dimension.
+    There is one number for each dimension of the prompt's `positions` [..., T]. None where
+    positions are indices, in one dimension.
     """
     if positions is None:
         return None
+    # A prompt of 100 tokens whose last position is 43: 43 - 99 = -56.
     last = positions[..., 0, -1] - (length - 1)
     if last.ndim == 0 and int(last) == 0:  # sync: once a call
         return None
@@ -127,17 +128,17 @@ def position_offsets(positions: Tensor | None, length: int) -> Tensor | None:
 def in_one_dimension(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
     """Return rotary positions of text from its indices [B, N], equal in all rotating dimensions.
 
-    Of four dimensions the first is the place, by which nothing turns.
+    Of four dimensions the first is the token's index, which no rotary embedding uses.
     """
     if offsets is None:
         return positions_BN
-    turning = offsets.flatten()[1:] if offsets.numel() == 4 else offsets.flatten()
-    if bool((turning != turning[0]).any()):  # sync: on a CPU alone
+    rotating = offsets.flatten()[1:] if offsets.numel() == 4 else offsets.flatten()
+    if bool((rotating != rotating[0]).any()):  # sync: on a CPU alone
         raise ValueError(
             "a prompt that ends within an image has other positions in each dimension, which our"
             " CPU kernels do not know; end it with text, or load the target with compile=False"
         )
-    return positions_BN + turning[0]
+    return positions_BN + rotating[0]
 
 
 def offset(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
@@ -147,4 +148,4 @@ def offset(positions_BN: Tensor, offsets: Tensor | None) -> Tensor:
     """
     if offsets is None:
         return positions_BN
-    return positions_BN + offsets.to(positions_BN.device)[..., None, None]
+    return positions_BN + offsets.to(positions_BN.device)[..., None, None]  # as [..., B, N]

@@ -24,9 +24,10 @@ def provenance() -> dict[str, Any]:
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
-        versions[name] = next(
-            (found.version for found in importlib.metadata.distributions(name=name)), None
-        )
+        # None for a package that is not installed.
+        distributions = importlib.metadata.distributions(name=name)
+        versions[name] = next((installed.version for installed in distributions), None)
+    # An installed package, not a checkout, has no revision.
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:
         revision = subprocess.run(

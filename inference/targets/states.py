@@ -3,8 +3,8 @@
 Such a layer may have keys and values as well.
 
 A state follows one text and cannot be taken back. `state_cache` decodes with drafts all the same,
-as far as a model's modules read several tokens from a state as they would read them one by one: not
-all of them do, and none says so.
+if a model's modules read several tokens from a state as they would read them one by one. Not all of
+them do, and none says so: `check_states` tries it.
 
 Letters in tensor names: T time, V vocabulary.
 """
@@ -38,6 +38,7 @@ READ_AT_ONCE = 5
 """Tokens that the trial reads from a state: more than a convolution's window, fewer than any chunk
 of a recurrence."""
 READ_BEFORE = 6
+"""Tokens that the trial reads before those, to have a state."""
 STATE_TOLERANCE = 0.05
 """Largest relative difference of states. An empty state makes one of 0.3 and more. Nemotron-H and
 Zamba2 bound the step size of the recurrence from below where several tokens are read, and not for a
@@ -53,7 +54,7 @@ def keeps_states(model: PreTrainedModel) -> bool:
 
 
 def kinds_beside_states(model: PreTrainedModel) -> tuple[str, ...]:
-    """The attention masks that a model with states needs; none if no layer attends.
+    """Return the attention masks that a model with states needs; none if no layer attends.
 
     Raises:
         ValueError: a layer of another kind.
@@ -77,6 +78,7 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
         ValueError: its states do not lie in a cache of transformers where they can be set, with the
             reason.
     """
+    # 1. A forward over one token.
     name = type(model).__name__
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
@@ -90,6 +92,8 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
             f" own, with {type(error).__name__}: {str(error)[:200]}; try another version of"
             " transformers"
         ) from error
+
+    # 2. Its cache must be transformers' own, returned and taken by one name.
     taken = inspect.signature(model.forward).parameters
     returned = [key for key, value in output.items() if isinstance(value, Cache) and key in taken]
     if not returned:
@@ -98,19 +102,21 @@ def stateful_interface(model: PreTrainedModel) -> StatefulInterface:
             f" transformers Cache (its outputs are {', '.join(output)}): the state cannot be put"
             " back after a rejected draft"
         )
-    own = type(output[returned[0]])
-    if own.__module__ != Cache.__module__:
+    own_class = type(output[returned[0]])
+    if own_class.__module__ != Cache.__module__:
         raise ValueError(
-            f"{name} keeps its recurrent state in a cache of its own ({own.__name__}) and takes no"
-            " other, so the state cannot be put back after a rejected draft"
+            f"{name} keeps its recurrent state in a cache of its own ({own_class.__name__}) and"
+            " takes no other, so the state cannot be put back after a rejected draft"
         )
-    held = output[returned[0]].layers
-    layers = [_cached_layer(model, layer) for layer in held]
-    attending = [layer for layer, known in zip(held, layers, strict=True) if known.has_keys]
-    keys_and_values = [*[layer.keys for layer in attending], *[layer.values for layer in attending]]
+
+    # 3. What each layer keeps; of those that attend, keys come first, then values.
+    cache_layers = output[returned[0]].layers
+    layers = [_cached_layer(model, layer) for layer in cache_layers]
+    attending = [layer for layer, known in zip(cache_layers, layers, strict=True) if known.has_keys]
+    keys_and_values = [layer.keys for layer in attending] + [layer.values for layer in attending]
     shapes = [
-        StateShape(each.shape[1], each.shape[3], each.dtype, each.device)
-        for each in keys_and_values
+        StateShape(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+        for tensor in keys_and_values
     ]
     return StatefulInterface(CacheInterface(returned[0], shapes), layers)
 
@@ -132,6 +138,7 @@ def _row_states(states: dict[int, Tensor | None]) -> dict[int, RowState]:
     known = {}
     for number, state in states.items():
         if state is not None:
+            # Without the first dimension, the rows.
             known[number] = RowState(tuple(state.shape[1:]), state.dtype, state.device)
     return known
 
@@ -148,9 +155,11 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
     embedding: Any = model.get_input_embeddings()
     vocab_size = embedding.weight.shape[0]
     length = READ_BEFORE + READ_AT_ONCE
-    tokens_1T = torch.tensor(
-        [[(7919 * i + 31) % vocab_size for i in range(length)]], device=model.device
-    )
+    tokens = [(7919 * i + 31) % vocab_size for i in range(length)]
+    tokens_1T = torch.tensor([tokens], device=model.device)
+
+    # 6 tokens and then 5 single ones is what `generate` does. It is compared with 6 tokens and then
+    # 5 at once, as a round reads them, and with all 11 at once.
     expected_TV, expected_states = _read_by_parts(
         model, tokens_1T, [READ_BEFORE, *[1] * READ_AT_ONCE]
     )
@@ -162,9 +171,8 @@ def states_follow_chunks(model: PreTrainedModel) -> bool:
         if not bool(logits_differ <= _tolerance(model)):  # NaN, too
             return False
         for found, expected in zip(found_states, expected_states, strict=True):
-            if not bool(
-                _difference(found.flatten()[None], expected.flatten()[None]) <= STATE_TOLERANCE
-            ):
+            difference = _difference(found.flatten()[None], expected.flatten()[None])
+            if not bool(difference <= STATE_TOLERANCE):  # NaN, too
                 return False
     return True
 
@@ -202,11 +210,12 @@ def _read_by_parts(
         cache = {key: value for key, value in output.items() if isinstance(value, Cache)}
         logits.append(output.logits[0].float())
         start += size
-    states = []
-    for held in cache.values():
-        for layer in held.layers:
-            for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-                states += [state.float() for state in kept.values() if state is not None]
+    states: list[Tensor] = []
+    for layers_cache in cache.values():
+        for layer in layers_cache.layers:
+            for name in ("conv_states", "recurrent_states"):
+                by_number = getattr(layer, name, {})
+                states += [state.float() for state in by_number.values() if state is not None]
     return torch.cat(logits), states
 
 

@@ -1,8 +1,6 @@
-"""A target's model and all that is known of it: parts, dimensions, its forward's interface.
+"""A target's model and all that is known of it: its parts, its dimensions, and its interface.
 
-The interface is what the forward takes and returns.
-
-Engines run a model by what stands here.
+The interface is what the model's forward takes and returns. Engines run a model by these facts.
 
 Letters in tensor names: B batch, T time.
 """
@@ -36,11 +34,12 @@ class TargetModel:
     """Kinds of attention masks that the model's layers need."""
 
     def __init__(self, model: PreTrainedModel, name: str = "") -> None:
-        """Look at a model, which was loaded by `name`.
+        """Read off a model, which was loaded by `name`, what engines need to know.
 
         Raises:
             ValueError: an architecture that cannot run draft trees, with the reason.
         """
+        # A function, so that `hold_weakly` can exchange it for a weak reference.
         self._model: Callable[[], Any] = lambda: model
         self.config = model.config.get_text_config()
         self.name = name or str(model.config._name_or_path or type(model).__name__)
@@ -49,12 +48,12 @@ class TargetModel:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 2**31 - 1
         self.attention_kinds = self.kinds(model)
         self.stateful = stateful_interface(model) if keeps_states(model) else None
-        """What a model keeps beside keys and values; None where all layers are attention."""
+        """What the model keeps besides keys and values; None where all layers are attention."""
         self.counted = "" if self.stateful else counts_positions(model)
-        """Why the model's tokens lie where its cache ends, and nowhere else; "" if it takes their
-        positions."""
+        """Why the model's tokens must lie where its cache ends, as a clause; "" if it takes their
+        positions as an input."""
         self.segments = segments_of(self.config)
-        """Positions between which a forward must lie; None where it may lie anywhere."""
+        """Segments of positions that a forward must not cross; None where it may lie anywhere."""
         if self.segments is not None and self.stateful is not None:
             raise ValueError(
                 f"{type(model).__name__} has layers that keep a state, and computes otherwise from"
@@ -82,9 +81,9 @@ class TargetModel:
         self._model = lambda: model
 
     def hold_weakly(self) -> None:
-        """Stop keeping the model alive: its owner frees it.
+        """Stop keeping the model alive: it is freed when its owner drops it.
 
-        Whoever calls this frees the target at that time.
+        The caller must drop the target by then.
         """
         self._model = weakref.ref(self.model)
 
@@ -106,6 +105,7 @@ class TargetModel:
         Raises:
             ValueError: naming the layer and the valid range.
         """
+        # The last block's state is only known after the final norm: that is layer -1.
         last = self.info.num_layers - 2
         for layer in layers:
             if not -1 <= layer <= last:
@@ -116,11 +116,10 @@ class TargetModel:
                 )
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
-        """Return the bytes of KV cache for `rows` × `tokens`, and of the rows' states.
+        """Return the bytes of a KV cache for `rows` × `tokens`, with the rows' states if any.
 
-        The states are the snapshots and a forward's copies.
-
-        A cache is allocated for more tokens than it holds: see `Engine.cache_slots`.
+        States count twice: the snapshots, and a forward's copies. A cache is allocated for more
+        tokens than it holds: see `Engine.cache_slots`.
         """
         if self.stateful is not None:
             shapes = self.stateful.cache.state_shapes
@@ -128,7 +127,7 @@ class TargetModel:
             return rows * (tokens * token_bytes + 2 * self.stateful.row_bytes())
         info = self.info
         return (
-            2
+            2  # keys and values
             * self.dtype.itemsize
             * info.num_layers
             * rows
@@ -151,7 +150,7 @@ class TargetModel:
     def rereads_at_border(self) -> bool:
         """Whether `model.generate` rereads the whole text where it crosses a segment border.
 
-        Phi-3 does, and so gives all tokens the second frequencies of its longrope embedding.
+        Phi-3 does, so that all tokens get the second frequencies of its longrope embedding.
         """
         return self._read_at_border is not None
 
@@ -167,6 +166,7 @@ class TargetModel:
         if self._read_at_border != 1 or self.segments is None:
             return
         border = self.segments.first
+        # The last new token is returned and never read, hence the - 1.
         crossing = [length for length in lengths if length <= border < length + new_tokens - 1]
         if crossing:
             raise ValueError(
@@ -224,9 +224,8 @@ class TargetModel:
     def last_features(self, states: Tensor) -> Tensor:
         """Return the features [..., D] of layer -1, from which the LM head's matrix makes logits.
 
-        They are computed from the final norm's output.
-
-        They are that output, but in models with `before_lm_head`.
+        They are the final norm's output, `states`; in models with `before_lm_head` these layers are
+        applied to it.
         """
         features: Tensor = states if self.before_lm_head is None else self.before_lm_head(states)
         return features
@@ -242,4 +241,5 @@ class TargetModel:
 
     def hidden_state_indices(self, layers: tuple[int, ...]) -> list[int]:
         """The model's indices of these feature layers, for `output_hidden_states`."""
+        # With 4 blocks and first_block_index 1: layers (0, 2, -1) are entries [1, 3, 4].
         return [self.first_block_index + layer % self.info.num_layers for layer in layers]

@@ -20,10 +20,10 @@ def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
     # Not `copy.copy`, which parametrized modules refuse.
     twin = type(module).__new__(type(module))
     vars(twin).update(vars(module))
-    # transformers hooks a model when its hidden states are first requested: each of the two needs
-    # its own hooks.
+    # A shallow copy shares parameters and buffers, but also dicts of hooks. transformers hooks a
+    # model when its hidden states are first requested, so model and twin need their own dicts.
     hooks = {
-        name: copy.copy(held) for name, held in vars(module).items() if name.endswith("_hooks")
+        name: copy.copy(value) for name, value in vars(module).items() if name.endswith("_hooks")
     }
     vars(twin).update(hooks)
     # Rotary embeddings exchange their frequencies as texts grow, by lengths that they keep: the
@@ -32,5 +32,5 @@ def twin_of(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | No
     children = {}
     for name, child in module._modules.items():
         children[name] = None if child is None else twin_of(child, replacement)
-    vars(twin)["_modules"] = children
+    vars(twin)["_modules"] = children  # a new dict: the original keeps its own modules
     return twin

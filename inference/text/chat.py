@@ -1,4 +1,4 @@
-"""A conversation by a chat template, each answer of which reads only the new part of the text."""
+"""A conversation by a chat template; each answer reads only the new part of the text."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ class Chat:
 
         An answer that is not read to its end does not enter the conversation.
         """
+        # 1. The whole conversation as token ids; `self.past` knows its beginning already.
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt: Any = self.tokenizer.apply_chat_template(
             messages,
@@ -83,12 +84,14 @@ class Chat:
             return_dict=True,
             **self.template,
         )
+        # 2. Options: this call's before those of the conversation.
         answer = TextStream(self.tokenizer)
         options = {"tokenizer": self.tokenizer, **self.settings, **settings}
         if "generation_config" not in options:
             # A turn ends where the tokenizer says so, whether the model's config names it or not.
             ends = {*self.lm.target.end_tokens, self.tokenizer.eos_token_id} - {None}
             options.setdefault("eos_token_id", sorted(ends))
+        # 3. The answer, round by round. `put` may hold back a part that can still change.
         input_ids = prompt["input_ids"].to(self.lm.target.device)
         for tokens in self.lm.stream(input_ids, past_key_values=self.past, **options):
             piece = answer.put(tokens)
@@ -97,4 +100,5 @@ class Chat:
         piece = answer.end()
         if piece:
             yield piece
+        # 4. Only a whole answer enters the conversation.
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]

@@ -33,7 +33,7 @@ GIVEN_BY_TRANSFORMERS = {
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys under which servers return an answer's reasoning, and chat templates read it."""
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-"""The tags of transformers' own around what the assistant writes, in templates that mark it."""
+"""Tags that only transformers knows, around what the assistant writes."""
 TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -58,12 +58,12 @@ def render(
 ) -> str:
     """Render messages as the text that the model reads.
 
-    `template_kwargs` are further variables for the template.
-
-    Arguments of tool calls are given as objects, and as JSON text to a template that takes them so.
+    `template_kwargs` are further variables for the template. Arguments of tool calls are passed as
+    objects, or as JSON text to a template that needs text.
     """
     variables = template_variables(thinking, template_kwargs)
     refused: Exception | None = None
+    # Try one form after the other. The error of the first one is reported: it is the usual form.
     for form in message_forms(messages):
         try:
             text = tokenizer.apply_chat_template(
@@ -77,6 +77,8 @@ def render(
             refused = refused or error
             continue
         assert isinstance(text, str)
+        # A template that takes text shows an object as Python writes it, {'city': 'Paris'}, without
+        # an error: the text must not contain that.
         if not any(shown in text for shown in _python_objects(form)):
             return text
     raise ValueError(
@@ -104,11 +106,11 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
 
     Its weight in training is left out.
     """
-    kept = {name: value for name, value in message.items() if name != "weight"}
+    fields = {name: value for name, value in message.items() if name != "weight"}
     reasoning = reasoning_of(message)
     if message["role"] != "assistant" or not reasoning:
-        return kept
-    return {**dict.fromkeys(REASONING_KEYS, reasoning), **kept}
+        return fields
+    return {**dict.fromkeys(REASONING_KEYS, reasoning), **fields}
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
@@ -120,21 +122,24 @@ def _with_arguments(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
         return message
     calls = []
     for call in message["tool_calls"]:
+        # OpenAI wraps the function, {"type": "function", "function": {...}}; others do not.
         function = call.get("function", call)
         arguments = function.get("arguments")
         if as_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif not as_text and isinstance(arguments, str):
             arguments = json.loads(arguments or "{}")
-        function = {**function, "arguments": arguments} if "arguments" in function else function
+        if "arguments" in function:
+            function = {**function, "arguments": arguments}
         calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 
 
 def _python_objects(messages: list[dict[str, Any]]) -> list[str]:
-    """Return arguments of tool calls as a template shows them that does not convert them to JSON.
+    """Return arguments of tool calls as Python writes them, where that differs from JSON.
 
-    Those that a message's own words hold tell nothing.
+    A template shows them so if it does not convert them to JSON. Arguments that also occur in a
+    message's content are left out, as they prove nothing.
     """
     words = "\n".join(
         message["content"] for message in messages if isinstance(message.get("content"), str)
@@ -143,6 +148,7 @@ def _python_objects(messages: list[dict[str, Any]]) -> list[str]:
     for message in messages:
         for call in message.get("tool_calls") or ():
             arguments = call.get("function", call).get("arguments")
+            # {} is written alike in both.
             if not isinstance(arguments, Mapping) or str(arguments) == json.dumps(arguments):
                 continue
             if str(arguments) not in words:
@@ -194,7 +200,8 @@ def warn_of_other_data(
     template_kwargs: dict[str, Any] | None = None,
 ) -> None:
     """Warn if prompts are tokenized or rendered otherwise than the head's training data."""
-    if "thinking" in trained:  # a head that was trained before template_kwargs existed had none
+    # Older checkpoints record no template_kwargs; those heads were trained with none.
+    if "thinking" in trained:
         trained = {"template_kwargs": {}, **trained}
     for difference in differences(trained, data_origin(tokenizer, thinking, template_kwargs)):
         warnings.warn(f"the head may accept less here: {difference}", stacklevel=2)
@@ -212,10 +219,8 @@ def warn_of_unread_variables(
     read = variables_read(tokenizer)
     unread = [f"{name} = {value!r}" for name, value in variables.items() if name not in read]
     if unread:
-        others = (
-            ", ".join(sorted(read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map)))
-            or "none"
-        )
+        own_variables = read - GIVEN_BY_TRANSFORMERS - set(tokenizer.special_tokens_map)
+        others = ", ".join(sorted(own_variables)) or "none"
         log.warning(
             f"this tokenizer's chat template does not read {', '.join(unread)}, which changes"
             f" nothing; variables that it reads: {others}"
@@ -230,6 +235,7 @@ def variables_read(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """
     templates = tokenizer.chat_template
     texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+    # As transformers parses templates; its own tag, which only it knows, is removed below.
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     read: set[str] = set()
     for text in texts:
@@ -260,5 +266,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, advice: str =
 
 
 def reasoning_of(message: dict[str, Any]) -> str:
-    """The reasoning of an answer that stands beside its content."""
-    return next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
+    """The reasoning of an answer, if it is stored under a key of its own; else an empty text."""
+    for key in REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            return str(message[key])
+    return ""

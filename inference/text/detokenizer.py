@@ -1,9 +1,16 @@
-"""Tokens as text while they come: one incremental detokenizer, and how a token is shown by itself.
+"""Tokens as text while they arrive: an incremental detokenizer, and how to show a single token.
 
 `tokenizers.decoders.DecodeStream` decodes a fast tokenizer's tokens with the few before them that
-count. A token may end inside a character: nothing is given out until the token that completes it.
-Tokenizers that change what they decoded before (cleaning up the spaces before punctuation, a
-`decode` in Python) are asked for the whole text each time.
+matter. A token may end inside a character: nothing is returned until the token that completes it.
+For example, the bytes of "é" are C3 and A9:
+
+    put([caf])       "caf"
+    put([<0xC3>])    ""
+    put([<0xA9>])    ""       a byte may go on
+    put([!])         "é!"
+
+Tokenizers that change earlier text (by cleaning up the spaces before punctuation, or by a `decode`
+in Python) are asked for the whole text each time.
 """
 
 from __future__ import annotations
@@ -19,11 +26,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..rounds.sequences import shared_length
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes to that are not a whole character."""
+"""The replacement character, to which a tokenizer decodes bytes that are not a whole character."""
 BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
-"""Bytes by the symbols that stand for them in byte-level vocabularies."""
+"""Bytes by the symbols that represent them in byte-level vocabularies."""
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-"""A token that stands for one byte, where a vocabulary falls back to bytes."""
+"""A token for one byte, where a vocabulary falls back to bytes."""
 CLEANED = 8
 """Characters at the end of a text that cleaning up the spaces before " n't" and the like may still
 change."""
@@ -42,9 +49,9 @@ def symbol_of(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
 
 
 def decodes_in_order(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether `DecodeStream`, which is fast, gives a tokenizer's text.
+    """Whether `DecodeStream`, which is fast, gives the tokenizer's text.
 
-    It does where nothing in Python changes the decoded text.
+    It does if no Python code changes the decoded text.
     """
     kind = type(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
@@ -68,7 +75,7 @@ def step(stream: DecodeStream, tokenizer: PreTrainedTokenizerBase, tokens: list[
 class TextStream:
     """The text of an answer as its tokens arrive: text that was returned never changes.
 
-    In the end the returned pieces are the whole text.
+    Joined, the returned pieces are the whole text.
 
     answer = TextStream(tokenizer)
     for tokens in lm.stream(input_ids, max_new_tokens=256):
@@ -83,25 +90,28 @@ class TextStream:
         self.skip_special_tokens = skip_special_tokens
         self.tokens: list[int] = []
         self.text = ""
-        """What was given out."""
+        """The text that was returned so far."""
         self._stream: DecodeStream | None = None
         if decodes_in_order(tokenizer):
             self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._read = 0
-        """Tokens that the stream has read: not the newest ones, if they are bytes."""
+        """How many tokens the stream has read: the newest ones not, if they are bytes."""
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
 
     def put(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the further text that can no longer change, which may be empty."""
+        # 1. Wait with bytes at the end: the next token may be a byte of the same character.
         self.tokens += tokens
         end = len(self.tokens)
         while end > self._read and self._may_be_in_bytes(self.tokens[end - 1]):
             end -= 1
+        # 2. Decode the tokens before them.
         if self._stream is None:
             return self._of_whole_text(end)
         ready = self.tokens[self._read : end]
         self._read = end
         piece = step(self._stream, self.tokenizer, ready) if ready else ""
+        # 3. A decoder that takes back earlier text is not fit for the stream: go on without it.
         if piece is None:
             self._stream = None
             return self._of_whole_text(end)
@@ -117,11 +127,11 @@ class TextStream:
 
     def _of_whole_text(self, end: int) -> str:
         """Return what the first `end` tokens add to the returned text, as far as it is final."""
-        text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens).rstrip(
-            INCOMPLETE
-        )
+        text = decoded(self.tokenizer, self.tokens[:end], self.skip_special_tokens)
+        text = text.rstrip(INCOMPLETE)
         if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             text = text[:-CLEANED]
+        # Still shorter than what was returned, or different for now: wait for more tokens.
         if not text.startswith(self.text):
             return ""
         piece = text[len(self.text) :]
@@ -143,6 +153,7 @@ def text_pieces(
     """The piece of the text that each token adds; joined, they are the text."""
     if not tokens:
         return []
+    # The fast way, if its pieces are the text; else decode every prefix.
     whole = decoded(tokenizer, tokens, skip_special_tokens)
     if decodes_in_order(tokenizer):
         stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -158,26 +169,33 @@ def _pieces_of_whole_text(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_special_tokens: bool, whole: str
 ) -> list[str]:
     """Return `text_pieces` for a tokenizer whose text depends on more context, before or after."""
+    # Where the text before each token ends: as far as decoding the tokens before it gives the final
+    # text. O(n^2) in the number of tokens.
     ends = [
         shared_length([decoded(tokenizer, tokens[:end], skip_special_tokens), whole])
         for end in range(len(tokens))
     ]
     ends.append(len(whole))
-    for number in reversed(range(len(tokens))):  # what a later token changes is its own
+    # Text that a later token changes belongs to that token: ends [0, 5, 3, 9] become [0, 3, 3, 9].
+    for number in reversed(range(len(tokens))):
         ends[number] = min(ends[number], ends[number + 1])
     return [whole[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def shown_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token by itself: its text, or ⟨E2 96⟩, its bytes, where these are not whole characters."""
+    """Show a token by itself: its text, or its bytes ⟨E2 96⟩ if these are not whole characters."""
     symbol = symbol_of(tokenizer, token)
-    if symbol is None:  # the model's vocabulary is often larger than the tokenizer's
+    # The model's vocabulary is often larger than the tokenizer's.
+    if symbol is None:
         return f"⟨{token}⟩"
+    # A byte-fallback token, <0xE2>; below, one of a byte-level vocabulary.
     if BYTE_TOKEN.fullmatch(symbol):
         return f"⟨{symbol[3:5]}⟩"
     text = decoded(tokenizer, [token])
     if INCOMPLETE in text and all(letter in BYTE_OF for letter in symbol):
-        return f"⟨{' '.join(f'{BYTE_OF[letter]:02X}' for letter in symbol)}⟩"
-    if symbol.startswith("▁") and not text.startswith(" "):  # decoded by itself, it loses its space
+        hexadecimal = " ".join(f"{BYTE_OF[letter]:02X}" for letter in symbol)
+        return f"⟨{hexadecimal}⟩"
+    # SentencePiece drops the space of a token at the start of a text.
+    if symbol.startswith("▁") and not text.startswith(" "):
         return " " + text
     return text

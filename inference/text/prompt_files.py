@@ -15,7 +15,7 @@ import fsspec
 from .messages import Messages, check_conversation, user_turns
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""Compressions by the ends of file names."""
+"""Compressions by the extensions of file names."""
 UTF_16_AND_32 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 """Byte order marks of encodings that are not read."""
 
@@ -33,15 +33,16 @@ def read_prompt_rows(path: str | Path, limit: int | None = None) -> list[dict[st
     """
     rows: list[dict[str, Any]] = []
     for where, row in itertools.islice(_rows(str(path)), limit):
+        # Only the first turn is a prompt: a later one needs the answer to the one before it.
         turns = user_turns(row)
         if turns and isinstance(turns[0], str):
             rows.append({**row, "messages": [{"role": "user", "content": turns[0]}]})
             continue
         row = check_conversation(row, where)
         messages = row["messages"]
-        rows.append(
-            {**row, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages}
-        )
+        if messages[-1]["role"] == "assistant":  # the answer, which is left out
+            messages = messages[:-1]
+        rows.append({**row, "messages": messages})
     return rows
 
 
@@ -55,7 +56,8 @@ def _rows(name: str) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(json_array(name)):
             yield f"{name}, row {number}", row
         return
-    with open_bytes(name) as file:  # bytes: only a line feed ends a line, not U+2028 and the like
+    # As bytes: in a text, U+2028 and the like would end a line as well.
+    with open_bytes(name) as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
                 continue
@@ -78,6 +80,7 @@ def holds_array(name: str) -> bool:
             first = next((text.lstrip() for text in file if text.strip()), b"")
     except (OSError, EOFError) as error:
         raise ValueError(f"{name}: cannot be read: {error}") from error
+    # ASCII in UTF-16 or UTF-32 has zero bytes: "[" is 5B 00.
     if first.startswith(UTF_16_AND_32) or b"\0" in first[:4]:
         raise ValueError(
             f"{name} is in UTF-16 or UTF-32; convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {name} >"
@@ -106,17 +109,17 @@ def parsed_line(name: str, number: int, text: bytes) -> tuple[str, Any]:
 
 
 def compression(name: str) -> str | None:
-    """Name of a file's compression, None for none.
+    """Name of a file's compression; None if it is not compressed.
 
     Raises:
         ValueError: a compression for which a package is missing.
     """
-    found = COMPRESSIONS.get(Path(name).suffix)
-    if found is not None and found not in fsspec.available_compressions():
+    method = COMPRESSIONS.get(Path(name).suffix)
+    if method is not None and method not in fsspec.available_compressions():
         raise ValueError(
-            f"{name}: reading {found} needs the package zstandard: pip install zstandard"
+            f"{name}: reading {method} needs the package zstandard: pip install zstandard"
         )
-    return found
+    return method
 
 
 def open_bytes(name: str) -> IO[bytes]:
@@ -126,9 +129,9 @@ def open_bytes(name: str) -> IO[bytes]:
     packed: Any = fsspec.open(
         str(Path(name).absolute()), "rb", compression=compression(name)
     ).open()
-    return io.BufferedReader(packed)  # zstandard's reader has no lines
+    return io.BufferedReader(packed)  # zstandard's reader cannot read line by line
 
 
 def without_compression(name: str) -> str:
-    """A file's name without the end that tells its compression."""
+    """A file's name without the extension of its compression."""
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in COMPRESSIONS else name

@@ -16,7 +16,7 @@ from ...heads.layers.constants import constants, upload
 
 
 def finest(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has no other: Apple's."""
+    """float64, or float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -26,15 +26,16 @@ class RandomSampler:
 
     generator: torch.Generator | None = None
     live: tuple[bool, ...] | None = field(default=None, init=False)
-    """For each place of the batch, whether its row is being decoded; None if all are. An idle row
-    gets the numbers of the first that is: those of the others are as without it."""
+    """For each row of the batch, whether it is being decoded; None if all are. No numbers are drawn
+    for idle rows, so the others get the numbers that they would get without them. An idle row is
+    given those of the first live one."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.generator, torch.Generator | None):
             raise ValueError(f"generator must be a torch.Generator or None, not {self.generator!r}")
 
     def draw_for(self, live: tuple[bool, ...] | None) -> None:
-        """Draw for these places of the batch from now on."""
+        """From now on, draw only for the rows of the batch that are live."""
         self.live = live
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -49,7 +50,7 @@ class RandomSampler:
         return shape if self.live is None else (sum(self.live), *shape[1:])
 
     def _in_places(self, drawn: Tensor) -> Tensor:
-        """The numbers of each row in its place of the batch."""
+        """Give each row of the batch its numbers."""
         return drawn if self.live is None else drawn[_rank_among_live(self.live, drawn.device)]
 
     def on_host(self) -> RandomSampler:
@@ -60,20 +61,19 @@ class RandomSampler:
         return RandomSampler(torch.Generator().manual_seed(int(seed)))  # sync: once a call
 
     def from_start(self) -> RandomSampler:
-        """A sampler whose numbers begin again, where they are fixed."""
+        """A sampler that repeats the numbers, if they are precomputed; else this one."""
         return self
 
     def categorical(self, probs: Tensor) -> Tensor:
         """One class per distribution, [..., V] to [...], by inverse transform sampling."""
         cumulative = probs.cumsum(-1, dtype=finest(probs.device))
         uniform = self.uniform((*probs.shape[:-1], 1), probs.device)
-        # right=True: the first class whose cumulative mass exceeds the draw, so never one of
-        # probability 0
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True).squeeze(
-            -1
-        )
-        # for NaN probabilities, which the caller detects
-        return drawn.clamp(max=probs.shape[-1] - 1)
+        # Probabilities [0.2, 0, 0.8] have the sums [0.2, 0.2, 1.0]. right=True finds the first sum
+        # that exceeds the draw: 0.2 gives class 2, never class 1, whose probability is 0. The draw
+        # is scaled, since by rounding the last sum may not be 1.
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
+        # NaN probabilities, which the caller detects, would give an index beyond the last class.
+        return drawn.squeeze(-1).clamp(max=probs.shape[-1] - 1)
 
     def accept(self, probs: Tensor) -> Tensor:
         """True with each of these probabilities; same shape."""
@@ -89,6 +89,8 @@ class RandomSampler:
         """
         if count == 1:
             return self.categorical(probs)[..., None]
+        # v arrives at time E / probs[v] with E exponential of rate 1. The first arrivals have the
+        # largest inverse, which is 0 for an impossible class.
         times = self._in_places(
             probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator)
         )
@@ -97,8 +99,9 @@ class RandomSampler:
 
 @constants
 def _rank_among_live(live: tuple[bool, ...], device: torch.device) -> Tensor:
-    """For each place of a batch, how many rows before it are being decoded; 0 for an idle one."""
-    ranks = [sum(live[:place]) if live[place] else 0 for place in range(len(live))]
+    """For each row of a batch, how many live rows stand before it; 0 for an idle one."""
+    # (True, False, True): [0, 0, 1], so numbers [a, b] of the live rows become [a, a, b].
+    ranks = [sum(live[:row]) if live[row] else 0 for row in range(len(live))]
     return upload(ranks, device)
 
 

@@ -70,6 +70,7 @@ class Stats:
     def drop_unfinished(self) -> None:
         """Drop what is counted of a round that an error ended."""
         for row in self.rows:
+            # A round's duration is added when it has ended: records beyond have none.
             if row and row[-1].number >= len(self.round_seconds):
                 row.pop()
 
@@ -108,9 +109,12 @@ class Stats:
         clusters = [[tokens, rounds] for tokens, rounds in self.tokens_and_rounds if rounds]
         if len(clusters) == 1:
             clusters = [[record.returned, 1] for row in self.rows for record in row]
-        count, mean = len(clusters), self.acceptance_length
+        count = len(clusters)
+        mean = self.acceptance_length
         if count < 2:
             return float("nan"), float("nan")
+        # Linearised variance of sum(tokens) / sum(rounds): with t_i tokens in r_i rounds,
+        # 1.96 sqrt(n / (n - 1) sum (t_i - mean r_i)^2) / sum r_i on either side.
         squares = sum((tokens - mean * rounds) ** 2 for tokens, rounds in clusters)
         half = 1.96 * (squares * count / (count - 1)) ** 0.5 / self.rounds
         return mean - half, mean + half
@@ -122,13 +126,17 @@ class Stats:
         A row's last round may return fewer tokens than were accepted: it counts for the depths that
         were returned, not for the next one.
         """
-        reached, accepted = [0] * self.max_depth, [0] * self.max_depth
-        for record in (record for row in self.rows for record in row):
-            successes = min(record.accepted, record.returned)
-            truncated = record.returned <= record.accepted
-            for depth in range(self.max_depth):
-                reached[depth] += depth < successes or (depth == successes and not truncated)
-                accepted[depth] += depth < successes
+        # 2 tokens accepted, 3 returned: accepted at depths 0 and 1, and reached at 2, where the
+        # draft was rejected. 2 accepted, 2 returned (the text ended): depth 2 is unknown.
+        reached = [0] * self.max_depth
+        accepted = [0] * self.max_depth
+        for row in self.rows:
+            for record in row:
+                successes = min(record.accepted, record.returned)
+                truncated = record.returned <= record.accepted
+                for depth in range(self.max_depth):
+                    reached[depth] += depth < successes or (depth == successes and not truncated)
+                    accepted[depth] += depth < successes
         return [
             hits / tries if tries else float("nan")
             for hits, tries in zip(accepted, reached, strict=True)
@@ -146,12 +154,15 @@ class Stats:
 
         It is the round's time over the number of tokens that the round returned in the token's row.
         """
-        records = [record for row in self.rows for record in row if self.round_seconds]
-        return [
-            self.round_seconds[record.number] / record.returned
-            for record in records
-            for _ in range(record.returned)
-        ]
+        seconds: list[float] = []
+        if not self.round_seconds:
+            return seconds
+        for row in self.rows:
+            for record in row:
+                # 3 tokens of a round of 60 ms: 20 ms each. A round that returned none adds none.
+                for _ in range(record.returned):
+                    seconds.append(self.round_seconds[record.number] / record.returned)
+        return seconds
 
     def summary(self) -> str:
         """Two lines of text: acceptance, and where the time went."""
@@ -166,10 +177,8 @@ class Stats:
             f"{part} {1000 * seconds:.1f}" for part, seconds in self.round_parts.items()
         )
         seconds = sum(self.round_seconds)
-        prefill, rate = (
-            self.seconds.get("prefill", 0.0),
-            (self.tokens / seconds if seconds else math.nan),
-        )
+        prefill = self.seconds.get("prefill", 0.0)
+        rate = self.tokens / seconds if seconds else math.nan
         return (
             f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without"
             f" drafts; acceptance length {self.acceptance_length:.2f}{spread}; acceptance rate by"
@@ -179,14 +188,15 @@ class Stats:
 
     @classmethod
     def merged(cls, parts: Iterable[Stats]) -> Stats:
-        """The statistics of several generations together."""
+        """Return the statistics of several generations together."""
         whole = cls()
         for part in parts:
+            # Rounds are numbered on: a part's round 0 comes after all rounds before it.
             before = len(whole.round_seconds)
-            whole.rows += [
-                [replace(record, number=before + record.number) for record in row]
-                for row in part.rows
-            ]
+            for row in part.rows:
+                whole.rows.append(
+                    [replace(record, number=before + record.number) for record in row]
+                )
             whole.round_seconds += part.round_seconds
             whole.max_depth = max(whole.max_depth, part.max_depth)
             whole.first_token_seconds += part.first_token_seconds

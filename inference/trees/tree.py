@@ -1,6 +1,15 @@
-"""Draft trees: the tokens drafted in one step, with ancestors, depths and paths.
+"""Draft trees: the tokens drafted in one round, with ancestors, depths and paths.
 
-The structure follows from the parents of the nodes.
+The structure follows from the parents of the nodes. A tree of five nodes:
+
+    node       0     1     2     3     4             0 "the"
+    token     the   cat   dog   sat   ran            +-- 1 "cat"
+    parent     -1     0     0     1     2            |   +-- 3 "sat"
+    depth       0     1     1     2     2            +-- 2 "dog"
+                                                         +-- 4 "ran"
+
+    ancestors of node 3    [True, True, False, True, False]      itself included
+    path to node 3         [0, 1, 3]
 
 Letters in tensor names: B batch, N nodes, M nodes that are attended to, A nodes of a path, X
 columns of a framed tree attention.
@@ -93,7 +102,7 @@ class DraftTree:
             kind,
             draft_probs_BNV,
             shape,
-            False,
+            False,  # no padding: all rows have this shape
             in_order=shape.is_chain,
         )
 
@@ -101,6 +110,7 @@ class DraftTree:
         """A copy on another device, uploaded in one transfer; in two with draft probabilities."""
         if self.tokens_BN.device == device:
             return self
+        # Tokens, parents and sizes side by side, [B, 2 N + 1]: one transfer in place of three.
         nodes = self.tokens_BN.shape[1]
         whole = upload(
             torch.cat([self.tokens_BN, self.parents_BN, self.sizes_B[:, None]], dim=1), device
@@ -117,20 +127,26 @@ class DraftTree:
 
     @cached_property
     def structure(self) -> TreeStructure:
-        """Ancestors and all that follows from them.
+        """Ancestors, depths and what else follows from the parents.
 
-        With P for "m is the parent of n", (I + P)^k counts the ways to get from n to m in k steps
-        up, or none; squared again and again it reaches the root in log2(depth) products.
+        Let P[n, m] be 1 where m is the parent of n. Entry [n, m] of (I + P)^k counts the ways from
+        n up to m in k moves, each of one step or none. Repeated squaring reaches the root from
+        depth d in about log2(d) products.
         """
-        (batch, nodes), device = self.tokens_BN.shape, self.tokens_BN.device
+        batch, nodes = self.tokens_BN.shape
+        device = self.tokens_BN.device
         if self.shape is not None:
             return _static(self.shape, batch, device)[2]
+        # 1. I + P. Index -1, the root's parent, takes the last row of the table: zeros. Parents
+        # [-1, 0, 1] give [[1, 0, 0], [1, 1, 0], [0, 1, 1]].
         unit_MN = _unit_rows(nodes, device)
         reach_BNN = unit_MN[self.parents_BN] + unit_MN[:nodes]
+        # 2. Square it. For depth 5, bit_length 3: the powers 2, 4 and 8, which is enough.
         for _ in range(self.max_depth.bit_length()):
             reach_BNN = reach_BNN @ reach_BNN
-            if self.max_depth > FLOAT_DEPTH:
+            if self.max_depth > FLOAT_DEPTH:  # counts would overflow; only zero or not matters
                 reach_BNN = reach_BNN.clamp(max=1)
+        # 3. Whatever can be reached is an ancestor. A node at depth d has d + 1, itself included.
         ancestors_BNN = reach_BNN > 0
         framed_BNX = framed(ancestors_BNN)
         return TreeStructure(
@@ -140,15 +156,17 @@ class DraftTree:
     def path_to(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's path from the root to a node, [B, max_depth + 1], and its length.
 
-        The paths are padded.
+        Shorter paths are padded.
         """
-        known = self.structure
-        if known.paths_NA is not None and known.lengths_N is not None:
-            return known.paths_NA[last_B], known.lengths_N[last_B]
+        structure = self.structure
+        if structure.paths_NA is not None and structure.lengths_N is not None:
+            return structure.paths_NA[last_B], structure.lengths_N[last_B]
         nodes = self.tokens_BN.shape[1]
-        on_path_BN = known.ancestors_BNN[counting(len(last_B), last_B.device), last_B]
-        # Parents stand before their children: in ascending order nodes form the path, and the last
-        # node pads it.
+        # Row b takes the ancestors of its own node.
+        on_path_BN = structure.ancestors_BNN[counting(len(last_B), last_B.device), last_B]
+        # Parents stand before their children, so in ascending order the nodes form the path. Nodes
+        # off the path become the last node, N - 1, which pads the end. For the path to node 3 of
+        # the module's tree: numbers [0, 1, 4, 3, 4], of which the 3 smallest are [0, 1, 3].
         numbers_BN = counting(nodes, last_B.device).where(
             on_path_BN, counting(1, last_B.device, nodes - 1)
         )
@@ -164,12 +182,14 @@ def path_from_root(parents: Sequence[int], node: int) -> list[int]:
 
 
 def framed(seen_BNM: Tensor) -> Tensor:
-    """Frame the tree attention of nodes [B, N, M] with two columns.
+    """Frame the tree attention of nodes [B, N, M] with two columns: [B, N, M + 2].
 
-    The first is for all committed tokens, the last for unused cache slots.
+    The first column is for all committed tokens, which every node sees; the last for unused cache
+    slots, which none does. A cache slot's column is its offset from the committed tokens, plus one,
+    clamped. After 5 committed tokens, with M = 3:
 
-    [B, N, M + 2]: the column of a cache slot is found by clamping its offset from the committed
-    tokens.
+        slot      0 1 2 3 4   5 6 7   8 9 ...
+        column    0 0 0 0 0   1 2 3   4 4 ...
     """
     return F.pad(F.pad(seen_BNM, (1, 0), value=True), (0, 1), value=False)
 
@@ -183,13 +203,13 @@ class NewNodes:
 
     tokens_BN: Tensor
     framed_BNX: Tensor
-    """Their tree attention, see `framed`: X is M + 2."""
+    """Their tree attention, see `framed`; X is M + 2."""
     depths_BM: Tensor
     """Positions of all M nodes, relative to the first one after the committed tokens."""
 
     @property
     def cached(self) -> int:
-        """Uncommitted nodes before them, which are in the cache already."""
+        """Number of uncommitted nodes before the new ones, which are in the cache already."""
         return self.depths_BM.shape[1] - self.tokens_BN.shape[1]
 
     @classmethod
@@ -222,24 +242,28 @@ def _static(
     shape: TreeShape, batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor, TreeStructure]:
     """Parents, sizes and structure of the trees of a static shape."""
-    paths = [(), *shape.paths]
-    above = [[path[: len(other)] == other for other in paths] for path in paths]
-    ancestors_BNN = torch.tensor(above, device=device).expand(batch, -1, -1)
-    parents_N, lengths_N = (
-        torch.tensor(numbers, device=device)
-        for numbers in (shape.parents, [len(path) + 1 for path in paths])
-    )
-    on_path = [[node for node, on in enumerate(row) if on] for row in above]
-    paths_NA = torch.tensor(
-        [[*nodes, *[shape.size - 1] * (shape.depth + 1 - len(nodes))] for nodes in on_path],
-        device=device,
-    )
-    known = TreeStructure(
+    paths = [(), *shape.paths]  # of ranks; the root's is empty
+    is_ancestor: list[list[bool]] = []
+    padded_paths: list[list[int]] = []
+    for path in paths:
+        # Ancestors are prefixes: (0,) is one of (0, 2), which is the third child of node (0,).
+        ancestors = [path[: len(other)] == other for other in paths]
+        is_ancestor.append(ancestors)
+        # Nodes are sorted by depth, so the ancestors in order are the path. The last node pads it.
+        nodes = [node for node, on_path in enumerate(ancestors) if on_path]
+        padding = [shape.size - 1] * (shape.depth + 1 - len(nodes))
+        padded_paths.append([*nodes, *padding])
+    ancestors_BNN = torch.tensor(is_ancestor, device=device).expand(batch, -1, -1)
+    paths_NA = torch.tensor(padded_paths, device=device)
+    parents_N = torch.tensor(shape.parents, device=device)
+    lengths_N = torch.tensor([len(path) + 1 for path in paths], device=device)  # the root counted
+    structure = TreeStructure(
         ancestors_BNN,
-        (lengths_N - 1).expand(batch, -1),
+        (lengths_N - 1).expand(batch, -1),  # depths
         parents_N.clamp(min=0).expand(batch, -1),
         framed(ancestors_BNN),
         paths_NA,
         lengths_N,
     )
-    return parents_N.expand(batch, -1), torch.full((batch,), shape.size, device=device), known
+    sizes_B = torch.full((batch,), shape.size, device=device)
+    return parents_N.expand(batch, -1), sizes_B, structure

@@ -1,4 +1,15 @@
-"""Tree specs: a draft tree's nodes as users and checkpoints write them, and their parser."""
+"""Tree specs: a draft tree's nodes as users and checkpoints write them, and their parser.
+
+    spec                    policy            tree
+    chain:3                 TreeShape         the head's best token at each of 3 depths
+    branch:2x2x1            TreeShape         2 children of the root, 2 of each of these, 1 of those
+    [[0], [1], [0, 0]]      TreeShape         paths of ranks: [0, 0] is the best child of [0]
+    dynamic:60:7:10         DynamicShape      the 60 most probable nodes, chosen in every round
+    drawn:chain:3           SampledShape      the same shape, its tokens sampled
+    stop:0.4:chain:8        EarlyExitShape    a chain that ends where the head is not confident
+
+`tree_policy` parses one spec, `tree_policies` several, separated by |.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +29,29 @@ TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_wit
 """How the children of a node are made, which decides the acceptance rules that are exact: the
 draft's top-k tokens; one sampled child; several, sampled independently; several, sampled without
 replacement."""
-
-
 LARGEST_TREE = 2**12
-"""Most nodes, and most children of a node, of a tree: one forward of the target holds them all."""
+"""Most nodes of a tree, and most children of a node: one forward of the target holds them all."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a `TreeShape`: which children of the frontier are nodes, which are expanded."""
+    """One depth of a `TreeShape`: which children of the frontier are nodes, which are expanded.
+
+    For the paths [0], [1], [0, 0], [0, 2] the frontier of depth 2 is the node [0]:
+
+        depth    width    picks     frontier    parents
+        1        2        (0, 1)    (0,)        (0,)        node [0] of the root has children
+        2        3        (0, 2)    ()          ()          ranks 0 and 2 of 3 children
+    """
 
     width: int
-    """Top-k children considered of each frontier node."""
+    """Children considered of each frontier node, its top k."""
     picks: tuple[int, ...]
     """For each node of this depth: frontier index * width + rank."""
     frontier: tuple[int, ...]
     """The nodes of this depth that have children, as indices into `picks`."""
     parents: tuple[int, ...]
-    """The parent of each of those, as an index into the frontier above."""
+    """The parent of each node in `frontier`, as an index into the frontier above."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         size = len(self.paths) + 1
         depth = max(map(len, self.paths), default=0)
+        # Paths are sorted by depth, so a parent's index is smaller than its children's.
         index = {(): 0, **{path: i for i, path in enumerate(self.paths, start=1)}}
         parents = (-1, *(index[path[:-1]] for path in self.paths))
         inner = tuple(sorted(set(parents[1:])))
@@ -73,11 +90,11 @@ class TreeShape:
             "parents": parents,
             "inner": inner,
         }
-        vars(self).update(computed, expanded=max(1, len(inner)))
+        vars(self).update(computed, expanded=max(1, len(inner)))  # the class is frozen
 
     @classmethod
     def from_paths(cls, paths: Sequence[Sequence[int]]) -> TreeShape:
-        """Check and sort.
+        """Check and sort paths of ranks.
 
         Raises:
             ValueError: a repeated path, a negative rank, or a path whose parent is missing; named.
@@ -121,6 +138,8 @@ class TreeShape:
             width = 1 + max(path[-1] for path in children)
             parents = {node[:-1] for node in self.paths}
             expanded = [path for path in children if path in parents]
+            # Considered children are numbered frontier node by frontier node: of the frontier's
+            # second node (index 1) with width 3, rank 2 is child 1 * 3 + 2 = 5.
             levels.append(
                 Level(
                     width=width,
@@ -162,6 +181,7 @@ class DynamicShape:
                 f"{self.size}, {self.depth} and {self.width}"
             )
         _check_size(self.size)
+        # The root, then `width` nodes at each depth but the last.
         expanded = 1 + (self.depth - 1) * self.width
         if max(expanded, self.width) > LARGEST_TREE:
             raise ValueError(
@@ -189,6 +209,7 @@ class SampledShape:
     """How children are made; a chain has no siblings."""
 
     def __post_init__(self) -> None:
+        # Ranks are the order of sampling, so they must be without gaps: [0, 2] needs [0, 1].
         for path in self.shape.paths:
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in self.shape.paths:
                 raise ValueError(
@@ -244,6 +265,7 @@ def tree_policies(tree: TreeSpec) -> list[TreePolicy]:
         return [tree]
     if not isinstance(tree, Sequence):
         raise ValueError(f"tree must be a spec such as 'chain:4', paths or a policy, not {tree!r}")
+    # A sequence of policies; any other sequence is the paths of one tree.
     policies = [policy for policy in tree if isinstance(policy, TreePolicy)]
     return policies if policies and len(policies) == len(tree) else [tree_policy(tree)]
 
@@ -266,29 +288,39 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
         return tree
     if not isinstance(tree, str):
         return TreeShape.from_paths(cast(Sequence[Sequence[int]], tree))
+
+    # 1. Prefixes that sample: `drawn:` and `independent:`, before any other static spec.
     kind, *numbers = tree.split(":")
     if kind in ("drawn", "independent") and numbers[:1] not in (["drawn"], ["independent"]):
         shape = tree_policy(tree.removeprefix(f"{kind}:"))
         if isinstance(shape, TreeShape) and shape.paths:
             return SampledShape(shape, kind == "independent")
+
+    # 2. `stop:0.4:chain:8`, `stop:0.4:drawn:chain:8`.
     number = r"-?\d+(?:\.\d+)?"
     early_exit = re.fullmatch(rf"stop:({number}):(drawn:)?chain:(\d+)", tree)
     if early_exit:
         return EarlyExitShape(int(early_exit[3]), float(early_exit[1]), early_exit[2] is not None)
+
+    # 3. Names and numbers.
     if tree == "root":
         return ROOT
     if kind == "branch" and len(numbers) == 1 and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", numbers[0]):
+        # 2x2x1: 2 + 4 + 4 nodes, counted before they are made. At depth 2 the paths are the product
+        # of the ranks (0, 1) and (0, 1).
         children = [range(int(number)) for number in numbers[0].split("x")]
         _check_size(sum(itertools.accumulate(map(len, children), operator.mul)))
-        depths = range(1, len(children) + 1)
-        return TreeShape.from_paths(
-            [path for depth in depths for path in itertools.product(*children[:depth])]
-        )
+        branches: list[tuple[int, ...]] = []
+        for depth in range(1, len(children) + 1):
+            branches += itertools.product(*children[:depth])
+        return TreeShape.from_paths(branches)
     if all(number.isdigit() for number in numbers):
         if kind == "chain" and len(numbers) == 1:
             return TreeShape.chain(int(numbers[0]))
         if kind == "dynamic" and len(numbers) <= 3:
             return DynamicShape(*map(int, numbers))
+
+    # 4. Paths, as JSON in the spec itself or in a file.
     literal = tree.startswith("[")
     file = Path(at_home(tree))
     if literal or file.is_file():

@@ -19,8 +19,8 @@ All but `typical` are exact: emitted tokens have the target's distribution (gree
 text). `typical` is lossy: it emits what the target finds plausible, and more of it.
 
 No rule waits for the device: those for sampled trees walk the tree's `shape`, which the host knows.
-A node whose token has draft probability 0 was not sampled (its siblings were all that the draft
-had): it is skipped.
+A node whose token has draft probability 0 was not sampled, because its siblings took all tokens of
+positive probability: it is skipped.
 
 Letters in tensor names: B batch, N nodes, A accepted, V vocabulary.
 """
@@ -53,13 +53,14 @@ class VerifyResult:
     next_tokens_B: Tensor
     """The bonus token: the target's own choice after the path, and the next round's root."""
     emitted_BA: Tensor | None = None
-    """The emitted tokens, padded; None to have them read from the path."""
+    """The emitted tokens, padded; None where `emitted_tokens` reads them from the path."""
 
 
 AcceptanceRule = Callable[[DraftTree, Tensor, Sampler], VerifyResult]
 """An acceptance rule: (tree, scores_BNV, sampler) to its result. It draws at most nodes × depth + 1
 numbers a row."""
-EPSILON, DELTA = 0.09, 0.3
+EPSILON = 0.09
+DELTA = 0.3
 """Medusa's thresholds for typical acceptance."""
 
 
@@ -68,6 +69,8 @@ def emitted_tokens(tree: DraftTree, result: VerifyResult) -> Tensor:
 
     They are the rest of the path, then the bonus token.
     """
+    # The path's tokens [root, cat, sat, padding], length 3, rolled: [cat, sat, padding, root]. The
+    # bonus token goes to index length - 1: [cat, sat, bonus, root].
     ordered_BA = tree.tokens_BN if tree.in_order else tree.tokens_BN.gather(1, result.path_BA)
     return ordered_BA.roll(-1, 1).scatter(
         1, result.lengths_B[:, None] - 1, result.next_tokens_B[:, None]
@@ -101,8 +104,13 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
     """
     batch, nodes = tree.tokens_BN.shape
     index_N = counting(nodes, choices_BN.device)
+
+    # 1. The root alone: its choice is the bonus token.
     if nodes == 1:
         return VerifyResult(index_N.expand(batch, -1), tree.sizes_B, choices_BN[:, 0], choices_BN)
+
+    # 2. A chain: the draft at n + 1 must equal the choice at n. cumprod stops at the first that
+    # does not: right [1, 1, 0, 1] gives [1, 1, 0, 0], 2 accepted.
     if tree.in_order:
         right_BD = tree.tokens_BN[:, 1:] == choices_BN[:, :-1]
         if tree.padding:
@@ -112,14 +120,17 @@ def follow(tree: DraftTree, choices_BN: Tensor) -> VerifyResult:
         return VerifyResult(
             index_N.expand(batch, -1), accepted_B1[:, 0] + 1, next_tokens_B, choices_BN
         )
+
+    # 3. A tree: a node is chosen if its token equals the choice at its parent. Of equal siblings
+    # only the first counts: else the draws below both would compete for the longer path.
     chosen_BN = tree.tokens_BN == choices_BN.gather(1, tree.structure.above_BN)
-    # of twins the first, or the draws at both would decide which path is longer
     if tree.kind == "sampled_independent":
         siblings_BNN = tree.parents_BN[:, :, None] == tree.parents_BN[:, None]
-        chosen_BN = chosen_BN & ~(
-            siblings_BNN & chosen_BN[:, None] & (index_N < index_N[:, None])
-        ).any(-1)
-    # One path at most; the first of equals is the root, where nothing was accepted.
+        earlier_NN = index_N < index_N[:, None]  # [n, m]: m stands before n
+        chosen_BN = chosen_BN & ~(siblings_BNN & chosen_BN[:, None] & earlier_NN).any(-1)
+
+    # 4. Chosen nodes whose ancestors are all chosen form one path. Its last node is the deepest; if
+    # nothing was accepted, all depths are 0, and argmax takes the first node, the root.
     last_B = tree.structure.depths_BN.masked_fill(_rejected(tree, chosen_BN), 0).argmax(-1)
     path_BA, lengths_B = tree.path_to(last_B)
     next_tokens_B = choices_BN[counting(batch, last_B.device), last_B]
@@ -134,29 +145,34 @@ def without_replacement(
     The rule is lossless for children that were sampled without replacement.
 
     Walk from the root: accept a child x with min(1, p(x)/q(x)), or take q out of p and try the next
-    one.
+    one. All rows walk together, each with a mask for whether it still does.
     """
     _, draft_BNV = _sampled_children(tree)
     target_BNV = scores_BNV.softmax(-1)
     rows_B = torch.arange(len(target_BNV), device=target_BNV.device)
     table_NW = _children_table(tree.shape or ROOT, target_BNV.device)
-    node_B, walking_B, p_BV = (
-        torch.zeros_like(rows_B),
-        torch.ones_like(rows_B, dtype=torch.bool),
-        target_BNV[:, 0],
-    )
+    node_B = torch.zeros_like(rows_B)  # where each row stands: at the root
+    walking_B = torch.ones_like(rows_B, dtype=torch.bool)
+    p_BV = target_BNV[:, 0]  # what the next token is drawn from if no child is accepted
     for _ in range(tree.max_depth):
-        next_B, q_BV = torch.zeros_like(node_B), draft_BNV[rows_B, node_B]
-        for child_B in table_NW[node_B].unbind(1):  # 0, the root, where there is none
+        next_B = torch.zeros_like(node_B)  # the accepted child; 0, the root, while there is none
+        q_BV = draft_BNV[rows_B, node_B]
+        # Children in draw order. The table's padding is 0, the root, which is no node's child.
+        for child_B in table_NW[node_B].unbind(1):
             tokens_B1 = tree.tokens_BN.gather(1, child_B[:, None])
-            p_B, q_B = p_BV.gather(1, tokens_B1)[:, 0], q_BV.gather(1, tokens_B1)[:, 0]
+            p_B = p_BV.gather(1, tokens_B1)[:, 0]
+            q_B = q_BV.gather(1, tokens_B1)[:, 0]
+            # Accept x with min(1, p(x) / q(x)); rows that do not try get probability 0.
             tried_B = walking_B & (next_B == 0) & (child_B > 0) & (q_B > 0)
             accepted_B = sampler.accept(torch.where(tried_B, (p_B / q_B).clamp(max=1), 0.0))
             next_B = torch.where(accepted_B, child_B, next_B)
+            # After a rejection p becomes norm((p - q)+). Without replacement x cannot be drawn
+            # again, so it leaves q, too.
             rejected_B1 = (tried_B & ~accepted_B)[:, None]
             p_BV = torch.where(rejected_B1, _normalized((p_BV - q_BV).clamp(min=0), p_BV), p_BV)
             if not replace:
                 q_BV = torch.where(rejected_B1, _normalized(q_BV.scatter(1, tokens_B1, 0.0)), q_BV)
+        # Go to the accepted child, where p is the target's own again. Other rows stay for good.
         walking_B = next_B > 0
         node_B = torch.where(walking_B, next_B, node_B)
         p_BV = torch.where(walking_B[:, None], target_BNV[rows_B, node_B], p_BV)
@@ -173,22 +189,34 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
     For children sampled without replacement. weight_B[n] is the probability with which the path to
     n may stand, were n a leaf; on a chain it is block verification.
     """
+    # 1. For each node: p and q, the target's and the draft's distribution of its children, and the
+    # weight. They change as children are removed.
     children, draft_BNV = _sampled_children(tree)
-    target_BNV, nodes = scores_BNV.softmax(-1), range(len(children))
-    p, q = [target_BNV[:, node] for node in nodes], [draft_BNV[:, node] for node in nodes]
+    target_BNV = scores_BNV.softmax(-1)
+    nodes = range(len(children))
+    p = [target_BNV[:, node] for node in nodes]
+    q = [draft_BNV[:, node] for node in nodes]
     weight_B = [torch.ones_like(p[0][:, 0])] * len(p)
     last_B = torch.zeros_like(tree.sizes_B)
-    open_B = torch.ones_like(last_B, dtype=torch.bool)
+    open_B = torch.ones_like(last_B, dtype=torch.bool)  # rows whose path is not yet decided
     for parent, node, leaving in depth_first(children):
         tokens_B1 = tree.tokens_BN[:, node, None]
-        p_B, q_B = p[parent].gather(1, tokens_B1)[:, 0], q[parent].gather(1, tokens_B1)[:, 0]
+        p_B = p[parent].gather(1, tokens_B1)[:, 0]
+        q_B = q[parent].gather(1, tokens_B1)[:, 0]
+
+        # 2. On the way down: the path to the node may stand with min(1, its parent's weight * p/q).
         if not leaving:
             ratio_B = torch.where(q_B > 0, p_B / q_B, 0.0)
             weight_B[node] = (weight_B[parent] * ratio_B).clamp(max=1)
             continue
+
+        # 3. On leaving, all below the node is gone, so it is a leaf: accept the path to it, or not.
         accepted_B = sampler.accept(torch.where(open_B, weight_B[node], 0.0))
         last_B = torch.where(accepted_B, node, last_B)
         open_B = open_B & ~accepted_B
+
+        # 4. Not accepted: the node leaves the tree. At its parent p becomes the residual, q loses
+        # the token, and the weight becomes the share of the residual in what is left.
         residual_BV = (weight_B[parent][:, None] * p[parent] - q[parent]).clamp(min=0)
         mass_B = residual_BV.sum(-1)
         # 0 where p and q agree: then the child was accepted for certain
@@ -198,6 +226,8 @@ def traversal(tree: DraftTree, scores_BNV: Tensor, sampler: Sampler) -> VerifyRe
         # all 0 after the last possible token
         q[parent] = _normalized(q[parent].scatter(1, tokens_B1, 0.0))
         weight_B[parent] = torch.where(left_B > 0, mass_B / left_B, weight_B[parent])
+
+    # 5. The bonus token comes from what is left of p at the last accepted node.
     rows_B = torch.arange(len(last_B), device=last_B.device)
     next_tokens_B = sampler.categorical(torch.stack(p, dim=1)[rows_B, last_B])
     return VerifyResult(*tree.path_to(last_B), next_tokens_B)
@@ -217,6 +247,7 @@ def typical(
     the same drafts a prompt has one text, whatever the seed, and that is closer to the greedy one
     than a sample is (benchmarks/typical.md).
     """
+    # 1. Which nodes are plausible at their parents, together with all their ancestors.
     log_p_BNV = scores_BNV.log_softmax(-1)
     threshold_BN = typical_threshold(log_p_BNV, epsilon, delta)
     parents_BN = tree.structure.above_BN
@@ -226,9 +257,13 @@ def typical(
     index_N = torch.arange(parents_BN.shape[1], device=parents_BN.device)
     plausible_BN = log_p_BN.exp() > threshold_BN.gather(1, parents_BN)
     depths_BN = tree.structure.depths_BN.masked_fill(_rejected(tree, plausible_BN), -1)
-    # -inf times 0 would be no number
+
+    # 2. The log probability of each path: the sum over its nodes. The product with the ancestors
+    # [N, N] sums them; implausible nodes become 0 first, since -inf * 0 is NaN.
     log_p_BN = torch.where((index_N > 0) & plausible_BN, log_p_BN, 0.0)
     paths_BN = (tree.structure.ancestors_BNN.to(log_p_BN.dtype) @ log_p_BN[:, :, None])[..., 0]
+
+    # 3. Of the longest paths the likeliest; the target's best token follows.
     longest_BN = depths_BN == depths_BN.amax(-1, keepdim=True)
     last_B = torch.where(longest_BN, paths_BN, -torch.inf).argmax(-1)
     next_tokens_B = scores_BNV.argmax(-1).gather(1, last_B[:, None])[:, 0]
@@ -300,10 +335,10 @@ def is_rule(rule: AcceptanceRule, *rules: AcceptanceRule) -> bool:
 
 
 def check_rule_name(name: str) -> None:
-    """Refuse the name of no rule.
+    """Refuse a name that no rule has.
 
     Raises:
-        ValueError: says which names there are.
+        ValueError: an unknown name; says which names there are.
     """
     known = isinstance(name, str) and name.partition(":")[0] in ("auto", *RULES)
     if not known:
@@ -314,7 +349,7 @@ def check_rule_name(name: str) -> None:
 
 
 def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
-    """The rule for sampling of this name; "auto" for the exact rule that accepts most.
+    """Return the rule for sampling of this name; for "auto" the exact rule that accepts most.
 
     `typical:EPSILON:DELTA` sets the thresholds of typical acceptance.
 
@@ -329,7 +364,9 @@ def choose_rule(name: str, kind: TreeKind, lossy: bool) -> AcceptanceRule:
     rule = RULES[name]
     if kind not in rule.kinds:
         fitting = ", ".join(
-            each for each, other in RULES.items() if kind in other.kinds and not other.lossy
+            other_name
+            for other_name, other in RULES.items()
+            if kind in other.kinds and not other.lossy
         )
         raise ValueError(
             f"the acceptance rule {name!r} would be biased for trees whose nodes are"
@@ -390,11 +427,12 @@ def _rejected(tree: DraftTree, accepted_BN: Tensor) -> Tensor:
 
     The root is always accepted, padding never.
     """
-    accepted_BN = accepted_BN | (tree.parents_BN < 0)
+    accepted_BN = accepted_BN | (tree.parents_BN < 0)  # the root's parent is -1
     if tree.padding:
         accepted_BN = accepted_BN & (
             counting(accepted_BN.shape[1], accepted_BN.device) < tree.sizes_B[:, None]
         )
+    # [b, n, m]: m is an ancestor of n, or n itself, and not accepted.
     return (tree.structure.ancestors_BNN & ~accepted_BN[:, None]).any(-1)
 
 
@@ -411,7 +449,7 @@ def _sampled_children(tree: DraftTree) -> tuple[list[list[int]], Tensor]:
 
     The children are in draw order and were sampled from these distributions.
     """
-    if tree.max_depth == 0:  # a root alone is of every kind
+    if tree.max_depth == 0:  # the root alone: a tree of every kind, without draft probabilities
         return [[]], tree.tokens_BN.new_zeros(len(tree.tokens_BN), 1)
     assert tree.shape is not None and tree.draft_probs_BNV is not None
     return _children(tree.shape), tree.draft_probs_BNV
@@ -434,8 +472,8 @@ def depth_first(children: list[list[int]], parent: int = 0) -> list[tuple[int, i
 
 
 def _normalized(mass_BV: Tensor, otherwise_BV: Tensor | None = None) -> Tensor:
-    """Mass scaled to sum 1; `otherwise_BV`, or all 0, where there is none."""
+    """Scale mass to sum 1; rows of zeros become `otherwise_BV`, or stay."""
     total_B1 = mass_BV.sum(-1, keepdim=True)
-    return torch.where(
-        total_B1 > 0, mass_BV / total_B1, mass_BV if otherwise_BV is None else otherwise_BV
-    )
+    if otherwise_BV is None:
+        otherwise_BV = mass_BV
+    return torch.where(total_B1 > 0, mass_BV / total_B1, otherwise_BV)

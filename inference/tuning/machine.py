@@ -27,19 +27,17 @@ import torch
 from ...files import at_home, write_whole
 
 FORMAT = 2
-"""Version of the file's entries; another version measures anew and leaves the rest of the file
-alone."""
-
+"""Version of the file's entries. It is part of a machine's key, so entries of other versions are
+not read, and stay in the file."""
 MACHINE_FILE = "machine.json"
-
 WAITED = 0.1
-"""Seconds that a measurement on a CPU may wait for a core, or the share of its own time if that is
-more."""
+"""Most seconds that a measurement on a CPU may wait for a core, or the same share of its duration
+if that is more."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _measured: dict[str, dict[str, Any]] = {}
-"""Measurements of this process: machine to name to value."""
+"""Measurements of this process, by machine and name."""
 _told: set[str] = set()
 """Warnings that were given: each comes once a process."""
 
@@ -52,8 +50,9 @@ def cache_folder() -> Path:
     Raises:
         RuntimeError: the user has no home.
     """
-    if own := os.environ.get("HEADSTART_CACHE"):
-        return Path(at_home(own))
+    chosen = os.environ.get("HEADSTART_CACHE")
+    if chosen:
+        return Path(at_home(chosen))
     return Path(at_home(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "headstart"
 
 
@@ -61,7 +60,8 @@ def hardware(device: torch.device) -> str:
     """A GPU's name, or the processor's with its instruction set and the threads that torch uses."""
     if device.type != "cpu":
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    threads, cores = torch.get_num_threads(), usable_cores()
+    threads = torch.get_num_threads()
+    cores = usable_cores()
     limited = f" on {cores} cores" if cores < threads else ""
     return f"{processor()}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads{limited}"
 
@@ -76,6 +76,8 @@ def cpuinfo() -> dict[str, str]:
     """Entries of the first processor in /proc/cpuinfo; empty where there is no such file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    # Lines such as "model name  : AMD EPYC", processor after processor. Reversed, so that the first
+    # processor's entries overwrite those of the others.
     entries = [line.partition(":") for line in lines]
     return {name.strip(): value.strip() for name, _, value in reversed(entries)}
 
@@ -85,10 +87,10 @@ def processor() -> str:
 
     Virtual machines hide the rest.
     """
-    told = cpuinfo()
-    if {"model name", "cpu family", "model"} <= told.keys():
-        return f"{told['model name']} (family {told['cpu family']}, model {told['model']})"
-    return told.get("model name") or platform.processor() or platform.machine()
+    info = cpuinfo()
+    if {"model name", "cpu family", "model"} <= info.keys():
+        return f"{info['model name']} (family {info['cpu family']}, model {info['model']})"
+    return info.get("model name") or platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:
@@ -99,11 +101,11 @@ def usable_cores() -> int:
 def check_threads() -> None:
     """Warn, once, of more threads than cores: they wait for each other, which is many times slower.
 
-    torch starts as many threads as the process has cores. It does not notice when it is limited
-    later (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS counts for more than the
-    limit.
+    torch starts as many threads as the process has cores. It does not notice when the process is
+    limited later (`os.sched_setaffinity`, `taskset -p`), and OMP_NUM_THREADS overrides the limit.
     """
-    threads, cores = torch.get_num_threads(), usable_cores()
+    threads = torch.get_num_threads()
+    cores = usable_cores()
     if threads > cores:
         tell_once(
             f"torch uses {threads} threads and this process may run on {cores}"
@@ -129,29 +131,40 @@ def measured_once(
     read: Callable[[Any], Value],
     timing: bool = True,
 ) -> Value:
-    """A measurement of this machine, made by this process, an earlier one, or now.
+    """Return a measurement of this machine, made by this process, an earlier one, or now.
 
-    `measure` returns a JSON value, which `read` converts; it raises ValueError, TypeError, KeyError
-    or AttributeError for another one. None, for what could not be measured, is not kept; nor is a
-    `timing` of a busy machine.
+    Args:
+        device: what is measured.
+        name: key of the measurement.
+        measure: returns a JSON value, or None if nothing could be measured, which is not kept.
+        read: converts the value. For any other value it raises ValueError, TypeError, KeyError or
+            AttributeError, and the measurement is made anew.
+        timing: whether it is a time, which is not kept on disk if the machine was busy.
     """
+    # 1. Known already, to this process or from the file.
     machine = _machine(device)
-    for kept in (_measured, _on_disk()):
+    for measurements in (_measured, _on_disk()):
         try:
-            return read(kept[machine][name])
+            return read(measurements[machine][name])
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    began = _clocks()
-    found = measure()
-    wall, own = (after - before for after, before in zip(_clocks(), began, strict=True))
-    if found is None:
-        return read(found)
-    _measured.setdefault(machine, {})[name] = found
-    if timing and device.type == "cpu" and wall - own > max(WAITED, WAITED * wall):
-        return read(found)  # of a busy machine: the next process measures again
-    on_disk = _on_disk()  # the file's other entries stay
-    before = on_disk.get(machine)
-    on_disk[machine] = (before if isinstance(before, dict) else {}) | _measured[machine]
+
+    # 2. Measure, and note how long this thread ran of the time that passed.
+    wall_began, thread_began = _clocks()
+    value = measure()
+    wall_ended, thread_ended = _clocks()
+    wall = wall_ended - wall_began
+    waited = wall - (thread_ended - thread_began)
+    if value is None:
+        return read(value)
+
+    # 3. Keep it: for this process in any case; for others unless the machine was busy.
+    _measured.setdefault(machine, {})[name] = value
+    if timing and device.type == "cpu" and waited > max(WAITED, WAITED * wall):
+        return read(value)
+    on_disk = _on_disk()  # read again: another process may have written to it meanwhile
+    entries = on_disk.get(machine)
+    on_disk[machine] = (entries if isinstance(entries, dict) else {}) | _measured[machine]
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -161,11 +174,11 @@ def measured_once(
             "what was measured of this machine cannot be kept, and is measured again next time",
             f": {error}",
         )
-    return read(found)
+    return read(value)
 
 
 def kept_measurements(device: torch.device) -> dict[str, Any]:
-    """All that was measured of this machine, by its name, in this process or an earlier one."""
+    """Return all measurements of this machine by name, of this process and of earlier ones."""
     machine = _machine(device)
     on_disk = _on_disk().get(machine)
     return (on_disk if isinstance(on_disk, dict) else {}) | _measured.get(machine, {})
@@ -177,7 +190,7 @@ def _machine(device: torch.device) -> str:
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds that passed, and those in which this thread ran."""
+    """Seconds of the wall clock, and seconds in which this thread has run."""
     return time.perf_counter(), time.thread_time()
 
 
@@ -195,15 +208,16 @@ def positive(number: Any) -> float:
 def _on_disk() -> dict[str, Any]:
     """Content of the file; empty if it is missing or broken."""
     try:
-        found = json.loads((cache_folder() / MACHINE_FILE).read_text(encoding="utf-8"))
-    # a truncated file is no JSON, or no UTF-8: ValueError
+        content = json.loads((cache_folder() / MACHINE_FILE).read_text(encoding="utf-8"))
+    # ValueError: a truncated file is not valid JSON, or not valid UTF-8.
     except (OSError, RuntimeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def turns(sides: Sequence[Key], number: int) -> list[Key]:
     """Order of the sides of a comparison in its round `number`: each round another one begins."""
+    # Sides a, b, c: abc in round 0, bca in round 1, cab in round 2, abc in round 3.
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
 
@@ -214,17 +228,17 @@ def seconds_in_turns(
     limit: float = math.inf,
     unmeasured: int = 0,
 ) -> dict[Key, list[float]]:
-    """Seconds of `repeats` calls of each side, in turns, after a warm-up call.
+    """Return the seconds of `repeats` calls of each side, in turns, after a warm-up call.
 
-    After `limit` seconds there are no more calls; if the warm-up took all of them, it counts. The
-    time of `unmeasured` calls of each side before never does.
+    No round of calls starts after `limit` seconds; if the warm-up took all of them, its times are
+    returned. Before that each side is called `unmeasured` times, whose times never are.
     """
     for _ in range(unmeasured):
         for call in sides.values():
             call()
     taken: dict[Key, list[float]] = {name: [] for name in sides}
     began = time.perf_counter()
-    for number in range(repeats + 1):
+    for number in range(repeats + 1):  # round 0 is the warm-up
         if number > 0 and time.perf_counter() - began > limit:
             break
         for name in turns(list(sides), number):

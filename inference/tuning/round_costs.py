@@ -1,4 +1,10 @@
-"""Costs of the parts of a round, by which all choices of a tree are made."""
+"""Costs of the parts of a round, by which trees are chosen.
+
+    seconds of a round = forward(nodes) + draft * depth + node * expanded + rest
+    tokens per second  = acceptance length / seconds of a round
+
+All choices of a tree use the same costs.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +23,13 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of the parts of a round; until they are measured, in autoregressive steps."""
+    """Seconds of the parts of a round; autoregressive steps until they are measured."""
 
     forward: dict[int, float]
-    """Forward of the target, by its tokens, in rising order; at least two sizes."""
+    """A forward of the target by its number of tokens, in rising order; at least two sizes."""
     draft: float
-    """One draft step, a depth of the tree, with its share of what the head reads after a step; 0
-    without a head."""
+    """A draft step, one for each depth of the tree, with its share of what the head reads after a
+    round; 0 without a head."""
     node: float = 0.0
     """What a node that is expanded adds to a draft step."""
     rest: float = 0.0
@@ -32,8 +38,7 @@ class RoundCosts:
     plain_step: float | None = None
     """A whole autoregressive step; None for the forward of one token."""
     reading: float = 0.0
-    """What the head takes to read a token of a prompt, many of which it reads at once; 0 without a
-    head."""
+    """Reading one token of a prompt by the head, which reads many at once; 0 without a head."""
 
     @property
     def plain(self) -> float:
@@ -42,6 +47,8 @@ class RoundCosts:
 
     def forward_seconds(self, nodes: int) -> float:
         """Seconds of a forward: linear between the measured sizes, and beyond the last."""
+        # 6 nodes lie between the sizes 4 and 8, `after` = 3. Clamped, so that beyond the last size,
+        # too, the line through the last two is used.
         sizes = list(self.forward)
         after = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
         low = sizes[after - 1]
@@ -62,7 +69,7 @@ class RoundCosts:
         return length / self.seconds(tree.size, tree.depth, expanded)
 
     def kept(self) -> dict[str, Any]:
-        """Measured costs as a file keeps them; `read` parses it."""
+        """Return measured costs as a file keeps them; `read` parses them."""
         return {"forward": self.forward, "draft": self.draft, "reading": self.reading}
 
     @classmethod
