@@ -62,6 +62,9 @@ class ReplayTarget(Target):
     def check_decoding(self) -> None:
         self.original.check_decoding()
 
+    def compile(self, mode: bool = True) -> None:
+        """Keep the engine: nothing is computed here, in whatever mode."""
+
     def current_provenance(self) -> dict[str, Any]:
         return self.original.current_provenance()
 

@@ -40,7 +40,7 @@ COMMANDS = {command: row for group in GROUPS.values() for command, row in group.
 
 
 def overview() -> str:
-    """One screen: every command in its group."""
+    """Return one screen of text: every command in its group."""
     lines = ["usage: headstart COMMAND [OPTIONS]    (headstart COMMAND --help: its options)"]
     lines.append("       headstart --version")
     for group, commands in GROUPS.items():
@@ -61,10 +61,12 @@ def main() -> None:
         run_command(command, arguments)
     else:
         nearest = difflib.get_close_matches(command, COMMANDS, n=3)
-        told = f"the nearest: {', '.join(nearest)}" if nearest else "no command has a similar name"
+        advice = "no command has a similar name"
+        if nearest:
+            advice = f"the nearest: {', '.join(nearest)}"
         print(
             f"error: unknown command {command!r}",
-            told,
+            advice,
             "`headstart --help` lists all",
             sep="\n",
             file=sys.stderr,
@@ -80,6 +82,8 @@ def run_command(command: str, arguments: list[str]) -> None:
 
         run(importlib.import_module(f"headstart.scripts.{module}").main, arguments)
     except ModuleNotFoundError as error:
+        # A package of an extra is named with the command that installs it; any other module is a
+        # fault of ours.
         missing = named(error, f"headstart {command}")
         if missing is error:
             raise

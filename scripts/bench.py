@@ -92,7 +92,7 @@ Side = Callable[["Tensor"], "tuple[Tensor, Stats | None]"]
 
 def main(arguments: list[str]) -> None:
     """Run `headstart bench` with these command-line arguments."""
-    # what was measured is reported, as after Ctrl-C
+    # What was measured so far is reported, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
@@ -108,6 +108,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
     from headstart.scripts.measuring.bandwidth import profile
     from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
+    # 1. Answer the prompts. An interruption keeps those that are answered.
     fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
     config = config.as_loaded(fast)
     greedy = config.temperature == 0
@@ -120,6 +121,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
             raise
         stopped = True
 
+    # 2. Figures by file, and over all prompts.
     every = [row for rows in compared.values() for row in rows]
     report = {
         "options": dataclasses.asdict(config),
@@ -134,6 +136,8 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
         prompts = [ids_1T for rows in encoded.values() for ids_1T in rows]
         longest = max(prompts, key=lambda ids_1T: ids_1T.shape[1])
         report["profile"] = profile(fast, Stats.merged(row.stats for row in every), longest)
+
+    # 3. Print and write them.
     report = json_ready(report)
     print_report(report)
     if config.output:
@@ -145,6 +149,7 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
 
 
 def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
+    """Return what answers a prompt on each side; all three share the target's weights."""
     import torch
 
     from headstart.inference import SpeculativeLM
@@ -174,7 +179,7 @@ def _sides(fast: SpeculativeLM, config: BenchConfig) -> dict[str, Side]:
 
 
 def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
-    """Tokens that the head can draft; None if these are all tokens, or there is no head."""
+    """Return the tokens that the head can draft; None if these are all, or there is no head."""
     import torch
 
     from headstart.inference.drafters.tree_policies import draft_models
@@ -207,10 +212,10 @@ def _compare(
     with ProgressBar("prompts", sum(map(len, encoded.values()))) as bar:
         for path, prompts in encoded.items():
             for number, input_ids in enumerate(prompts):
+                # Each side is the first, the second and the last equally often.
                 order = turns(SIDES, number)
-                compared[path].append(
-                    _compare_one(fast.target, vocabulary_D, input_ids, sides, order)
-                )
+                row = _compare_one(fast.target, vocabulary_D, input_ids, sides, order)
+                compared[path].append(row)
                 bar.update(bar.done + 1, Path(path).name)
 
 
@@ -221,6 +226,7 @@ def _compare_one(
     sides: dict[str, Side],
     order: list[str],
 ) -> ComparedPrompt:
+    """Answer one prompt by all sides, in some order, and compare the answers."""
     import torch
 
     from headstart.scripts.measuring.bandwidth import now
@@ -229,6 +235,7 @@ def _compare_one(
     outputs: dict[str, tuple[Tensor, Stats | None]] = {}
     seconds: dict[str, float] = {}
     for name in order:
+        # `now` waits for a GPU's work.
         start = now(target.device)
         outputs[name] = sides[name](input_ids)
         seconds[name] = now(target.device) - start
@@ -238,17 +245,12 @@ def _compare_one(
     covered = None
     if vocabulary_D is not None:
         covered = int(torch.isin(sequences[0, prompt_length:], vocabulary_D).sum())
-    return ComparedPrompt(
-        tokens={
-            name: sequences.shape[1] - prompt_length for name, (sequences, _) in outputs.items()
-        },
-        seconds=seconds,
-        difference=first_difference(
-            target, outputs["generate"][0], sequences, prompt_length, input_ids
-        ),
-        stats=stats,
-        covered=covered,
-    )
+    tokens: dict[str, int] = {}
+    for name, (answered, _) in outputs.items():
+        tokens[name] = answered.shape[1] - prompt_length
+    stock = outputs["generate"][0]
+    difference = first_difference(target, stock, sequences, prompt_length, input_ids)
+    return ComparedPrompt(tokens, seconds, difference, stats, covered)
 
 
 def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, Any]:
@@ -260,6 +262,7 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
     from headstart.inference.trees.stats import acceptance_figures
 
     stats = Stats.merged(row.stats for row in compared)
+    # Rates over all prompts, in tokens per second; speedups are taken prompt by prompt.
     rates = {}
     for side in SIDES:
         tokens = sum(row.tokens[side] for row in compared)
@@ -285,7 +288,7 @@ def figures(compared: list[ComparedPrompt], greedy: bool = True) -> dict[str, An
 
 
 def _speedup(compared: list[ComparedPrompt], side: str, base: str) -> dict[str, float]:
-    """Quartiles, over prompts, of the rate of a side over that of another."""
+    """Return the quartiles, over prompts, of the rate of a side over that of another."""
     from headstart.scripts.measuring.comparison import quartiles
 
     ratios = []
@@ -311,14 +314,17 @@ def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[
     """
     lines = []
     for name, unit, scale in (("price_per_hour", "", 1.0), ("watts", " kWh", 1e-3)):
-        given = options.get(name)
-        if given is None:
+        per_hour = options.get(name)
+        if per_hour is None:
             continue
-        per_second = scale * given / 3600
+        # A second's share of the price, or of the energy in kWh, times the seconds of 1e6 tokens.
+        per_second = scale * per_hour / 3600
         plain = 1e6 * per_second / tokens_per_second["plain"]
         fast = 1e6 * per_second / tokens_per_second["speculative"]
-        asked = f"a million tokens at {name} = {given:g}"
-        lines.append(f"{asked}: {plain:.3g}{unit} plain, {fast:.3g}{unit} speculative")
+        lines.append(
+            f"a million tokens at {name} = {per_hour:g}: {plain:.3g}{unit} plain,"
+            f" {fast:.3g}{unit} speculative"
+        )
     return lines
 
 
@@ -348,7 +354,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _table(report: dict[str, Any]) -> Any:
-    """A row for each file of prompts, and their total."""
+    """Make a table with a row for each file of prompts, and one for their total."""
     from rich.table import Table
 
     from headstart.scripts.measuring.comparison import spread
@@ -363,6 +369,7 @@ def _table(report: dict[str, Any]) -> Any:
     rates = [f"{side} tok/s" for side in SIDES]
     for column in (*rates, "vs generate", "vs plain", "τ", "α by depth", "covered", "identical"):
         table.add_column(column, justify="right")
+    # A file is shown by its name alone, unless two have the same one.
     stems = [Path(path).stem for path in report["files"]]
     for path, row in {**report["files"], "total": report["total"]}.items():
         stem = Path(path).stem
@@ -380,7 +387,7 @@ def _table(report: dict[str, Any]) -> Any:
 
 
 def _profile_line(profile: dict[str, Any]) -> str:
-    """The parts of a round beside its lower bounds."""
+    """Compare a round's time with its lower bounds, in a line."""
     floors = profile["floors"]
     shares = profile["of_the_round"]
     gigabytes = profile["bytes_per_second"] / 1e9

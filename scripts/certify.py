@@ -112,7 +112,7 @@ class CertifyConfig(SamplingOptions):
                 raise ValueError(
                     f"acceptance was given for the engine {kind!r}; only headstart takes one"
                 )
-            # every rule fits a sampled chain
+            # Called for its error: every rule that exists fits a sampled chain.
             choose_rule(self.acceptance, "sampled_chain", self.lossy)
         if self.output and Path(self.output).suffix != ".json":
             raise ValueError(
@@ -121,6 +121,7 @@ class CertifyConfig(SamplingOptions):
             )
 
     def _check_server(self) -> None:
+        """Refuse a server whose answers could not be requested, or not be judged."""
         from headstart.addons.openai_server import OpenAIServer
 
         if not self.server or not self.model:
@@ -167,6 +168,7 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
     from headstart.inference.text.chat_template import load_chat_tokenizer, prompt_ids
     from headstart.scripts.measuring.comparison import read_prompt_files
 
+    # 1. The prompts, and what is asked.
     files = read_prompt_files(config.prompts, config.limit)
     tokenizer = load_chat_tokenizer(config.target)
     prompts = []
@@ -185,8 +187,12 @@ def certify(config: CertifyConfig) -> dict[str, Any]:
         draws=config.draws,
         sample_prompts=config.sample_prompts,
     )
+
+    # 2. The engine answers, and the target judges.
     generated, weights, about = _generate(config, asked, prompts, tokenizer)
     judgement = judge(prompts, generated, weights, asked, tokenizer)
+
+    # 3. The report. A server's URL is shown without its password and query.
     shown_options = dataclasses.asdict(config)
     if config.server:
         shown_options["server"] = about["url"]
@@ -226,6 +232,8 @@ def _generate(
         )
     if config.engine_kind == "server":
         return _by_server(config, asked, prompts, tokenizer)
+
+    # An engine in this process: transformers' own, or headstart.
     log.info(f"loading {config.target}")
     about: dict[str, Any] = {"kind": config.engine_kind, "lossy": ""}
     if config.engine_kind == "transformers":
@@ -252,6 +260,8 @@ def _generate(
                 f"the acceptance rule {config.acceptance!r} does not keep the target's distribution"
             )
     about["dtype"] = dtype_name(target.dtype)
+
+    # Refuse prompts without room for the answers before any is generated.
     needed = max(config.max_new_tokens, config.sample_tokens)
     longest = max(len(prompt.ids) for prompt in prompts)
     if longest + needed > target.max_positions:
@@ -265,7 +275,7 @@ def _generate(
 def _by_server(
     config: CertifyConfig, asked: Asked, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Generated, Weights, dict[str, Any]]:
-    """The same of a server, which answers before the target is loaded."""
+    """Do the same with a server, which answers before the target is loaded."""
     from headstart.addons.certify.engines import ServerEngine, end_tokens_of
     from headstart.addons.certify.judging import Weights, generate_all
     from headstart.addons.openai_server import OpenAIServer

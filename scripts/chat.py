@@ -64,13 +64,15 @@ def chat_on_screen(config: ChatConfig) -> None:
     import torch
 
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # arrow keys and a history for `input`
+        # Arrow keys and a history for `input`.
+        with contextlib.suppress(ImportError):
             import readline
 
-            # several lines that are pasted are one message
+            # Several lines that are pasted are one message.
             readline.parse_and_bind("set enable-bracketed-paste on")
+    # Metrics are served before the model is loaded: the port may be taken.
     monitor = None
-    if config.metrics_port is not None:  # before the model is loaded: the port may be taken
+    if config.metrics_port is not None:
         from headstart.addons.monitor import Monitor
 
         monitor = Monitor(model=config.target, head=config.head or "", drafter=config.drafter or "")
@@ -117,11 +119,12 @@ class Session:
     system: str | None = None
     chat: Chat = field(init=False)
     stats: list[Stats] = field(default_factory=list)
-    """Of the last answer, if it ended."""
+    """Statistics of the last answer; empty if it was interrupted."""
 
     def __post_init__(self) -> None:
         from headstart.inference import RoundObserver, SpeculativeLM
 
+        # The list itself, which `begin` and `answer` clear.
         whole_answers = self.stats
 
         class KeepStats(RoundObserver):
@@ -131,6 +134,7 @@ class Session:
                 if error is None:
                     whole_answers.append(stats)
 
+        # Two decoders of one target; /plain changes which of them answers.
         self.plain = SpeculativeLM(self.lm.target)
         self.decoder = self.lm
         self.lm.observers.append(KeepStats())
@@ -186,6 +190,7 @@ class Session:
                 for piece in answer:
                     pieces.append(piece)
                     console.print(piece, end="", markup=False, highlight=False, emoji=False)
+        # A stream that is closed early leaves the conversation without this turn: add it.
         except KeyboardInterrupt:
             self.chat.messages += [
                 {"role": "user", "content": message},
@@ -193,6 +198,7 @@ class Session:
             ]
             console.print(" [dim](stopped)[/]")
             return
+        # Rounds' tokens and the prefill's one.
         seconds = time.perf_counter() - start
         (stats,) = self.stats
         line = (
@@ -207,7 +213,7 @@ class Session:
         console.print(f"\n[dim]{line}[/]", highlight=False)
 
     def drafts(self) -> Text:
-        """The last answer with its accepted drafts in green."""
+        """Return the last answer with its accepted drafts in green."""
         from rich.text import Text
 
         from headstart.inference.text.detokenizer import text_pieces
@@ -216,7 +222,8 @@ class Session:
             return Text("no finished answer yet")
         (stats,) = self.stats
         tokens = self.chat.past.tokens[-stats.tokens - 1 :]
-        drafted = [False]  # the prefill's token comes first
+        # The prefill's token comes first. Each round adds accepted drafts, then a bonus token.
+        drafted = [False]
         for record in stats.rows[0]:
             accepted = min(record.accepted, record.returned)
             drafted += [True] * accepted + [False] * (record.returned - accepted)

@@ -78,7 +78,7 @@ class DecodingOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # raises if they contradict each other
+        # Called for its error: they may contradict each other.
         template_variables(self.thinking, self.template_kwargs)
 
     def load(self, **more: Any) -> tuple[SpeculativeLM, PreTrainedTokenizerBase]:
@@ -98,6 +98,7 @@ class DecodingOptions(TargetOptions):
                 f"{self.target!r} is an encoder-decoder, which `headstart generate` and `headstart"
                 " bench` take; this command takes decoder-only models"
             )
+        # Those of the decoder's options that this command has.
         names = (
             "acceptance",
             "allow_adapter",
@@ -114,7 +115,7 @@ class DecodingOptions(TargetOptions):
         return lm, tokenizer
 
     def as_loaded(self, lm: SpeculativeLM) -> Self:
-        """The options with the values that "auto" was resolved to."""
+        """Return the options with the values that "auto" was resolved to."""
         from headstart.heads.base import dtype_name
 
         dtype: Any = dtype_name(lm.target.dtype)
@@ -199,11 +200,13 @@ def options(
     Raises:
         ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
     """
-    # jsonargparse resolves types that are written as strings by running the imports of `if
-    # TYPE_CHECKING:`, and to import torch takes seconds.
+    # 1. Replace types that are written as strings by the types. jsonargparse would resolve them by
+    # running the imports of `if TYPE_CHECKING:`, and to import torch takes seconds.
     hints = typing.get_type_hints(kind)
     constructor: Any = kind.__init__
     constructor.__annotations__ = {name: hints.get(name) for name in constructor.__annotations__}
+
+    # 2. A parser with an option for each field of the dataclass; nested ones have dots.
     parser = ArgumentParser(
         prog=f"headstart {command}",
         usage=f"headstart {command} [--config FILE.yaml] [--OPTION VALUE ...]",
@@ -217,6 +220,8 @@ def options(
     )
     parser.add_class_arguments(kind)
     show_first(parser, kind.most_used)
+
+    # 3. Parse. Lists and flags may be written in forms that jsonargparse does not read.
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     types = option_types(kind)
@@ -225,8 +230,10 @@ def options(
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_out(arguments, lists, flags)))
     except ArgumentError as error:
-        told = explained(str(error), arguments, types)
-        raise ValueError(f"{told}\n`headstart {command} --help` lists all options") from error
+        explanation = explained(str(error), arguments, types)
+        raise ValueError(
+            f"{explanation}\n`headstart {command} --help` lists all options"
+        ) from error
     values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}
     return kind(**values)
 
@@ -234,8 +241,9 @@ def options(
 def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     """Let `--help` begin with some options, in their order.
 
-    They become the first group, because argparse shows its groups one after the other.
+    They become the first group, because argparse shows its groups one after another.
     """
+    # argparse has no public way to move an option from one group to another.
     groups = list(parser._action_groups)
     most_used = parser.add_argument_group("most used")
     parser._action_groups = [most_used, *groups]
@@ -247,33 +255,41 @@ def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
 
 
 def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
-    """The parser's error as a line or two: what was given, and what is valid.
+    """Explain the parser's error in a line or two: what was given, and what is valid.
 
     Args:
         message: the error of jsonargparse.
         arguments: the command line as it was typed.
         types: types of the valid options, by their dotted names.
     """
+    # 1. An unknown option, in one of the three ways in which jsonargparse words it.
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not names:
             return f"unexpected {unknown[0]!r}: an option is written --NAME VALUE"
-        typed = {
-            spelled(argument.partition("=")[0]): argument.partition("=")[0]
-            for argument in arguments
-        }
-        given = [typed.get(name, name) for name in names]
-        return unknown_options(given, [name.lstrip("-") for name in names], types)
-    if found := re.fullmatch(r"Option '(.+)' is not accepted", message):
-        return unknown_options([found[1]], [found[1]], types)
-    if found := re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message):
-        name = f"{found[1]}.{found[2]}"
+        # As the user typed them: `spelled_out` has replaced hyphens by underscores.
+        typed = {}
+        for argument in arguments:
+            option = argument.partition("=")[0]
+            typed[spelled(option)] = option
+        as_typed = [typed.get(name, name) for name in names]
+        return unknown_options(as_typed, [name.lstrip("-") for name in names], types)
+    option_of_yaml = re.fullmatch(r"Option '(.+)' is not accepted", message)
+    if option_of_yaml:
+        return unknown_options([option_of_yaml[1]], [option_of_yaml[1]], types)
+    option_of_group = re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message)
+    if option_of_group:
+        name = f"{option_of_group[1]}.{option_of_group[2]}"
         return unknown_options([name], [name], types)
+
+    # 2. A value of the wrong type.
     key = re.match(r'Parser key "(.+?)":', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
     if key and value and key[1] in types:
         return f"option {key[1]} must be {valid_values(types[key[1]])}, not {value[1]!r}"
+
+    # 3. Anything else, on one line.
     return " ".join(message.replace('Parser key "config":', "option --config:").split())
 
 
@@ -281,6 +297,7 @@ def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -
     """Return two lines: the unknown options as typed, and the valid ones with the nearest names."""
     nearest: list[str] = []
     for name in names:
+        # The same name in another group, such as --optim.lr for --lr, comes first.
         last = name.rpartition(".")[2]
         in_groups = [option for option in types if option.rpartition(".")[2] == last]
         similar = difflib.get_close_matches(name, types, n=3)
@@ -327,7 +344,7 @@ def _plain(value: Any, inside: bool = False) -> Any:
 
 
 def option_types(kind: type, before: str = "") -> dict[str, Any]:
-    """Types of the options of a command by their dotted names, those of nested groups included."""
+    """List the types of a command's options, nested ones included, by their dotted names."""
     types: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
     for option in dataclasses.fields(kind):
@@ -344,7 +361,8 @@ def is_or_holds(hint: Any, wanted: type) -> bool:
 
 
 def spelled(name: str) -> str:
-    """The name of an option with underscores: --max_new_tokens for --max-new-tokens."""
+    """Write the name of an option with underscores: --max_new_tokens for --max-new-tokens."""
+    # All hyphens become underscores, and then the first two are hyphens again.
     return name.replace("-", "_").replace("__", "--", 1)
 
 
@@ -358,6 +376,7 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
     rest = list(arguments)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
+        # A value, or a short option.
         if not name.startswith("--"):
             plain.append(name + equals + value)
             continue
@@ -365,6 +384,7 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
         plain.append(option + equals + value)
         if equals:
             continue
+        # A list's values go on to the next option.
         if option.removeprefix("--") in lists:
             values = list(itertools.takewhile(lambda argument: not argument.startswith("--"), rest))
             del rest[: len(values)]
@@ -382,8 +402,9 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     the same command resumes, and 130 after any other.
     """
     show_on_console()
-    shown = warnings.formatwarning
-    warnings.formatwarning = lambda *given: printable(shown(*given))
+    # Warnings may quote what a file or a server holds: no control characters reach the terminal.
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *arguments: printable(format_warning(*arguments))
     status = 0
     try:
         main(arguments)
@@ -391,15 +412,17 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
         print(printable(f"error: {error}"), file=sys.stderr)
         status = 2 if isinstance(error, ValueError) else 1
     except Stopped as stopped:
+        # One of several processes tells it.
         if os.environ.get("RANK", "0") == "0":
             print(stopped)
-        gc.freeze()  # Python's last garbage collection takes a second, or several on a busy machine
+        # Python's last garbage collection takes a second, or several on a busy machine.
+        gc.freeze()
     except KeyboardInterrupt:
         print("stopped")
         status = 130
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Threads of torch's gloo may abort a process while its interpreter ends
-        # (pytorch/pytorch#179291).
+        # (pytorch/pytorch#179291): do what it would do, and leave at once.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

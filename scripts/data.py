@@ -47,11 +47,12 @@ def write_conversations(command: DataCommand) -> None:
 
         ask_servers(options_of(command, AnswersConfig))
         return
-    # not before the options are known to be good
+    # Not before the options are known to be good: these imports take seconds.
     from headstart.train.data.self_made import make_conversations
 
+    # Metrics are served before the model is loaded: the port may be taken.
     observers: list[RoundObserver] = []
-    if command.metrics_port is not None:  # before the model is loaded: the port may be taken
+    if command.metrics_port is not None:
         from headstart.addons.monitor import Monitor
 
         monitor = Monitor(model=command.target, head=command.head or "")

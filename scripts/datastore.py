@@ -62,21 +62,23 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     tokenizer = load_tokenizer(config.target)
 
     def tokens_of(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
 
     texts: list[list[int]] = []
     for source in config.sources:
+        # A text file is one text; any other source has rows.
         if Path(source).is_file() and not without_compression(source).endswith(FILES):
             texts.append(tokens_of(Path(source).read_text(encoding="utf-8")))
             continue
         for row in read_conversations(source, config.limit):
+            # Rows of tokens are taken unchanged, others are rendered by the chat template.
             if row.get("input_ids") is None:
                 check_tokenizer(tokenizer, source)
-            texts.append(
-                row.get("input_ids")
-                or tokens_of(render(tokenizer, row["messages"], tools=row.get("tools")))
-            )
+            tokens = row.get("input_ids")
+            if not tokens:
+                tokens = tokens_of(render(tokenizer, row["messages"], tools=row.get("tools")))
+            texts.append(tokens)
     store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
     with new_folder(config.output, contents) as partial:
         store.save(partial)

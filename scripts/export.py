@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from headstart.heads import CheckpointMetadata, DraftHead
 
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "chat_template*",
-        "*.model",
-    ),
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
 )
 """Patterns of what transformers writes for a model and its tokenizer."""
 
@@ -64,20 +65,22 @@ def export_foreign(config: ExportConfig) -> None:
     from headstart.heads.checkpoints.save_load import load_head
     from headstart.scripts.load_target import embedding_of, target_of
 
-    own = {"merged": export_merged, "model": export_model, "checkpoint": export_checkpoint}
+    # Results that are not another project's format have functions of their own.
+    ours = {"merged": export_merged, "model": export_model, "checkpoint": export_checkpoint}
     if config.to == "gguf":
         raise ValueError(
             "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given"
             " --target-model-dir: nothing is exported for it, and the head's card has the command"
         )
-    if config.to not in (*PROJECTS, *own):
+    if config.to not in (*PROJECTS, *ours):
         raise ValueError(
-            f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *own))}"
+            f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *ours))}"
         )
     head, metadata = load_head(config.head)
-    if config.to in own:
-        own[config.to](head, metadata, config)
+    if config.to in ours:
+        ours[config.to](head, metadata, config)
         return
+    # The others' files hold the target's embedding, and speculators names its architecture.
     embedding_VD = None
     architectures: tuple[str, ...] = ("LlamaForCausalLM",)
     if config.to != "fasterdecoding":
@@ -118,6 +121,8 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
             f"{config.head!r} has no adapter: its target is the original model, there is nothing to"
             " merge"
         )
+
+    # 1. Refuse a folder with other files than these before the target is loaded.
     model_files = tuple(f"target/{pattern}" for pattern in MODEL_FILES)
     head_files = tuple(f"head/{pattern}" for pattern in HEAD.files)
     both = Contents(
@@ -126,19 +131,20 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
         lambda out: HEAD.written_here(out / "head"),
     )
     refuse_foreign(config.output, both)
+
+    # 2. Merge. The weights of a GGUF file are no longer packed, and must not say so.
     target = target_of(head, config.target)
     tokenizer = load_tokenizer(config.target or head.target.name)
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model = target.model
     final = Path(config.output)
-    if getattr(model, "hf_quantizer", None) is not None and target.provenance["quantization"] in (
-        None,
-        "gguf",
-    ):
-        # the weights of a GGUF file are no longer packed, and must not say so
+    unpacked = target.provenance["quantization"] in (None, "gguf")
+    if getattr(model, "hf_quantizer", None) is not None and unpacked:
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+
+    # 3. Write both. The head's target is now the merged model, in its final place.
     with new_folder(final, both) as partial:
         model.save_pretrained(partial / "target")
         tokenizer.save_pretrained(partial / "target")
@@ -170,12 +176,14 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
             f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no"
             " model"
         )
-    # an earlier one looks like any other model
+    # An earlier export looks like any other model, so that none is replaced.
     files = Contents("a model", MODEL_FILES, lambda _: False)
     refuse_foreign(config.output, files)
     dtype = next(head.parameters()).dtype
     target = target_of(head, config.target, dtype)
     tokenizer = load_tokenizer(config.target or head.target.name)
+
+    # A Llama model of the head's blocks, with the target's embedding and LM head.
     keys = {
         key: value for key, value in head.server_config().items() if not key.startswith("rope_")
     }

@@ -39,7 +39,7 @@ def precompute(config: TrainConfig, source: OpenSource | None = None) -> None:
 
     The target computes them, or `source` opens where they come from.
     """
-    # Not before the options are known to be good.
+    # Not before the options are known to be good: these imports take seconds.
     from headstart.console import log
     from headstart.train.data.token_cache import lengths_of
     from headstart.train.engines import end_together, resolved, start
@@ -48,10 +48,13 @@ def precompute(config: TrainConfig, source: OpenSource | None = None) -> None:
     from headstart.train.loop import load_inputs
     from headstart.train.run_folder import as_begun
 
+    # 1. Load what a training run with these options would, in the same dtypes.
     config = as_begun(config)
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator, outer=source is not None)
+
+    # 2. Write what the folder lacks.
     cache = open_cache(
         accelerator, inputs.head, inputs.provenance, config.features, Path(config.output)
     )

@@ -62,6 +62,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         stock_settings,
     )
 
+    # 1. The prompt, and settings that both sides take.
     lm, tokenizer = config.load()
     target = lm.target
     messages = [{"role": "user", "content": config.prompt}]
@@ -77,6 +78,7 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
     rates: dict[str, float] = {}
 
     def timed(side: str, title: str, generate: Callable[[], Answer]) -> Answer:
+        """Answer under a title, and keep the rate: new tokens over the time of the whole call."""
         console.rule(title)
         start = time.perf_counter()
         answer = generate()
@@ -85,9 +87,10 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
         rates[side] = (sequences.shape[1] - prompt_length) / seconds
         return answer
 
+    # 2. Stock generate, if it is asked for. The first call of either side is slow.
     compared = config.compare and config.max_new_tokens > 0
     if compared:
-        log.info("warming up both sides")  # the first call of either is slow
+        log.info("warming up both sides")
         more = stock_settings(target, tokenizer)
         target.model.generate(
             input_ids, attention_mask=mask_1T, max_new_tokens=2, do_sample=False, **more
@@ -99,11 +102,15 @@ def stream_answer(config: GenerateConfig) -> dict[str, float]:
             lambda: target.model.generate(input_ids, **settings, **more),
         )
         log.info(f"{rates['generate']:.1f} tokens/s")
+
+    # 3. headstart.
     title = "headstart" if config.head or config.drafter else "headstart, plain"
     with recorded(config.record, [lm], tokenizer):
         output = timed(
             "headstart", title, lambda: lm.generate(input_ids, tokenizer=tokenizer, **settings)
         )
+
+    # 4. Statistics. Sampled answers are independent, and not compared.
     log.info(_statistics(rates, output.stats))
     if compared and config.temperature == 0:
         difference = first_difference(target, stock, output.sequences, prompt_length, input_ids)

@@ -51,16 +51,21 @@ def import_foreign(config: ImportConfig) -> None:
     from headstart.heads.checkpoints.save_load import save_head
     from headstart.scripts.load_target import embedding_of, original_target
 
+    # 1. Read the other project's files.
     refuse_foreign(config.output, HEAD)
     folder = local_folder(config.head, config.revision, token=config.token)
-    found = read_json(folder / "config.json")
-    if "headstart" in found:
+    foreign_config = read_json(folder / "config.json")
+    if "headstart" in foreign_config:
         raise ValueError(f"{config.head!r} was written by headstart: it needs no import")
     tensors = read_weights(folder)
+
+    # 2. Convert them. What a project leaves out of its files is the target's.
     target = original_target(config.target, token=config.token)
     lm_head_VD = target.modules.lm_head_rows(None).cpu()
     parts = TargetParts(embedding_of(target), lm_head_VD, target.config.to_dict())
-    head, read = import_head(found, tensors, target.info, parts)
+    head, read = import_head(foreign_config, tensors, target.info, parts)
+
+    # 3. Save the head, with what it was made from.
     source: dict[str, Any] = {"from": config.head, "revision": config.revision, "format": read.form}
     source |= {"remarks": read.remarks, "unread": read.unread}
     save_head(head, config.output, CheckpointMetadata(training={"imported": source}))

@@ -34,12 +34,14 @@ def main(arguments: list[str]) -> int:
         launch_command(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        # Its partners, which have lost it, may be seen to end before it; torch ends the last ones
-        # by SIGTERM.
-        for other, own in error.failures.items():
-            if own.exitcode < 0 and own.exitcode != -signal.SIGTERM:
-                rank, failure = other, own
-        if failure.exitcode in (1, 2):  # the process has said why
+        # Processes that have lost it may be seen to end before it, and torch ends the last ones by
+        # SIGTERM. So the one that another signal has killed is the first.
+        for failed_rank, failed in error.failures.items():
+            if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM:
+                rank = failed_rank
+                failure = failed
+        # The process itself has said why.
+        if failure.exitcode in (1, 2):
             return int(failure.exitcode)
         print(
             f"error: rank {rank} ended with {ended_by(failure.exitcode)}; the same command resumes"
@@ -59,6 +61,7 @@ def pass_on(number: int, frame: FrameType | None) -> None:
     """Send a signal to the launched processes, unless the terminal has sent it to them already."""
     import psutil  # accelerate needs it
 
+    # Ctrl-C reaches the whole process group of the terminal; SIGTERM reaches this process alone.
     for process in psutil.Process().children():
         if number != signal.SIGINT or os.getpgid(process.pid) != os.getpgid(0):
             process.send_signal(number)

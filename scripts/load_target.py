@@ -36,5 +36,6 @@ def target_of(
 
 
 def embedding_of(target: Target) -> Tensor:
-    """The target's embedding [V, D], on the CPU."""
+    """Return the target's embedding [V, D], on the CPU."""
+    # By a lookup of every token, since a target may scale its embedding.
     return target.modules.embed(torch.arange(target.info.vocab_size, device=target.device)).cpu()

@@ -60,6 +60,7 @@ def push_head(config: PushConfig) -> None:
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.scripts.load_target import target_of
 
+    # 1. The head, and the target's LM head where servers expect it in the file.
     run = Path(config.run)
     folder = run / "best" if (run / "best").is_dir() else run
     if not folder.is_dir():
@@ -69,6 +70,8 @@ def push_head(config: PushConfig) -> None:
     if head.served_names:
         target = target_of(head, config.target, token=config.token)
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
+
+    # 2. Write what would be uploaded into a folder of its own, and list it.
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / "head"
         left_out = publishable(
@@ -80,6 +83,8 @@ def push_head(config: PushConfig) -> None:
             warnings.warn(f"not uploaded: {'; '.join(left_out)}", stacklevel=2)
         for server, reason in head.unread_by.items():
             log.info(f"{server} does not read this head: {reason}")
+
+        # 3. Upload it.
         if config.dry_run:
             log.info((ready / "README.md").read_text(encoding="utf-8"))
             log.info("nothing was uploaded")

@@ -73,7 +73,7 @@ def serve_check(config: ServeCheckConfig) -> None:
 
     from headstart.addons.serve.comparison import compare
 
-    (found,) = compare(
+    (comparison,) = compare(
         [config.head],
         config.target,
         config.python,
@@ -81,32 +81,36 @@ def serve_check(config: ServeCheckConfig) -> None:
         config.draft_length,
         config.max_new_tokens,
     )
-    if found.theirs is None:
-        raise ValueError(f"vLLM refused the head: {found.error}")
+    ours = comparison.ours
+    theirs = comparison.theirs
+    if theirs is None:
+        raise ValueError(f"vLLM refused the head: {comparison.error}")
     table = Table("", "rounds", "accepted, by depth")
-    for name, side in (("headstart", found.ours), (f"vLLM {found.version}", found.theirs)):
+    for name, side in (("headstart", ours), (f"vLLM {comparison.version}", theirs)):
         table.add_row(name, str(side.rounds), " ".join(map(str, side.accepted)))
     console.print(table)
-    log.info(f"the same tokens: {found.same} of {found.answers} answers")
+    answers = comparison.answers
+    log.info(f"the same tokens: {comparison.same} of {answers} answers")
     log.info(
-        f"vLLM without the head gives the same tokens as with it: {found.plain} of {found.answers}"
+        f"vLLM without the head gives the same tokens as with it: {comparison.plain} of {answers}"
         " answers"
     )
-    if found.theirs.rounds > (1 + ROUNDING) * found.ours.rounds:
+    # Rounds tell more than tokens: a head that is misread drafts worse, and the answer stays.
+    if theirs.rounds > (1 + ROUNDING) * ours.rounds:
         raise ValueError(
-            f"vLLM needs {found.theirs.rounds} rounds where headstart needs {found.ours.rounds}: it"
-            f" reads this head otherwise{_misread_as(config, found)}; `headstart verify"
+            f"vLLM needs {theirs.rounds} rounds where headstart needs {ours.rounds}: it"
+            f" reads this head otherwise{_misread_as(config, comparison)}; `headstart verify"
             f" {config.head} --target {config.target}` tells whether the head itself is sound"
         )
-    if found.same < found.answers:
+    if comparison.same < answers:
         log.info(
             "other tokens in as many rounds: the engines round otherwise, where two tokens are as"
             " likely"
         )
 
 
-def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
-    """The misreading with which headstart needs as many rounds as vLLM, if there is one."""
+def _misread_as(config: ServeCheckConfig, comparison: Comparison) -> str:
+    """Find the misreading with which headstart needs as many rounds as vLLM, if there is one."""
     import torch
 
     from headstart.addons.serve.comparison import here
@@ -114,12 +118,14 @@ def _misread_as(config: ServeCheckConfig, found: Comparison) -> str:
     from headstart.inference import Target
     from headstart.inference.text.chat_template import load_chat_tokenizer, prompt_ids
 
-    assert found.theirs is not None
+    assert comparison.theirs is not None
+    rounds = comparison.theirs.rounds
     tokenizer = load_chat_tokenizer(config.target)
     target = Target.from_pretrained(config.target, torch.float32, "cpu")
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
-    for what, other in misreadings(load_head(config.head, target.info, torch.float32)[0]):
-        _, side = here(target, other, found.length, prompts, config.max_new_tokens)
-        if abs(side.rounds - found.theirs.rounds) <= ROUNDING / 2 * found.theirs.rounds:
+    head, _ = load_head(config.head, target.info, torch.float32)
+    for what, other in misreadings(head):
+        _, side = here(target, other, comparison.length, prompts, config.max_new_tokens)
+        if abs(side.rounds - rounds) <= ROUNDING / 2 * rounds:
             return f" (with {what} headstart needs {side.rounds})"
     return ""

@@ -99,7 +99,7 @@ def trace_prompts(config: TraceConfig) -> list[Trace]:
         encoded += prompts
     traces = record(config, lm, tokenizer, encoded)
     if config.report:
-        report = trace_report([each.data for each in traces])
+        report = trace_report([traced.data for traced in traces])
         print_report(report)
         write_whole(output, report_page(report, config.head or config.drafter or ""))
     else:
@@ -110,7 +110,7 @@ def trace_prompts(config: TraceConfig) -> list[Trace]:
 
 
 def writable(path: str) -> Path:
-    """The path of a file, whose folder must exist and be writable."""
+    """Check the path of a file, whose folder must exist and be writable."""
     output = Path(path)
     if output.is_dir():
         raise ValueError(f"{path!r} is a folder; name a file in it")
@@ -139,12 +139,14 @@ def record(
         config.max_new_tokens, config.temperature, config.top_k, config.top_p
     )
     tree = tree_to_show(config, lm)
-    log.info("warming up both sides")  # the first call of either is slow
+    # The first call of either is slow.
+    log.info("warming up both sides")
     short = {**settings, "max_new_tokens": min(4, config.max_new_tokens)}
     plain.generate(prompts[0], **short)
     lm.generate(prompts[0], **tree, **short)
 
     def seeded() -> torch.Generator:
+        """Both sides, and each prompt, begin with the same state."""
         return torch.Generator(lm.target.device).manual_seed(config.seed)
 
     traces = []
@@ -153,6 +155,7 @@ def record(
         output, traced = trace(
             lm, ids_1T, generator=seeded(), tokenizer=tokenizer, **tree, **settings
         )
+        # An answer of one token is the prefill's: it has no round to measure.
         measured = None
         if without.stats.tokens:
             seconds = sum(without.stats.round_seconds)
@@ -168,7 +171,7 @@ def record(
 
 
 def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
-    """The argument `tree` of `generate`: a dynamic tree where a head drafts and none is named."""
+    """Return `generate`'s argument `tree`: a dynamic one if a head drafts and none is named."""
     from headstart.inference.drafters.tree_policies import draft_models
     from headstart.inference.tuning.tree_search import default_dynamic_tree
 

@@ -75,7 +75,8 @@ def calibrate(config: TreeConfig) -> TreePolicy:
             f"no head folder at {config.head!r}; the tree is written into it, so a Hub id will"
             " not do"
         )
-    load_head(config.head)  # mistakes are reported before a model is loaded
+    # Loaded twice: first for its errors, before the model, then for the model and its dtype.
+    load_head(config.head)
     lm, encoded = load_with_prompts(config, messages)
     prompts = list(itertools.chain(*encoded.values()))
     head, _ = load_head(config.head, lm.target.info, lm.target.dtype)
@@ -107,21 +108,22 @@ def fastest(
             f"no answer to {files} is longer than one token: there is nothing to draft"
         )
 
-    # What each tree would accept, and what its rounds would cost.
+    # 1. What would each tree accept?
     accuracy_KI = accuracy_by_rank(target, head, counted(answers, "accuracy, by answers"))
     sizes = SIZES if config.nodes is None else (config.nodes,)
     lengths = expected_lengths(target, head, accuracy_KI, answers, sizes)
-    longest = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)[
-        :TIMED_PROMPTS
-    ]
-    timed = _decode_with(
-        target, head, [None, *timed_trees(head)], [prompts[number] for number in longest], config
-    )
+
+    # 2. What would its rounds cost? A few trees are timed on the prompts with the longest answers,
+    # and the costs of the others follow from them.
+    by_length = sorted(range(len(answers)), key=lambda number: -answers[number].new_tokens)
+    longest = by_length[:TIMED_PROMPTS]
+    timed_prompts = [prompts[number] for number in longest]
+    timed = _decode_with(target, head, [None, *timed_trees(head)], timed_prompts, config)
     costs = costs_of_rounds(target, head, timed, answers[longest[0]].tokens_T[None], sizes)
     ordered = by_speed(lengths, costs)
     _print_best_trees(ordered, lengths, costs)
 
-    # The best tree of each kind is tried.
+    # 3. Try the tree of each kind that should be fastest.
     tried: dict[str, TreePolicy] = {
         "static": next(tree for tree in ordered if isinstance(tree, TreeShape)),
         "dynamic": next(tree for tree in ordered if isinstance(tree, DynamicShape)),
@@ -136,6 +138,8 @@ def fastest(
             f"(expected {lengths[tree]:.2f}), {_tokens_per_second(stats[tree]):.1f} tokens/s, "
             f"{speedups[name]:.2f} times plain decoding (expected {expected[name]:.2f})"
         )
+
+    # 4. Save the faster one with the head.
     best = max(speedups, key=lambda name: speedups[name])
     measured = {
         "prompts": len(prompts),
@@ -182,14 +186,17 @@ def expected_lengths(
     for width in sorted({min(width, head.draft_vocab_size) for width in WIDTHS}):
         progress = counted(answers, f"trees of width {width}, by answers")
         for (size, depth), length in dynamic_lengths(target, head, width, progress, sizes).items():
+            # Nodes that such a tree can have: the root, `width` children of it, and at each depth
+            # after that `width` children of `width` nodes. Width 2, depth 3: 1 + 2 + 4 + 4 = 11.
             most = 1 + width + (depth - 1) * width**2
+            # A path to the depth alone has depth + 1 nodes.
             if depth < size:
                 lengths[DynamicShape(min(size, most), depth, width)] = length
     return lengths
 
 
 def _tokens_per_second(stats: Stats) -> float:
-    """Tokens per second of rounds, the prefill left out."""
+    """Return the tokens per second of rounds, the prefill left out."""
     return stats.acceptance_length / sum(stats.round_parts.values())
 
 
@@ -204,6 +211,7 @@ def _print_best_trees(
     )
     for size in sorted({tree.size for tree in ordered}):
         tree = next(tree for tree in ordered if tree.size == size)
+        # Expected tokens per second, and so the seconds of a round: tokens / rate.
         rate = costs.rate(tree, lengths[tree])
         table.add_row(
             _described(tree),
@@ -230,7 +238,7 @@ def _decode_with(
     prompts: list[Tensor],
     config: TreeConfig,
 ) -> dict[TreePolicy | None, Stats]:
-    """Statistics of answering the prompts with each tree, and, for None, plainly."""
+    """Answer the prompts with each tree, and, for None, plainly; return the statistics."""
     from headstart.inference import SpeculativeLM
     from headstart.inference.drafters.by_name import tree_drafter
     from headstart.scripts.measuring.comparison import answer_settings, in_turns

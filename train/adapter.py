@@ -1,6 +1,6 @@
 """Medusa-2 (arXiv:2401.10774, section 2.2.2): heads trained with a LoRA adapter of the target.
 
-The heads are trained first, on the target as it is. Then both are: the heads' loss reaches the
+The heads are trained first, on the unchanged target. Then both are: the heads' loss reaches the
 adapter through the target's states, and a KL term ties the adapted model to the same model with its
 adapter disabled. The result is a head and a peft adapter; decoding is lossless with respect to the
 adapted model.
@@ -35,9 +35,13 @@ class JointModule(nn.Module):
     def __init__(
         self, target: Target, head: DraftHead, objective: Objective, config: AdapterConfig
     ) -> None:
-        """Inject the adapter into the target's model; a ValueError if that lacks a named module."""
+        """Inject the adapter into the target's model.
+
+        Raises:
+            ValueError: the model lacks a module that `adapter.modules` names.
+        """
         super().__init__()
-        # Without the LM head, whose own weight the losses read.
+        # The base model has no LM head: the losses read its weight, which must not be adapted.
         parts = target.model.base_model.named_modules()
         names = {name.rsplit(".", 1)[-1] for name, part in parts if isinstance(part, nn.Linear)}
         missing = sorted(set(config.modules) - names)
@@ -52,7 +56,9 @@ class JointModule(nn.Module):
         self.head = head
         self.objective = objective
         self.keep_base = config.keep_base
-        self._target = [target]  # in lists: not submodules
+        # In lists, which torch does not search for submodules: the engine and the checkpoints get
+        # what is trained, and not the frozen target.
+        self._target = [target]
         self._peft = [get_peft_model(target.model, lora)]
         trained = {
             name: weight for name, weight in self.peft.named_parameters() if weight.requires_grad
@@ -74,6 +80,7 @@ class JointModule(nn.Module):
         """
         target = self._target[0]
         tokens_BT = batch.tokens_BT.to(target.device)
+        # The target's forward keeps tensors for a backward only once the adapter is trained.
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             features_BTF, last_BTD = target.states(
                 tokens_BT, self.head.feature_layers, batch.positions_BT
@@ -83,10 +90,10 @@ class JointModule(nn.Module):
         loss = output.loss
         if joint:
             loss = loss + self.keep_base * self._distance(features, batch.positions_BT)
-        else:  # every parameter must have a gradient on every rank
-            loss = (
-                loss + 0.0 * torch.stack([weight.sum() for weight in self.adapter.values()]).sum()
-            )
+        else:
+            # A gradient of zeros: engines need one for every parameter on every rank.
+            total = torch.stack([weight.sum() for weight in self.adapter.values()]).sum()
+            loss = loss + 0.0 * total
         return HeadOutput(loss, output.losses_K, output.counts_K, output.hits_KI)
 
     def _distance(self, features: TargetFeatures, positions_BT: Tensor | None) -> Tensor:
@@ -97,6 +104,8 @@ class JointModule(nn.Module):
         target = self._target[0]
         with self.peft.disable_adapter():  # type: ignore[operator]
             _, base_BTD = target.read(features.tokens_BT, (), positions_BT)
+        # The KL term is a draft loss: the adapted model's states "draft", through the LM head, the
+        # distribution of the model without its adapter. N answer positions, of B * T.
         anchors = DraftPositions.of_answers(features)
         base = replace(features, last_BTD=base_BTD)
         states_ND = features.last_BTD.flatten(0, 1)[anchors.index_N]

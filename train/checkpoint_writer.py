@@ -52,11 +52,13 @@ class Sharded:
 
     def load(self, models: Any, folder: str) -> None:
         """Read the shards; accelerate calls it as a hook of `load_state`."""
-        place = Path(folder) / self.FOLDER
-        if not place.exists():  # written before there were shards: `load_state_dict` gets all
+        shards = Path(folder) / self.FOLDER
+        # A checkpoint without shards holds everything whole, which `load_state_dict` gets.
+        if not shards.exists():
             return
+        # The states tell the loader which part of each tensor this process needs.
         states = self.states()
-        load_shards(states, checkpoint_id=place)
+        load_shards(states, checkpoint_id=shards)
         set_state_dict(
             self.module,
             self.optimizer,
@@ -70,11 +72,11 @@ class Sharded:
         return {"weights": weights, "optimizer": optimizer}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: `states` has the shards."""
+        """Return nothing, since `states` has the shards; accelerate asks for a state_dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint that holds everything unsharded, as they did once."""
+        """Load a checkpoint that holds everything unsharded."""
         if state_dict:
             set_state_dict(
                 self.module,
@@ -101,6 +103,7 @@ class TrainingState:
 
         Not for DeepSpeed, which writes its own files.
         """
+        # Random draws differ by process. All else is the same everywhere, and written once.
         files: dict[str, Any] = {
             f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl": random_states(accelerator.step)
         }
@@ -108,6 +111,8 @@ class TrainingState:
         for item in accelerator._custom_objects:
             if isinstance(item, Sharded):
                 shards = item.states()
+        # The names are those that `load_state` looks for. One model and one optimizer are prepared,
+        # so that the first of each is all.
         if accelerator.is_main_process:
             for model in accelerator._models:
                 weights = accelerator.get_state_dict(model, unwrap=False)
@@ -130,7 +135,8 @@ class TrainingState:
             OSError, RuntimeError, SafetensorError, CheckpointException: they cannot be written, as
             on a full disk.
         """
-        # first: a process whose files cannot be written would leave the others waiting here
+        # Shards come first: a process whose files cannot be written would leave the others waiting
+        # for it there.
         if self.shards:
             save_shards(self.shards, checkpoint_id=folder / Sharded.FOLDER, process_group=group)
         self.write_files(folder)
@@ -157,21 +163,18 @@ def random_states(step: int) -> dict[str, Any]:
         "torch_manual_seed": torch.get_rng_state(),
     }
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and hasattr(
-        torch.get_device_module(accelerator), "get_rng_state_all"
-    ):
-        states[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(
-            accelerator
-        ).get_rng_state_all()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        # MPS, for one, has no states of several devices.
+        if hasattr(module, "get_rng_state_all"):
+            states[f"torch_{accelerator.type}_manual_seed"] = module.get_rng_state_all()
     return states
 
 
 def writers_group(minutes: float) -> Any:
     """Make the process group in which writers exchange what happened; None for one process.
 
-    All processes call this.
-
-    `minutes` is how long one waits for the others.
+    All processes call this. `minutes` is how long one waits for the others.
     """
     if not torch.distributed.is_initialized():
         return None
@@ -183,30 +186,37 @@ def writers_group(minutes: float) -> Any:
 def together(work: Callable[[], None], group: Any) -> None:
     """Do this process's part of some work, and wait for the others; if one fails, all raise.
 
-    A process may have no part.
+    A process may have nothing to do.
 
     Raises:
         OSError: what could not be written, of the first process that failed.
     """
     cause: BaseException | None = None
     failure: str | None = None
+    # 1. Work. An error waits until all have met.
     try:
         work()
-    except CheckpointException as error:  # a BaseException
+    except CheckpointException as error:  # not an Exception but a BaseException
         cause = error
-        failure = "; ".join(dict.fromkeys(str(own) for own, _ in error.failures.values()))
-    # a full disk, by Python, torch and safetensors
+        messages = [str(failed) for failed, _ in error.failures.values()]
+        failure = "; ".join(dict.fromkeys(messages))
+    # A full disk is an error of one of these kinds: Python's, torch's or safetensors'.
     except (OSError, RuntimeError, SafetensorError) as error:
+        # Another process is lost: there is nobody to meet.
         if isinstance(error, RuntimeError) and of_other_processes(error):
             raise
         cause = error
         failure = str(error)
+
+    # 2. Meet. Every process learns what failed on any.
     failures = [failure]
     if group is not None:
         failures = [None] * group.size()
         torch.distributed.all_gather_object(failures, failure, group=group)
-        # which leaves gloo's thread no Python objects to free, see `end_together`
+        # After it gloo's thread has no Python objects left to free, see `end_together`.
         torch.distributed.barrier(group)
+
+    # 3. The first failure is everyone's. Only where it happened is there a cause.
     for message in failures:
         if message is not None:
             raise OSError(message) from cause

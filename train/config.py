@@ -84,7 +84,7 @@ class SelfMadeConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # raises if they contradict each other
+        # Called for its error: they may contradict each other.
         template_variables(self.thinking, self.template_kwargs)
         if self.prompt_temperature <= 0:
             raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
@@ -96,9 +96,8 @@ class SelfMadeConfig(CommandOptions):
 
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     """Return the name of the config's head and that head's own options."""
-    return config.head["type"], {
-        name: value for name, value in config.head.items() if name != "type"
-    }
+    options = {name: value for name, value in config.head.items() if name != "type"}
+    return config.head["type"], options
 
 
 @dataclass(frozen=True)
@@ -168,10 +167,6 @@ class FeaturesConfig:
     """Remove shards that are corrupt, so that their states are computed again."""
 
 
-def check_features(features: FeaturesConfig) -> None:
-    """Refuse options of states that do not go together."""
-
-
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """Losses of the head and weights of depths; null for the default of its kind."""
@@ -219,8 +214,8 @@ class OptimConfig:
 
 def is_window(text: str) -> bool:
     """Whether a text is a window of steps, such as 10:12."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    return found is not None and 1 <= int(found[1]) <= int(found[2])
+    window = re.fullmatch(r"(\d+):(\d+)", text)
+    return window is not None and 1 <= int(window[1]) <= int(window[2])
 
 
 @dataclass(frozen=True)
@@ -455,14 +450,13 @@ class TrainConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         self._take_stored_texts()
-        super().__post_init__()
-        data, features, optim, loop, adapter = (
-            self.data,
-            self.features,
-            self.optim,
-            self.loop,
-            self.adapter,
-        )
+        super().__post_init__()  # what is required, and minima
+        data = self.data
+        features = self.features
+        optim = self.optim
+        loop = self.loop
+        adapter = self.adapter
+        # What one option allows another, before anything is loaded.
         if "type" not in self.head:
             raise ValueError(
                 "option 'head.type' is required: a name in the HEADS table, such as medusa"
@@ -474,7 +468,7 @@ class TrainConfig(CommandOptions):
                 f"data.weights needs a number above 0 for each of the {len(data.sources)}"
                 f" data.sources, not {data.weights}"
             )
-        # raises if they contradict each other
+        # Called for its error: they may contradict each other.
         template_variables(data.thinking, data.template_kwargs)
         if data.pack is not None and data.pack < data.max_length:
             raise ValueError(
@@ -523,16 +517,16 @@ class TrainConfig(CommandOptions):
             )
         for name in ("project", "entity", "group", "name", "tags"):
             if getattr(self.tracking, name) and name not in TRACKERS[loop.tracker]:
-                able = ", ".join(
+                trackers = [
                     tracker
                     for tracker, known in TRACKERS.items()
                     if name in known and tracker != "none"
-                )
+                ]
+                able = ", ".join(trackers)
                 raise ValueError(
                     f"tracking.{name} is {getattr(self.tracking, name)!r}, which {loop.tracker}"
                     f" does not know; remove it, or choose loop.tracker {able}"
                 )
-        check_features(features)
         if self.target_quantization is not None and not self.target_quantization:
             raise ValueError(
                 "target_quantization needs a mapping such as {load_in_4bit: true}, or null, not {}"
@@ -558,5 +552,6 @@ class TrainConfig(CommandOptions):
         folder = self.features.folder
         if self.data.sources or folder is None or self.features.mode not in ("stored", "cached"):
             return
+        # The dataclass is frozen: this is its constructor, which may still set its fields.
         if text_shards(folder):
             object.__setattr__(self, "data", replace(self.data, sources=[folder]))

@@ -98,8 +98,10 @@ Value = TypeVar("Value")
 def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     """Join the other processes, if any; return the accelerator and this process's share of steps.
 
-    A launch file that contradicts the config, or whose engine cannot train it, raises a ValueError.
+    Raises:
+        ValueError: the launch file contradicts the config, or its engine cannot train it.
     """
+    # 1. Refuse what the launch file asks for and the config does not.
     check_launch(config)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -114,6 +116,8 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
                 "the launch file asks for FSDP2, and one process has nothing to shard; launch"
                 " several"
             )
+
+    # 2. Set the environment that accelerate, DeepSpeed and transformers read.
     on_cpu = not torch.accelerator.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     group = InitProcessGroupKwargs(
@@ -121,22 +125,21 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     )
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # With this on, transformers would leave the target's weights out on all processes but the
-    # first.
+    # With this on, transformers would load the target's weights on the first process only.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    # accelerate joins the processes as for DDP; `shard` shards
+    # 3. Join the processes. For FSDP2 accelerate joins them as for DDP; `shard` shards later.
     fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         accelerator = Accelerator(
-            # else several processes on CPUs would not know of each other
+            # Otherwise several processes on CPUs would not know of each other.
             cpu=on_cpu and not deepspeed,
-            # `autocast` does it: accelerate's way keeps the weights in 16 bits
+            # `autocast` does it instead: accelerate's way keeps the weights in 16 bits.
             mixed_precision="no",
             # `gradients` does it: accelerate would divide the loss once more
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             log_with=None if config.loop.tracker == "none" else config.loop.tracker,
             project_dir=config.output,
-            # DDP's buckets are the gradients themselves, and no second copy of them.
+            # DDP's buckets are the gradients themselves, not a second copy of them.
             kwargs_handlers=(
                 [group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
                 if several
@@ -148,11 +151,13 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
             os.environ["ACCELERATE_USE_FSDP"] = fsdp
     if torch.distributed.is_initialized():
         GROUPS.append(torch.distributed.group.WORLD)
+
+    # 4. Check what the processes turned out to be.
     share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
     check_engine(requested_engine(accelerator), config)
     check_accumulation(share)
     if deepspeed:
-        unset_hf_deepspeed_config()  # else transformers would shard the target as it loads
+        unset_hf_deepspeed_config()  # otherwise transformers would shard the target as it loads
         configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, config, share)
     return accelerator, share
 
@@ -237,12 +242,12 @@ def shard(
 
     `over` names the processes that divide them, see `shard_mesh`.
 
-    Not by accelerate, which disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a
+    Accelerate could shard, but disables FSDP2 without a GPU, and on a GPU fails on plain buffers (a
     truncated vocabulary) while it loads weights from the first process:
     huggingface/accelerate#3898.
     """
     if requested_engine(accelerator) == "FSDP2":
-        # all start from the same, as with DDP and DeepSpeed
+        # All processes start from the same weights, as with DDP and DeepSpeed.
         for tensor in (*module.parameters(), *module.buffers()):
             torch.distributed.broadcast(tensor.data, src=0)
         fully_shard(module, mesh=shard_mesh(accelerator, over))
@@ -256,19 +261,21 @@ def prepare(
     `precision` is float32 or bfloat16.
     """
     if isinstance(module, FSDPModule):
+        # `shard` has done the work. Checkpoints hold each process's shards.
         sharded = Sharded(module, optimizer)
         accelerator.register_for_checkpointing(sharded)
         accelerator.register_load_state_pre_hook(sharded.load)
     else:
-        # does what `autocast` does for other engines
+        # DeepSpeed runs its own autocast, see `autocast`.
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             accelerator.state.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
                 "enabled": precision == "bfloat16",
                 "dtype": "bfloat16",
-                # which exchange gradients in bfloat16; DDP does in float32
+                # Modules that exchange gradients in bfloat16: none, since DDP uses float32.
                 "lower_precision_safe_modules": [],
             }
         module, optimizer = accelerator.prepare(module, optimizer)
+    # An engine can fall back to another without an error.
     if actual_engine(module) != requested_engine(accelerator):
         raise ValueError(
             f"the launch file asks for {requested_engine(accelerator)} and got"
@@ -292,7 +299,7 @@ def autocast(accelerator: Accelerator, precision: str) -> AbstractContextManager
 def state_dtype(precision: str, target_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a head reads the target's states.
 
-    It is the states' own where the head computes in the same one, else float32.
+    bfloat16 if target and head both compute in it, else float32.
     """
     same = precision == "bfloat16" and target_dtype == torch.bfloat16
     return torch.bfloat16 if same else torch.float32
@@ -303,6 +310,7 @@ def from_main(accelerator: Accelerator, value: Value) -> Value:
 
     Values that each process computes itself may differ in the last digit.
     """
+    # A list of one: broadcast_object_list replaces its items in place on the other processes.
     values: list[Any] = [value if accelerator.is_main_process else None]
     decided: Value = broadcast_object_list(values)[0]
     return decided
@@ -312,22 +320,21 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     """Whether a flag is set on any process; every process must call this."""
     if accelerator.num_processes == 1:
         return flag
-    up = accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum")
-    return bool(up > 0)  # sync: the host decides by it
+    count = accelerator.reduce(torch.tensor(int(flag), device=accelerator.device), "sum")
+    return bool(count > 0)  # sync: the host decides by it
 
 
 def all_agree(accelerator: Accelerator, check: Callable[[], None]) -> None:
     """Run a check that may differ between processes; if one refuses, all raise its error.
 
-    No process is left waiting for another.
-
     Raises:
-        ValueError: of the first process that raised one.
+        ValueError: the error of the first process that raised one.
     """
     refused: str | None = None
     try:
         check()
     except ValueError as error:
+        # Raised only after the exchange: the other processes wait there for this one.
         refused = str(error)
     everyone: list[str | None] = gather_object([refused])
     for message in everyone:
@@ -350,16 +357,21 @@ def distributed(
     work: Callable[[Sequence[Item]], list[Result]],
     together: bool = False,
 ) -> list[Result]:
-    """Distribute work on items over the processes; return all results, in order, on each process.
+    """Distribute work on items over the processes; return all results on each process.
 
-    The order is that of the items.
+    Args:
+        accelerator: the processes.
+        items: what to work on.
+        work: gets consecutive items, perhaps none.
+        together: every process does all of the work, because its parts need all processes.
 
-    `work` gets consecutive items, perhaps none. With `together` every process does all of the work,
-    because its parts need all processes.
+    Returns:
+        The results in the order of the items.
     """
     if together:
         return work(items)
     processes = accelerator.num_processes
+    # Consecutive parts of nearly equal size: 10 items on 4 processes are 0:2, 2:5, 5:7, 7:10.
     first = len(items) * accelerator.process_index // processes
     last = len(items) * (accelerator.process_index + 1) // processes
     parts: list[list[Result]] = gather_object([work(items[first:last])])
@@ -369,9 +381,12 @@ def distributed(
 def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Share) -> None:
     """Fill in the DeepSpeed options that the config decides.
 
-    A DeepSpeed file that contradicts the config raises a ValueError.
+    Raises:
+        ValueError: the DeepSpeed file contradicts the config.
     """
+    # 1. Refuse sections that would compete with the config, and offloading.
     for section in DECIDED_SECTIONS:
+        # A section counts as enabled unless it says otherwise.
         if options.get(section, {}).get("enabled", section in options):
             raise ValueError(
                 f"the DeepSpeed file has a section {section!r}, which the config decides; remove it"
@@ -383,6 +398,9 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
             raise ValueError(
                 f"the DeepSpeed file has {name}, but a head is not offloaded; remove it"
             )
+
+    # 2. Set the sizes. DeepSpeed wants train_batch_size to be the product of the other two and
+    # the number of processes; batches reach it ready-made.
     parts = share.processes * share.forwards
     micro_batch = max(1, config.loop.batch_size // parts)  # unused with loop.batch_tokens
     decided = {
@@ -398,6 +416,7 @@ def configure_deepspeed(options: dict[str, Any], config: TrainConfig, share: Sha
                 f" {value}; write 'auto'"
             )
         options[name] = value
+    # The optimizer is one of ours or torch's, not one that DeepSpeed made.
     options["zero_allow_untested_optimizer"] = True
 
 
@@ -416,29 +435,37 @@ def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
 
 def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
     """Name the dtypes of the target's weights and of the head's arithmetic on a device."""
-    target, head = str(config.target_dtype), str(config.loop.precision)
+    target = str(config.target_dtype)
+    head = str(config.loop.precision)
+
+    # 1. The target, "auto": the dtype of its checkpoint.
     if target == "auto":
-        own, _ = own_dtype(config.target, config.target_revision)
-        target = dtype_name(own)
+        checkpoint_dtype, _ = own_dtype(config.target, config.target_revision)
+        target = dtype_name(checkpoint_dtype)
         if head == "float32" and target != "float32":
             raise ValueError(
                 f"loop.precision float32 needs target_dtype float32, not auto, which is {target}"
                 " here"
             )
+
+    # 2. The head, "auto": the faster one, unless the target is in 16 bits already. Float32 would
+    # then compute with rounded features.
     if head != "auto":
         _warn_if_slow(head, device)
     elif target in ("bfloat16", "float16"):
-        head = "bfloat16"  # in float32 it would run on rounded features
+        head = "bfloat16"
     else:
         head = "bfloat16" if _over_float32(device) < 1 else "float32"
+
+    # 3. The target, "fastest": it follows the head. On a CPU, float16 is slow and float32 exact,
+    # if there is memory for it.
     if target != "fastest":
         return target, head
-    own, shape = own_dtype(config.target, config.target_revision)
-    if head == "float32" or (
-        device.type == "cpu" and own == torch.float16 and shape is not None and fits(shape)
-    ):
+    checkpoint_dtype, shape = own_dtype(config.target, config.target_revision)
+    half_on_cpu = device.type == "cpu" and checkpoint_dtype == torch.float16
+    if head == "float32" or (half_on_cpu and shape is not None and fits(shape)):
         return "float32", head
-    return dtype_name(own), head
+    return dtype_name(checkpoint_dtype), head
 
 
 def _over_float32(device: torch.device) -> float:
@@ -450,9 +477,9 @@ def _over_float32(device: torch.device) -> float:
     if device.type != "cpu":
         # A plan may be for a GPU that this machine lacks.
         present = device.type == "cuda" and torch.cuda.is_available()
-        return (
-            2.0 if present and not torch.cuda.is_bf16_supported(including_emulation=False) else 0.5
-        )
+        if present and not torch.cuda.is_bf16_supported(including_emulation=False):
+            return 2.0
+        return 0.5
     return measured_once(
         device, f"training step of {ROWS} rows in bfloat16 over float32", _timed, positive
     )
@@ -463,7 +490,12 @@ def _warn_if_slow(precision: str, device: torch.device) -> None:
     if device.type != "cpu" or precision not in ("float32", "bfloat16"):
         return
     ratio = _over_float32(device)
-    slower, other = (ratio, "float32") if precision == "bfloat16" else (1 / ratio, "bfloat16")
+    if precision == "bfloat16":
+        slower = ratio
+        other = "float32"
+    else:
+        slower = 1 / ratio
+        other = "bfloat16"
     if slower >= SLOW:
         tell_once(
             f"on this machine training steps take {slower:.1f} times as long in {precision} as in"
@@ -476,6 +508,7 @@ def _timed() -> float:
 
     The step is a forward and a backward of two linear layers; times are medians.
     """
+    # An MLP block, up and down again: [R, WIDTH] -> [R, INNER] -> [R, WIDTH].
     weights = [
         torch.full(shape, 1 / INNER, dtype=torch.float32, requires_grad=True)
         for shape in ((INNER, WIDTH), (WIDTH, INNER))
@@ -489,6 +522,7 @@ def _timed() -> float:
                 out_RD = F.linear(out_RD, weight_OI)
         torch.autograd.grad(out_RD.float().sum(), weights)
 
+    # In turns: other load on the machine slows both alike.
     taken = seconds_in_turns(
         {enabled: partial(step, enabled) for enabled in (True, False)}, REPEATS, LIMIT
     )

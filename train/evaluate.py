@@ -53,9 +53,8 @@ RANKS = 10
 """Ranks of a head's tokens whose accuracy is measured: the most children that a node of a
 calibrated tree has."""
 
-
 Sums = tuple[Tensor, Tensor, Tensor]
-"""losses_K, counts_K and hits_KI of a batch, on the CPU."""
+"""losses_K, counts_K and hits_KI of a batch, on the CPU. K depths, I ranks."""
 
 
 @dataclass
@@ -92,12 +91,12 @@ class Evaluation:
     def shorter_than(self, others: list[list[int]]) -> bool:
         """Whether acceptance is shorter than in an earlier evaluation, beyond chance.
 
-        `others` are the `prompts` of the earlier one.
-
-        The 95 % confidence interval of the difference decides, over the prompts that both answered;
-        with fewer than two, the difference itself.
+        `others` are the `prompts` of the earlier one. It is shorter if the 95 % confidence interval
+        of the difference, over the prompts that both answered, lies below 0. With one such prompt
+        the difference itself decides.
         """
         low, high = difference_interval(self.prompts, others)
+        # NaN compares as False: without a common prompt nothing is shorter.
         return high < 0 if low <= high else False
 
     def measured(self, config: EvalConfig) -> dict[str, Any]:
@@ -125,13 +124,24 @@ def evaluate(
 ) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
-    The processes of `accelerator`, all of which have the same head and conversations, share the
-    work. None on all of them if `stop` is wanted on any: it is looked at before the losses and
-    before each tree. `features` are those of the held-out conversations; None if the target
-    computes them.
+    Args:
+        target: the frozen target.
+        head: what is measured.
+        objective: the loss that is measured.
+        held_out: conversations.
+        config: how many conversations and prompts, and how long the answers are.
+        accelerator: the processes that share the work; all have the same head and conversations.
+        stop: looked at before the losses and before each tree.
+        features: those of the held-out conversations; None if the target computes them.
+
+    Returns:
+        The evaluation, the same on all processes; None if `stop` was wanted on any.
     """
+    # Decoding runs in the target's dtype, so accuracy is measured in it too.
     served = copy.deepcopy(head).to(target.dtype).eval()
     together = is_sharded(target)
+
+    # 1. Teacher-forced loss and accuracy.
     if any_process(accelerator, stop.wanted):
         return None
     examples = held_out[: config.conversations]
@@ -140,6 +150,7 @@ def evaluate(
     sums = distributed(accelerator, batches, partial(sums_of, read, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
 
+    # 2. Acceptance, by greedy decoding with three trees. The static one follows from the accuracy.
     policies: dict[str, TreePolicy] = {
         "chain": TreeShape.chain(len(accuracy_KI)),
         "static": best_static_tree(accuracy_KI, config.nodes),
@@ -160,38 +171,42 @@ def difference_interval(
 ) -> tuple[float, float]:
     """Confidence interval of the difference of two acceptance lengths on the same prompts, paired.
 
-    Tokens and rounds of each prompt are clusters of two ratio estimates, as in
-    `Stats.acceptance_length_interval`. With one prompt both ends are the difference; NaN without a
-    round.
+    Each of `prompts` and `others` holds [tokens, rounds]. Prompts are clusters of two ratio
+    estimates, as in `Stats.acceptance_length_interval`. With one prompt both ends are the
+    difference; NaN without a round.
     """
+    # Prompts in which both evaluations drafted. An answer that ends with its first token has no
+    # round.
     pairs = [
-        (own, other) for own, other in zip(prompts, others, strict=False) if own[1] and other[1]
+        (prompt, other)
+        for prompt, other in zip(prompts, others, strict=False)
+        if prompt[1] and other[1]
     ]
     if not pairs:
         return float("nan"), float("nan")
     means = []
-    apart_N = torch.zeros(len(pairs), dtype=torch.float64)
+    # The influence of each prompt on the difference: by the delta method prompt n moves the ratio
+    # r = sum(tokens) / sum(rounds) by (tokens_n - r * rounds_n) / sum(rounds).
+    influence_N = torch.zeros(len(pairs), dtype=torch.float64)
     for side, sign in ((0, 1), (1, -1)):
         tokens_N, rounds_N = torch.tensor([pair[side] for pair in pairs], dtype=torch.float64).T
         mean = tokens_N.sum() / rounds_N.sum()
-        apart_N += sign * (tokens_N - mean * rounds_N) / rounds_N.sum()
+        influence_N += sign * (tokens_N - mean * rounds_N) / rounds_N.sum()
         means.append(float(mean))
-    count = len(pairs)
-    deviations = NormalDist().inv_cdf((1 + confidence) / 2)
-    half = (
-        0.0
-        if count == 1
-        else deviations * float((apart_N.square().sum() * count / (count - 1)).sqrt())
-    )
     difference = means[0] - means[1]
-    return difference - half, difference + half
+    count = len(pairs)
+    if count == 1:
+        return difference, difference
+    deviations = NormalDist().inv_cdf((1 + confidence) / 2)  # 1.96 for 95 %
+    half_width = deviations * float((influence_N.square().sum() * count / (count - 1)).sqrt())
+    return difference - half_width, difference + half_width
 
 
 def _stats_of(
     target: Target, head: DraftHead, tree: TreePolicy, new_tokens: int, prompts: Sequence[Tensor]
 ) -> list[Stats]:
-    """Statistics of greedy answers to prompts, of which there may be none."""
-    if not prompts:
+    """Statistics of greedy answers to prompts, which may be an empty list."""
+    if not prompts:  # more processes than prompts
         return []
     return [greedy_answers(target, head, tree, list(prompts), new_tokens).stats]
 
@@ -235,10 +250,13 @@ def sums_of(
     batches: Sequence[list[Example]],
 ) -> list[Sums]:
     """Sum a head's losses and hits over each batch."""
-    ranks, sums = min(RANKS, head.draft_vocab_size), []
+    ranks = min(RANKS, head.draft_vocab_size)
+    sums: list[Sums] = []
     with ProgressBar("accuracy, by conversations", sum(map(len, batches))) as bar:
         for examples in batches:
             features = read(collate(examples), read.target.dtype)
+            # losses_K and counts_K: summed over the batch's positions, by depth. hits_KI: how often
+            # the true token was the head's i-th best.
             output = head(features, objective, ranks)
             sums.append((output.losses_K.cpu(), output.counts_K.cpu(), output.hits_KI.cpu()))
             bar.update(bar.done + len(examples))
@@ -250,15 +268,18 @@ def means(sums: list[Sums], max_depth: int) -> tuple[list[float], list[list[floa
 
     Batches of short conversations have fewer depths.
     """
-    losses, counts = torch.zeros(2, max_depth, dtype=torch.float32)
-    hits = torch.zeros(max_depth, sums[0][2].shape[1], dtype=torch.float32)
+    all_losses_K = torch.zeros(max_depth, dtype=torch.float32)
+    all_counts_K = torch.zeros(max_depth, dtype=torch.float32)
+    all_hits_KI = torch.zeros(max_depth, sums[0][2].shape[1], dtype=torch.float32)
     for losses_K, counts_K, hits_KI in sums:
         depths = len(counts_K)
-        losses[:depths] += losses_K
-        counts[:depths] += counts_K
-        hits[:depths] += hits_KI
-    counts = counts.clamp(min=1)
-    return (losses / counts).tolist(), (hits / counts[:, None]).tolist()
+        all_losses_K[:depths] += losses_K
+        all_counts_K[:depths] += counts_K
+        all_hits_KI[:depths] += hits_KI
+    # A depth without a position has loss 0 and accuracy 0.
+    all_counts_K = all_counts_K.clamp(min=1)
+    accuracy_KI = all_hits_KI / all_counts_K[:, None]
+    return (all_losses_K / all_counts_K).tolist(), accuracy_KI.tolist()
 
 
 def greedy_answers(
@@ -271,16 +292,18 @@ def greedy_answers(
 ) -> GenerateOutput:
     """Answer prompts greedily with the head, all in one left-padded batch.
 
-    A `drafter` beside the head adds what it looks up, as in `SpeculativeLM.from_pretrained`.
-
+    A `drafter` adds what it looks up to the head's drafts, as in `SpeculativeLM.from_pretrained`.
     With a `ReplayTarget`, prompts that it knows cost drafts alone.
     """
+    # The target alone answers prompts that it does not know yet. BEYOND tokens past the answer's
+    # end are there to verify the drafts of its last round.
     if isinstance(target, ReplayTarget) and (unknown := target.unknown(prompts, new_tokens)):
         with ProgressBar(
             "answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)
         ) as bar:
             target.learn(unknown, new_tokens, [TokensShown(bar)])
-    # Not compiled: the head's weights change before the next evaluation.
+    # No fallback to plain decoding where drafts do not pay: acceptance is what is measured. Not
+    # compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(
         target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False
     )
@@ -323,10 +346,7 @@ class Sample:
     """Tokens per round."""
 
     def html(self, tag: str) -> str:
-        """Return prompt and answer as HTML, with accepted drafts inside a tag.
-
-        The tag is, for example, mark or strong.
-        """
+        """Return prompt and answer as HTML, with accepted drafts inside a tag such as mark."""
         answer = "".join(
             f"<{tag}>{html.escape(text)}</{tag}>" if accepted else html.escape(text)
             for text, accepted in self.pieces
@@ -368,15 +388,16 @@ def marked(
     """Split an answer into pieces of text, each with whether its tokens were accepted drafts.
 
     The answer may be padded on the right.
-
-    The first token is the prefill's; each round returned accepted drafts and then, unless
-    truncated, a bonus token.
     """
+    # The first token is the prefill's. Each round returned its accepted drafts and then, unless
+    # the answer was cut there, a bonus token:
+    #     rounds (accepted 2, returned 3), (2, 2)  ->  [F, T T F, T T]
     accepted = [False]
     for record in records:
         drafts = min(record.accepted, record.returned)
         accepted += [True] * drafts + [False] * (record.returned - drafts)
     tokens = tokens[: len(accepted)]
+    # Join neighbours of the same kind. A token in the middle of a character has no text of its own.
     marks = zip(accepted, text_pieces(tokenizer, tokens), strict=True)
     pieces = []
     for is_draft, run in itertools.groupby(marks, key=lambda mark: mark[0]):

@@ -16,17 +16,20 @@ from .config import TrainConfig, head_options
 def head_of(config: TrainConfig, target: TargetInfo, target_config: PreTrainedConfig) -> DraftHead:
     """Return a new head for a target with this text config.
 
-    Options that are invalid or do not fit the target raise a ValueError.
+    Raises:
+        ValueError: options are invalid, or do not fit the target.
     """
     name, options = head_options(config)
-    head_config(name, options)
-    return build_head(name, HEADS[name].options_for(options, described(target_config)), target)
+    head_config(name, options)  # checks the options as given, before the target completes them
+    completed = HEADS[name].options_for(options, described(target_config))
+    return build_head(name, completed, target)
 
 
 def objective_of(config: TrainConfig) -> Objective:
     """Return the config's objective; where the config says nothing, the head's own.
 
-    An objective on which the head cannot be trained raises a ValueError.
+    Raises:
+        ValueError: the head cannot be trained on this objective.
     """
     name, options = head_options(config)
     return build_objective(name, options, dataclasses.asdict(config.objective))

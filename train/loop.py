@@ -100,8 +100,6 @@ from .report import MetricsLogger, StepClock, count_flops, due, write_report
 from .run_folder import Progress, RunFolder, as_begun
 from .tracking import Tracker, check_tracker
 
-TIMED_STEPS = 3
-"""Steps whose mean time is a step's time."""
 SAMPLE = 4
 """Sequences on which a step's arithmetic is counted."""
 
@@ -124,15 +122,13 @@ class Callback:
     def on_evaluation(self, progress: Progress, row: dict[str, Any]) -> None:
         """Called after each evaluation, with its line of log.jsonl.
 
-        The best head has been saved by then.
-
-        The row holds `eval`, `held_out_loss` and `tree`.
+        The row holds `eval`, `held_out_loss` and `tree`. The best head has been saved by then.
         """
 
     def on_save(self, progress: Progress, checkpoint: Path) -> None:
         """Called after a checkpoint to resume from has been written, with the state that it holds.
 
-        Some steps later, if it was written in the background (`loop.save_in_background`).
+        With `loop.save_in_background` this may be some steps after the checkpoint's own.
         """
 
     def on_end(self, progress: Progress, folder: Path) -> None:
@@ -150,16 +146,21 @@ class Callbacks:
     main_process: bool
     error: Exception | None = None
 
-    def call(self, name: str, progress: Progress, given: Any, stop: StopFlag | None = None) -> None:
+    def call(
+        self, name: str, progress: Progress, argument: Any, stop: StopFlag | None = None
+    ) -> None:
         """Call a method of all callbacks, on the main process.
 
         The first exception sets `stop`, and no callback is called after it.
         """
-        for callback in self.callbacks if self.main_process else ():
+        if not self.main_process:
+            return
+        for callback in self.callbacks:
             if self.error is not None:
                 return
             try:
-                getattr(callback, name)(dataclasses.replace(progress), given)
+                # A copy: a callback that writes to its state must not change the run's.
+                getattr(callback, name)(dataclasses.replace(progress), argument)
             except Exception as error:
                 self.error = error
                 log.warning(f"{type(callback).__name__}.{name} ends the run: {error!r}")
@@ -198,20 +199,28 @@ def train_in(
     callbacks: Sequence[Callback],
     source: OpenSource | None,
 ) -> Path:
-    """`train`, with the processes that have been joined."""
+    """Do the work of `train` once all processes have been joined."""
     accelerator = run.accelerator
     config = resolved(config, accelerator)
+    # Before the head is built: its first weights come from torch's global generator.
     set_seed(config.loop.seed)
+
+    # 1. The folders must be the same ones on every machine.
     require_shared(accelerator, run.folder, "output")
     if config.features.mode != "online" and config.features.folder is not None:
         require_shared(accelerator, Path(config.features.folder), "features.folder")
+    # 2. Take the folder, or check that the run in it has these options.
     run.claim(config)
+
+    # 3. A finished run has nothing to do. It may have been killed before its report was written.
     if from_main(accelerator, run.last.exists()):
         log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
         if accelerator.is_main_process and not (run.folder / "report.md").exists():
             log.info(f"the report: {write_report(run.folder)}")
         end_together(accelerator)
         return run.folder
+
+    # 4. Train. The tracker learns of a failure, whatever raised it.
     check_tracker(config)
     tracker = Tracker(accelerator)
     called = Callbacks(callbacks, accelerator.is_main_process)
@@ -223,6 +232,8 @@ def train_in(
         run.close()
         tracker.close(run.best, failed)
     accelerator.end_training()
+
+    # 5. Tell the caller why the run stopped. A callback's own exception comes first.
     if called.error is not None:
         raise called.error
     if unfinished is not None:
@@ -244,23 +255,32 @@ def run_steps(
     evaluation.
 
     Returns:
-        How far the run is if it was stopped, once a checkpoint has been written; else None.
+        How far the run has come if it was stopped, once a checkpoint has been written; else None.
     """
     accelerator = run.accelerator
+
+    # 1. Load the data, the target and the head, and compare them with those of an earlier start.
     inputs = load_inputs(config, accelerator, run.folder, outside=source)
     run.settle(config, inputs.digests)
-    target, head, training = inputs.target, inputs.head.to(accelerator.device), inputs.training
+    target = inputs.target
+    head = inputs.head.to(accelerator.device)
+    training = inputs.training
     size = sum(parameter.numel() for parameter in head.parameters())
     steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
+
+    # 2. Build the module and its optimizer.
     state = build_state(run, share, inputs, config, steps)
     run.check_space(checkpoint_bytes(state.module), config.loop.keep)
-    # random draws of heads while training differ by process
+    # Heads that draw while they train must not draw the same on every process.
     torch.manual_seed(config.loop.seed + share.process)
+
+    # 3. Continue from the newest checkpoint, if there is one. It replaces weights, optimizer,
+    # schedule and random state. The options of the optimizer are those of this start.
     settings = settings_of(state.schedule)
     progress = run.resume(actual_engine(state.module))
     apply_settings(state.schedule, settings)
     tracker.start(config, progress.step)
-    # it had stopped early, and was killed before its last evaluation
+    # The run had already stopped early, and was killed before its last evaluation: no step is left.
     if 0 < config.loop.patience <= progress.falling:
         steps = progress.step
     log.info(
@@ -268,6 +288,8 @@ def run_steps(
         f" {inputs.coverage:.2%} of the answers; {len(training)} sequences to train on,"
         f" {len(inputs.held_out)} held out; {progress.engine}; step {progress.step} of {steps}"
     )
+
+    # 4. Open what yields the target's features, and the instruments that watch the steps.
     epochs = steps / inputs.order.steps_in(0)
     features = feature_source(
         accelerator,
@@ -280,34 +302,37 @@ def run_steps(
         inputs.source,
         source,
     )
-    cached, adapted = (
-        config.features.mode in ("cached", "stored", "served"),
-        config.adapter.rank > 0,
-    )
-    # Of a target that is here, without its cache, which counting must not fill.
+    cached = config.features.mode in ("cached", "stored", "served")
+    adapted = config.adapter.rank > 0
+    # Counting must not fill the cache of features, so a loaded target computes its own for it.
     features_of = partial(online_features, target, head) if inputs.source is None else features
     flops = count_flops(features_of, head, inputs.objective, training[:SAMPLE], cached, adapted)
     metrics = MetricsLogger(
         run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops
     )
+    # Steps before this one train the head alone; from it on, the adapter learns too.
     joint_from = round(config.adapter.heads_first * steps)
     profiler = StepProfiler(
         config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
     )
-    # As long as the deepest draft, so that every depth gives every process a gradient.
+    # A batch's shortest row: depth d predicts the token at t + 2 + d, so that a row of
+    # max_depth + 2 tokens gives every depth a gradient on every process.
     reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
     workers = config.data.workers
     if workers is None:
+        # On a CPU workers take cores from the steps, which pays only for states that are served:
+        # a worker then waits for the network.
         workers = 2 if accelerator.device.type != "cpu" or config.features.mode == "served" else 0
 
     saved_at = time.monotonic()
 
     def save(background: bool) -> None:
         nonlocal saved_at
-        # a run that resumes from here finds the states that it has trained on
+        # A run that resumes from here must find the states that it has trained on.
         features.settle(accelerator)
+        # One write at a time.
         run.wait()
-        tell_of_saves()  # before the next one removes an older one
+        tell_of_saves()  # of the last checkpoint, before the next one may remove it
         run.save(progress, config.loop.keep, background)
         tell_of_saves()
         saved_at = time.monotonic()
@@ -320,6 +345,7 @@ def run_steps(
         minutes = config.loop.save_minutes
         return minutes is not None and time.monotonic() - saved_at >= 60 * minutes
 
+    # 5. Make the steps.
     with stop_on_signals() as stop, worker_deaths_explained():
         with (
             ProgressBar("training steps", steps, progress.step) as bar,
@@ -332,33 +358,45 @@ def run_steps(
             last_epoch = None
             stopping = saving = False
             while True:
+                # 5a. Evaluate between steps. A run that resumes at a step that it has already
+                # evaluated (`progress.judged`) does not do so again, and the last step has an
+                # evaluation of its own below.
                 if (
                     due(progress.step, config.loop.eval_every)
                     and progress.judged < progress.step < steps
                 ):
-                    found = evaluate_and_save(state, metrics, stop, callbacks)
-                    if found is None:
+                    evaluation = evaluate_and_save(state, metrics, stop, callbacks)
+                    if evaluation is None:
                         break
-                    if from_main(accelerator, stops_early(progress, found, config.loop.patience)):
+                    stops = stops_early(progress, evaluation, config.loop.patience)
+                    if from_main(accelerator, stops):
                         steps = progress.step
+
+                # 5b. Save after the evaluation, so that the checkpoint knows of it.
                 if (
                     saving or due(progress.step, config.loop.save_every)
                 ) and 0 < progress.step < steps:
                     save(config.loop.save_in_background)
+
+                # 5c. Stop? Several processes have agreed on it during the last step; one alone
+                # can look now, and so before its first step.
                 if accelerator.num_processes == 1:
                     stopping = stop.wanted
                 if progress.step == steps or stopping:
                     break
+
+                # 5d. One optimizer step. Steps count from 1; `progress.step` are made so far.
                 profiler.begin(progress.step + 1)
                 metrics.start_step()
                 data = next(batches)
+                # States that were computed in one epoch are read in the next.
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
                 last_epoch = data.epoch
                 number = progress.step + 1
                 adapt = progress.step >= joint_from
-                # Processes agree on both in the sum of the loss: the one exchange that a step has
-                # anyway.
+                # Processes agree on both wishes in the sum of the loss: the one exchange that a
+                # step has anyway.
                 wishes = Wishes(stop.wanted, save_is_due() or run.failed())
                 outputs, norm, agreement = gradients(
                     state, data, features, metrics.clock, number, adapt, wishes
@@ -366,6 +404,8 @@ def run_steps(
                 stopping = agreement.stop
                 saving = agreement.save
                 lr = update(state)
+
+                # 5e. Count the step only now that weights, optimizer and schedule include it.
                 progress.step = number
                 progress.answer_tokens += data.answer_tokens
                 callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
@@ -377,6 +417,8 @@ def run_steps(
             log.info(
                 f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states"
             )
+
+        # 6. Save before the last evaluation: killed during it, the run resumes with no step left.
         save(background=False)
         if progress.step < steps:
             return (
@@ -384,6 +426,8 @@ def run_steps(
             )
         if evaluate_and_save(state, metrics, stop, callbacks, last=True) is None:
             return "stopped in the last evaluation; the same command resumes from there"
+
+        # 7. All steps are done, and best/ and last/ are written.
         if accelerator.is_main_process:
             log.info(f"the report: {write_report(run.folder)}")
         callbacks.call("on_end", progress, run.folder)
@@ -425,31 +469,43 @@ def load_inputs(
 ) -> Inputs:
     """Load data, target and head.
 
-    Invalid options or data raise a ValueError before the target is loaded.
+    Args:
+        config: options of the run.
+        accelerator: the processes that load together.
+        folder: where rows that cannot be used are written to a file; None writes none.
+        outer: True loads the target's outer modules only (no blocks), and opens no source of
+            states; None does what `features.mode` says.
+        outside: opens the source of states; None for what `features` names.
 
-    Rows that cannot be used are written to a file in `folder`, if one is given. `outer` loads no
-    more of the target than its outer modules, and opens no source of states; None does as
-    `features.mode` says, with the source from `outside` if it is given.
+    Raises:
+        ValueError: invalid options or data, before the target is loaded.
     """
     if outer is None:
         check_outside_source(config, outside)
-    # mistakes in the options are reported before a model is loaded
+
+    # 1. What costs nothing comes first: mistakes in the options are reported within seconds.
     objective = objective_of(config)
     sources = open_sources(config.data.sources, config.data.max_conversations)
     tokenizer = load_tokenizer(config.target, config.target_revision)
     check_renders(tokenizer, sources, config.target)
     if accelerator.is_main_process:
         warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
-    # The data before the target, whose loading takes minutes, unless only loading it tells how they
-    # are read.
+
+    # 2. The data, before the target, whose loading takes minutes. How they are rendered follows
+    # from facts in the target's config files; if those say too little, the target comes first.
     without_blocks = needs_no_target(config) if outer is None else outer
     load = partial(load_target, config, accelerator, without_blocks)
     known = target_facts(config.target, config.target_revision) or load()
     how = rendering(config, known, tokenizer)
     cache, training, held_out = load_data(config, accelerator, sources, how, folder)
+
+    # 3. The target. What it says once loaded outranks its config files.
     target = known if isinstance(known, Target) else load()
-    if (actual := rendering(config, target, tokenizer)) != how:  # its configs did not say all
+    actual = rendering(config, target, tokenizer)
+    if actual != how:
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
+
+    # 4. The head, and whether this target can train it and decode with it.
     head = head_of(config, target.info, target.config)
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
@@ -457,20 +513,26 @@ def load_inputs(
     target.check_decoding()
     origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
     provenance = {**target.provenance, **origin}
+
+    # 5. The target as evaluations see it: its plain answers are computed once and replayed.
     replay: ReplayTarget | None = None
     source: StateSource | None = None
     if not isinstance(target, OuterTarget):
-        # A sharded target, too: plain answers take a fixed number of forwards, whatever a process
-        # computes. With drafts a token that rounding decides would give one process a round more,
-        # in which it waits for ever.
+        # An adapter changes the target, and with it the answers, from one evaluation to the next.
+        # A sharded target is replayed too: plain answers take a fixed number of forwards, whatever
+        # a process computes. With drafts, a token that rounding decides would give one process a
+        # round more than the others, in which it waits for ever.
         replay = None if config.adapter.rank > 0 else ReplayTarget(target)
     elif outer is None:
+        # No blocks are here: the states come from elsewhere, for evaluations too.
         source = open_source(config, accelerator, target, head, provenance, outside)
         held_out = judged(held_out, config.eval)
         check_source(source, accelerator, target, training, held_out)
         replay = StoredReplay(target, source, held_out)
-    # fails now and not at the first evaluation
+    # Called for its error, which should come now and not at the first evaluation.
     eval_prompts(replay or target, held_out, config.eval)
+
+    # 6. The first weights, and the draft vocabulary: the most frequent tokens of the answers.
     counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
@@ -483,16 +545,28 @@ def load_inputs(
             " answers: better head.mask_token_id is a token that no text holds"
         )
     covered = counts_V[head.vocabulary()].sum() / counts_V.sum()
-    data, loop, own = config.data, config.loop, cache.sources_of(training.conversations)
+
+    # 7. The order of the sequences: which of them each step trains on.
+    data = config.data
+    loop = config.loop
+    sources_of_rows = cache.sources_of(training.conversations)
     lengths = lengths_of(training)
     order = Order(
-        lengths, loop.batch_size, loop.seed, data.pack, own, data.weights, loop.batch_tokens
+        lengths,
+        loop.batch_size,
+        loop.seed,
+        data.pack,
+        sources_of_rows,
+        data.weights,
+        loop.batch_tokens,
     )
-    # which source a sequence is of matters for nothing else
-    weighted = "" if data.weights is None else str(own)
+
+    # 8. Digests, by which a run that resumes notices that its inputs have changed. The source of a
+    # sequence matters only where sources have weights.
+    weighted = "" if data.weights is None else str(sources_of_rows)
     digests = {
         "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
-        # by names that files of some models lack
+        # Unknown where blocks are not loaded and the files name their weights differently.
         "weights": str(provenance.get("weights", "unknown")),
         "tokenizer": str(provenance["tokenizer"]),
     }
@@ -530,19 +604,22 @@ def load_data(
 def warm_start(
     head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]
 ) -> None:
-    """Start from the weights of another head, or of the MTP head that the target brings, "mtp".
-
-    A ValueError if it does not fit.
+    """Start from the weights of another head, or of the target's own MTP head ("mtp").
 
     The draft vocabulary follows the data: it is the most frequent tokens of these answers, then
-    those of the other head. A token that the other head cannot draft begins as training is expected
-    to have left it.
+    those of the other head. A token that the other head cannot draft begins with the weights that
+    training is expected to have given it (`with_trained_rows`).
+
+    Raises:
+        ValueError: the other head does not fit this one.
     """
     if source == NATIVE:
         other: DraftHead = native_head(target)
         metadata = CheckpointMetadata()
     else:
         other, metadata = load_head(source, head.target)
+
+    # Refuse a head of another algorithm, tokenizer or computation.
     if type(other) is not type(head):
         raise ValueError(f"{source!r} holds a {type(other).__name__}, not a {type(head).__name__}")
     trained = metadata.provenance.get("tokenizer")
@@ -556,13 +633,16 @@ def warm_start(
         head.draft_vocab_size < head.target.vocab_size
         or other.draft_vocab_size < other.target.vocab_size
     ):
+        # Among tokens that the answers hold equally often, those of the other head come first.
         head.initialize(target.modules, favouring(counts_V, other.vocabulary()))
+    # Options that change what a head computes, so that the weights would mean something else.
     for name in head.computes:
-        own, theirs = (getattr(each.config, name) for each in (head, other))
-        if own != theirs:
+        ours = getattr(head.config, name)
+        theirs = getattr(other.config, name)
+        if ours != theirs:
             raise ValueError(
                 f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has"
-                f" {own!r}"
+                f" {ours!r}"
             )
     try:
         copy_weights(head, other)
@@ -593,18 +673,25 @@ def build_state(
 ) -> TrainState:
     """Hand head and optimizer to the engine that the launch file chose."""
     accelerator = run.accelerator
+
+    # 1. What is trained: the head, or one module of head and adapter, since an engine drives one.
     trained: nn.Module = inputs.head
-    adapted, slower = None, {}
+    adapted: nn.Module | None = None
+    slower: dict[int, float] = {}  # by parameter id: what its learning rate is divided by
     if config.adapter.rank > 0:
         from .adapter import JointModule  # imports peft, which takes a second
 
         trained = joint = JointModule(inputs.target, inputs.head, inputs.objective, config.adapter)
         adapted = joint.peft
         slower = {id(weight): config.adapter.head_lr_ratio for weight in joint.adapter.values()}
+
+    # 2. Shard before the optimizer is made: it must hold the sharded parameters.
     trained = trained.to(accelerator.device)
     shard(accelerator, trained, config.loop.shard_over)
     optimizer, schedule = build_optimizer(trained, config.optim, steps, slower)
     module, optimizer = prepare(accelerator, trained, optimizer, config.loop.precision)
+
+    # 3. What a checkpoint holds besides module and optimizer.
     accelerator.register_for_checkpointing(schedule)
     averaged = None
     if config.optim.ema > 0:
@@ -644,23 +731,38 @@ def gradients(
 ) -> tuple[list[HeadOutput], float, Wishes]:
     """Run the forwards and backwards of a step.
 
-    Weights do not change, unless the engine is DeepSpeed.
+    Weights do not change, unless the engine is DeepSpeed, whose last backward makes the step.
 
-    `adapt` trains the adapter too, `step` numbers the step in errors. Returns the outputs, the
-    gradient norm, and what any process wishes, as this one does `wishes`.
+    Args:
+        state: what is trained.
+        data: this process's batches of the step.
+        features: computes or reads the target's features of a batch.
+        clock: told which part of the step runs.
+        step: number of the step, for errors.
+        adapt: whether the adapter is trained too.
+        wishes: what this process wishes for the end of the step.
+
+    Returns:
+        The outputs of the forwards, the gradient norm, and what any process wishes.
     """
-    accelerator, module, batches = state.run.accelerator, state.module, data.batches
+    accelerator = state.run.accelerator
+    module = state.module
+    batches = data.batches
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    # The loss is a mean over the step's answer tokens. Engines average gradients over processes,
-    # DeepSpeed over forwards, too; the scale turns that into a sum.
-    scale = (
-        state.share.processes
-        * (state.share.forwards if deepspeed else 1)
-        / max(data.answer_tokens, 1)
-    )
+    # A step's loss is the mean over the answer tokens of all its batches, on all processes. A
+    # batch's loss is a sum over its tokens, but engines average gradients over processes, and
+    # DeepSpeed over forwards too. The scale undoes these averages:
+    #     scale = processes * (forwards with DeepSpeed, else 1) / answer tokens
+    # For example, 2 processes and 100 tokens: each gradient is scaled by 2 / 100, and averaged.
+    averaged_over = state.share.processes
+    if deepspeed:
+        averaged_over *= state.share.forwards
+    scale = averaged_over / max(data.answer_tokens, 1)
     outputs: list[HeadOutput] = []
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     loss = 0.0
+
+    # 1. Forwards and backwards, batch by batch; gradients add up.
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
@@ -668,25 +770,30 @@ def gradients(
             clock.part("target")
             with record_function("target"):
                 if state.adapted:
-                    given = (batch, adapt)
+                    # The joint module runs the target itself, whose adapter needs gradients.
+                    arguments = (batch, adapt)
                 else:
                     dtype = state_dtype(state.config.loop.precision, state.inputs.target.dtype)
-                    given = (features(batch, dtype), state.inputs.objective)
+                    arguments = (features(batch, dtype), state.inputs.objective)
             clock.part("head")
             with autocast(accelerator, state.config.loop.precision), record_function("head"):
-                output = module(*given)
+                output = module(*arguments)
             outputs.append(output)
-            if deepspeed and last:  # its backward makes the optimizer step
+            # DeepSpeed's last backward makes the optimizer step: a loss that is not finite must be
+            # noticed before it.
+            if deepspeed and last:
                 loss, _, wishes = agreed(accelerator, outputs, wishes)
                 check_finite("loss", loss, batches, step, state)
             with record_function("head, backward"):
                 accelerator.backward(output.loss * scale)
+
+    # 2. Clip, and agree with the other processes.
     clock.part("optimizer")
-    found = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
+    clipped = accelerator.clip_grad_norm_(module.parameters(), state.config.optim.clip)
     if deepspeed:
-        norm = float(found)
+        norm = float(clipped)
     else:
-        loss, norm, wishes = agreed(accelerator, outputs, wishes, found)
+        loss, norm, wishes = agreed(accelerator, outputs, wishes, clipped)
         check_finite("loss", loss, batches, step, state)
     check_finite("gradient norm", norm, batches, step, state)
     return outputs, norm, wishes
@@ -715,60 +822,83 @@ def evaluate_and_save(
 
     Its adapter, if there is one, is saved with it.
 
-    None if the evaluation was stopped, on all processes.
+    Returns:
+        The evaluation; None, on all processes, if it was stopped.
     """
-    run, inputs, config, progress = state.run, state.inputs, state.config, metrics.progress
-    accelerator, target = run.accelerator, inputs.target
+    run = state.run
+    inputs = state.inputs
+    config = state.config
+    progress = metrics.progress
+    accelerator = run.accelerator
+    target = inputs.target
+
+    # 1. Copy the head, whole and in the dtype in which it is saved: what is measured is what is
+    # served. An engine may have sharded the weights, so that all processes gather them here.
     copy = head_of(config, target.info, target.config)
     trained = state.averaged.module if state.averaged else inputs.head
     copy.load_state_dict(
         get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
     )
     copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
+
+    # 2. Measure it on the held-out conversations.
     replay = inputs.replay or target
     read = None
     if isinstance(target, OuterTarget) and inputs.source is not None:
         read = StoredFeatures(target, copy, inputs.source)
-    found = evaluate(
+    evaluation = evaluate(
         replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read
     )
-    if found is None:
+    if evaluation is None:
         return None
-    # the best head and early stopping follow from it, on all processes
-    found = from_main(accelerator, found)
+    # The best head and early stopping follow from the figures, which may differ between processes
+    # in the last digit.
+    evaluation = from_main(accelerator, evaluation)
     samples = []
     if config.loop.tracker != "none" and config.tracking.samples > 0:
         prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
-        tree = found.policies[found.best]
+        tree = evaluation.policies[evaluation.best]
         samples = sample_answers(
             replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer
         )
-    measured = {"coverage": inputs.coverage, **found.measured(config.eval)}
+
+    # 3. Write down what a checkpoint says of itself. The probe holds a few drafts, by which a
+    # loader can check that it computes the same.
+    measured = {"coverage": inputs.coverage, **evaluation.measured(config.eval)}
     probe = replay.probe(copy) if isinstance(replay, StoredReplay) else probe_drafts(target, copy)
     if probe is not None:
         measured["probe"] = probe
     metadata = CheckpointMetadata(
-        tree=found.tree,
+        tree=evaluation.tree,
         training=training_record(run, config, progress),
         measured=measured,
         provenance=inputs.provenance,
         adapted=state.adapted is not None,
     )
-    # Other processes may look for it once the main process has saved it already.
+
+    # 4. Is it the best? Yes, unless its acceptance is shorter beyond chance: of heads that cannot
+    # be told apart the later one is kept. The main process decides, since others may look for
+    # best/ after it has been saved.
     better = from_main(
-        accelerator, not found.shorter_than(progress.longest_prompts) or not run.best.exists()
+        accelerator, not evaluation.shorter_than(progress.longest_prompts) or not run.best.exists()
     )
     if better:
-        progress.best_step, progress.best_length = progress.step, found.acceptance_length
-    if found.acceptance_length > progress.longest_length:
-        progress.longest_length, progress.longest_prompts = found.acceptance_length, found.prompts
-    row = metrics.log_evaluation(found, samples)
+        progress.best_step = progress.step
+        progress.best_length = evaluation.acceptance_length
+    # The comparison is with the longest acceptance so far. best/ may hold a later head that is
+    # slightly shorter; were it compared with, best/ could get worse little by little.
+    if evaluation.acceptance_length > progress.longest_length:
+        progress.longest_length = evaluation.acceptance_length
+        progress.longest_prompts = evaluation.prompts
+
+    # 5. Log it, then save.
+    row = metrics.log_evaluation(evaluation, samples)
     for folder, wanted in ((run.best, better), (run.last, last)):
         if wanted and accelerator.is_main_process:
             save_head(copy, folder, metadata, state.adapted)
     progress.judged = progress.step
     callbacks.call("on_evaluation", progress, row, stop)
-    return found
+    return evaluation
 
 
 def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> dict[str, Any]:
@@ -777,20 +907,22 @@ def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> 
     The record holds versions, options, the options that changed on the way, and progress.
     """
     so_far = dataclasses.asdict(progress)
-    del so_far["longest_prompts"]
+    del so_far["longest_prompts"]  # a pair of numbers for each prompt, of no use to a reader
     record = {**provenance(), "config": dataclasses.asdict(config), **so_far}
     changes = run.changes()
     return {**record, "changes": changes} if changes else record
 
 
-def stops_early(progress: Progress, found: Evaluation, patience: int) -> bool:
+def stops_early(progress: Progress, evaluation: Evaluation, patience: int) -> bool:
     """Whether acceptance has stayed below its best while the held-out loss fell.
 
-    It must have done so in `patience` evaluations in a row, which `progress` counts.
+    It must have done so in `patience` evaluations in a row, which `progress` counts. A patience of
+    0 never stops early.
     """
-    loss = sum(found.loss_K)
-    fell, progress.held_out_loss = loss < progress.held_out_loss, loss
-    shorter = found.acceptance_length < progress.longest_length
+    loss = sum(evaluation.loss_K)
+    fell = loss < progress.held_out_loss
+    progress.held_out_loss = loss
+    shorter = evaluation.acceptance_length < progress.longest_length
     progress.falling = progress.falling + 1 if fell and shorter else 0
     return 0 < patience <= progress.falling
 
@@ -802,13 +934,15 @@ def agreed(
     loss = torch.stack([output.loss.detach() for output in outputs]).sum()
     # Filled on the device: a copy from the host would wait for it.
     flags = [torch.full_like(loss, float(wish)) for wish in (wishes.stop, wishes.save)]
+    # One exchange of three numbers: [loss, processes that wish to stop, that wish to save].
     everyone = accelerator.reduce(torch.stack([loss, *flags]), "sum")
+    # FSDP2 returns the norm in parts; all engines return that of all processes.
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     norm = torch.zeros_like(loss) if norm is None else norm.to(loss)
     # sync: once a step, so that no step spoils the weights and all processes stop at the same one
-    total, stopping, saving, own = torch.cat([everyone, norm[None]]).tolist()
-    return total, own, Wishes(stopping > 0, saving > 0)
+    total, stopping, saving, full_norm = torch.cat([everyone, norm[None]]).tolist()
+    return total, full_norm, Wishes(stopping > 0, saving > 0)
 
 
 def check_finite(
@@ -818,6 +952,7 @@ def check_finite(
     if math.isfinite(value):
         return
     numbers = sorted(number for batch in batches for number in batch.conversations)
+    # A checkpoint may still be being written in the background; the message names the newest.
     state.run.close()
     newest = state.run.newest()
     lower = f"{state.config.optim.lr / 2:g}"
@@ -840,12 +975,13 @@ def check_finite(
 
 def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
     """Raise a ValueError if processes read different data: their shares would not make up steps."""
-    own = torch.tensor(
+    # [number of sequences, digest of their tokens], gathered to [processes, 2]
+    count_and_digest = torch.tensor(
         [len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device
     )
-    everyone = accelerator.gather(own).view(-1, 2).tolist()
-    for process, (count, found) in enumerate(everyone):
-        if [count, found] != everyone[0]:
+    everyone = accelerator.gather(count_and_digest).view(-1, 2).tolist()
+    for process, (count, digest) in enumerate(everyone):
+        if [count, digest] != everyone[0]:
             raise ValueError(
                 f"process {process} reads other data than process 0: {count} and {everyone[0][0]}"
                 " sequences to train on; give every process the same data.sources, tokenizer and"

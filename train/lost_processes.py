@@ -38,6 +38,7 @@ def lost_processes_explained(
     try:
         yield
     except RuntimeError as error:
+        # An error of this process's own is passed on unchanged.
         if accelerator.num_processes == 1 or not of_other_processes(error):
             raise
         raise ConnectionError(
@@ -61,9 +62,10 @@ def own_place(error: BaseException) -> str:
     For example, train/engines.py:216 in any_process.
     """
     root = Path(__file__).resolve().parents[1]
-    places = ["an unknown place"]
+    innermost = "an unknown place"
+    # From the outermost frame to the innermost.
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename).resolve()
         if any(path.is_relative_to(root / package) for package in PACKAGES):
-            places.append(f"{path.relative_to(root)}:{frame.lineno} in {frame.name}")
-    return places[-1]
+            innermost = f"{path.relative_to(root)}:{frame.lineno} in {frame.name}"
+    return innermost

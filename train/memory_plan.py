@@ -85,11 +85,13 @@ class Plan:
 def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     """Plan the memory of the launch that `config.plan` names.
 
-    An unknown launch or invalid options raise a ValueError.
-
     `device` is what the processes run on; None for the CPU if there is one process and no
     accelerator here, else CUDA.
+
+    Raises:
+        ValueError: an unknown launch or invalid options.
     """
+    # 1. The launch: zero2:8 is ZeRO-2 on 8 processes.
     launch, _, number = str(config.plan).partition(":")
     processes = int(number or 1) if (number or "1").isdigit() else 0
     if launch not in ENGINES or processes < 1 or (launch == "one") != (processes == 1):
@@ -99,14 +101,17 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         )
     engine = ENGINES[launch]
     check_engine(engine, config)
+
+    # 2. The largest forward: `rows` rows of `length` tokens.
     share = Share.of_loop(config.loop, 0, processes)
     length = config.data.pack or config.data.max_length
-    step_rows = (
-        config.loop.batch_size
-        if config.loop.batch_tokens is None
-        else config.loop.batch_tokens // length
-    )
+    step_rows = config.loop.batch_size
+    if config.loop.batch_tokens is not None:
+        step_rows = config.loop.batch_tokens // length
     rows = max(1, step_rows // (processes * share.forwards))
+    tokens = rows * length
+
+    # 3. Target and head, without weights.
     on_cpu = processes == 1 and not torch.accelerator.is_available()
     here = device or torch.device("cpu" if on_cpu else "cuda")
     config = with_formats(config, *formats(config, here))
@@ -117,30 +122,39 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         head = head_of(config, target.info, target.config)
     whole = sum(parameter.numel() for parameter in model.parameters())
     size = sum(parameter.numel() for parameter in head.parameters())
+
+    # 4. The target on each process.
     sizes = packed_bytes(model, packing_of(config), dtype)
     on_device = sum(sizes.values())
     if needs_no_target(config):
         on_device = outer_size(target.modules) * dtype.itemsize
     elif config.target_placement == "shard":
-        blocks = [
-            sum(sizes[id(weight)] for weight in block.parameters())
-            for block in target.modules.blocks
-        ]
-        # one block is gathered at a time
+        blocks = []
+        for block in target.modules.blocks:
+            blocks.append(sum(sizes[id(weight)] for weight in block.parameters()))
+        # A share of the blocks, and one block gathered at a time.
         on_device += -sum(blocks) + sum(blocks) // processes + max(blocks)
+
+    # 5. The head and its optimizer: AdamW keeps two numbers for each weight, Muon one.
     weights = FLOAT * size
-    muon = sum(matrix.numel() for matrix in matrices_of(head)) if config.optim.name == "muon" else 0
+    muon = 0
+    if config.optim.name == "muon":
+        muon = sum(matrix.numel() for matrix in matrices_of(head))
     states = FLOAT * (2 * (size - muon) + muon)
-    tokens, info = rows * length, target.info
+    shards = engine_memory(engine, processes, weights, states, here)
+
+    # 6. A forward: the target's states and, if the head reads another dtype, their copy in that.
+    info = target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
     read_in = state_dtype(config.loop.precision, dtype).itemsize
-    # what autocast keeps for the backward
+    bytes_per_number = dtype.itemsize
+    if read_in != dtype.itemsize:
+        bytes_per_number += read_in
+    features = tokens * width * bytes_per_number
+    # Autocast keeps the weights in 16 bits for the backward.
     in_16_bits = 0 if config.loop.precision == "float32" else 2 * size
-    shards = engine_memory(engine, processes, weights, states, here)
-    # The target's states, and their copy in the dtype that the head reads.
-    features = (
-        tokens * width * (dtype.itemsize if read_in == dtype.itemsize else dtype.itemsize + read_in)
-    )
+
+    # 7. All together.
     memory = {
         "target": on_device,
         "features": features,
@@ -150,44 +164,38 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     }
     if config.optim.ema:
         memory["optimizer"] += weights
+    # Is a checkpoint written in the background while steps go on? DeepSpeed's never is.
     between = config.loop.save_minutes is not None or config.loop.save_every > 0
-    part = processes if engine == "FSDP2" else 1
-    copied = (
-        (weights + states) // part
-        if between and config.loop.save_in_background and "ZeRO" not in engine
-        else 0
-    )
+    copied = 0
+    if between and config.loop.save_in_background and "ZeRO" not in engine:
+        copied = (weights + states) // (processes if engine == "FSDP2" else 1)
     if here.type == "cpu" and copied > 0:
-        memory["copy to save"] = copied  # training goes on while it is written
-    standing = (
-        on_device
-        + memory["head"]
-        + memory["optimizer"]
-        + (memory["exchange"] if engine == "DDP" else 0)
-    )
-    # The head's copy, and one in the target's dtype; under FSDP2 what it is gathered from before
-    # that.
+        memory["copy to save"] = copied
+
+    # 8. What stays between steps. DDP keeps its buckets.
+    standing = on_device + memory["head"] + memory["optimizer"]
+    if engine == "DDP":
+        standing += memory["exchange"]
+    # An evaluation copies the head, and once more in the target's dtype; under FSDP2 it gathers the
+    # head before that.
     copies = weights + max(size * dtype.itemsize, weights if engine == "FSDP2" else 0)
     moments = {
         "training": sum(memory.values()),
         "evaluation": standing + copies,
         "saving": standing,
     }
-    dtypes, per_token = (
-        (config.target_dtype, config.loop.precision),
-        cache_bytes(head, config.features.format),
-    )
     return Plan(
         engine,
         processes,
-        whole,
-        size,
-        *dtypes,
-        memory,
-        moments,
-        per_token,
-        weights + states,
-        copied,
+        target_parameters=whole,
+        head_parameters=size,
+        target_dtype=config.target_dtype,
+        precision=config.loop.precision,
+        memory=memory,
+        moments=moments,
+        cache_bytes=cache_bytes(head, config.features.format),
+        checkpoint_bytes=weights + states,
+        copied_bytes=copied,
     )
 
 
@@ -204,13 +212,17 @@ def engine_memory(
         device: what the processes run on.
     """
     shard = weights // processes
-    head, gradients, optimizer, exchange = weights, weights, states, 0
+    # One process: gradients are as large as the weights.
+    head = weights
+    gradients = weights
+    optimizer = states
+    exchange = 0
     if engine == "DDP":
         # The reducer's buckets, which hold the gradients (gradient_as_bucket_view). A weight that
         # several steps of training-time test read has a gradient of its own until they are summed.
         exchange = weights
     elif engine.startswith("ZeRO"):
-        # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of the own part
+        # deepspeed/runtime/zero/stage_1_and_2.py: float32 master weights of this process's part
         # (`single_partition_of_fp32_ groups`), its averaged gradients, and buffers of
         # reduce_bucket_size numbers that `setup_buckets` allocates whole, two of them with
         # overlap_comm. A CPU has pages of them only where gradients were moved to.
@@ -256,14 +268,17 @@ def packed_bits(packing: dict[str, Any]) -> float | None:
     if not packing:
         return None
     method = str(packing.get("quant_method", "")).lower()
+    # bitsandbytes
     if packing.get("load_in_4bit") or packing.get("_load_in_4bit"):
         return 4 + (0.127 if packing.get("bnb_4bit_use_double_quant") else 32 / 64)
     if packing.get("load_in_8bit") or packing.get("_load_in_8bit"):
         return 8
+    # GPTQ and AWQ: 4 bits in groups of 128 take 4 + (16 + 4) / 128 = 4.16.
     if "bits" in packing or "w_bit" in packing:
         width = int(packing["bits"] if "bits" in packing else packing["w_bit"])
         group = int(packing.get("group_size", packing.get("q_group_size", 128)))
         return width + (0 if group <= 0 else (16 + width) / group)
+    # Others are told by words in the name.
     text = f"{method} {packing.get('quant_type', '')} {packing.get('format', '')}".lower()
     for words, bits in PACKED_BITS.items():
         if words in text:
@@ -279,10 +294,9 @@ def outer_size(modules: TargetModules) -> int:
 
     They are those of the embedding, the final norm and the LM head.
     """
-    outer = (modules.embed, modules.norm, modules.lm_head)
-    return sum(
-        weight.numel() for weight in nn.ModuleList(cast(list[nn.Module], outer)).parameters()
-    )
+    # A module list counts a weight that embedding and LM head share once.
+    outer = cast(list[nn.Module], (modules.embed, modules.norm, modules.lm_head))
+    return sum(weight.numel() for weight in nn.ModuleList(outer).parameters())
 
 
 def loss_chunk(
@@ -304,7 +318,9 @@ def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -
     On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the
     caller; a grows with the width. No attention keeps scores.
     """
-    short, long = (kept(config, info, i * SAMPLE) for i in (1, 2))
+    # Two row lengths give the slope a, without c: (a * 2S + c) - (a * S + c) = a * S.
+    short = kept(config, info, SAMPLE)
+    long = kept(config, info, 2 * SAMPLE)
     return round((long - short) / SAMPLE * SCALE * rows * length)
 
 
@@ -313,6 +329,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
 
     The head has 1/`scale` of the real width.
     """
+    # 1. A head of the same kind and depth, 1/scale as wide, on a target with 8 tokens.
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
     narrow = dataclasses.replace(
@@ -322,6 +339,8 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
+
+    # 2. Features of one row, of zeros: only shapes matter.
     modules = TargetModules(
         nn.Embedding(8, narrow.hidden_size, dtype=torch.float32).requires_grad_(False),
         nn.Linear(narrow.hidden_size, 8, bias=False, dtype=torch.float32).requires_grad_(False),
@@ -337,23 +356,26 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
         loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
         modules=modules,
     )
-    own = {
+
+    # 3. Watch which tensors autograd saves, by their storage: views share one. Weights are counted
+    # elsewhere.
+    of_weights = {
         parameter.untyped_storage().data_ptr()
         for parameter in (*head.parameters(), *modules.lm_head.parameters())
     }
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()  # the loss's chunks free theirs again
 
     def keep(tensor: Tensor) -> _Saved:
-        one = _Saved(tensor, tensor.untyped_storage())
-        saved.add(one)
-        return one
+        kept_tensor = _Saved(tensor, tensor.untyped_storage())
+        saved.add(kept_tensor)
+        return kept_tensor
 
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=config.loop.precision == "bfloat16"):
         output = head(features, objective_of(config))
     assert output.loss.requires_grad  # the tensors that it keeps are counted while it is alive
-    sizes = {one.storage.data_ptr(): one.storage.nbytes() for one in saved}
-    return sum(size for place, size in sizes.items() if place not in own)
+    sizes = {tensor.storage.data_ptr(): tensor.storage.nbytes() for tensor in saved}
+    return sum(size for address, size in sizes.items() if address not in of_weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,6 +391,7 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
 
     `arguments` are those of the command line.
     """
+    # 1. Memory.
     plan = plan_run(config)
     log.info(
         f"{config.target}: {plan.target_parameters:,} parameters; {config.head['type']}:"
@@ -383,6 +406,8 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
         most = size == max(plan.moments.values())
         table.add_row(f"together, {moment}", f"{size / 2**30:.2f}", style="bold" if most else None)
     console.print(table)
+
+    # 2. Disk.
     output = Path(config.output)
     log.info(
         f"a checkpoint takes {plan.checkpoint_bytes / 2**30:.2f} GiB on disk, loop.keep"
@@ -400,12 +425,13 @@ def show_plan(config: TrainConfig, arguments: list[str]) -> None:
             f"states on disk: {plan.cache_bytes:,} bytes a token; {folder} has {free / 2**30:.2f}"
             f" GiB free, for {free // plan.cache_bytes:,} tokens"
         )
-    place = next(
+
+    # 3. The command: the same one without `--plan=zero2:8`, or `--plan zero2:8`.
+    index = next(
         i for i, argument in enumerate(arguments) if argument.partition("=")[0] == "--plan"
     )
-    others = shlex.join(
-        arguments[:place] + arguments[place + (1 if "=" in arguments[place] else 2) :]
-    )
+    after = index + (1 if "=" in arguments[index] else 2)
+    others = shlex.join(arguments[:index] + arguments[after:])
     begin = "headstart train"
     if plan.processes > 1:
         file = f"configs/accelerate/{str(config.plan).partition(':')[0]}.yaml"

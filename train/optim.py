@@ -1,4 +1,7 @@
-"""The optimizer and its schedule."""
+"""The optimizer and its schedule: AdamW for all parameters, or Muon for a head's inner matrices.
+
+Muon (arXiv:2502.16982) replaces each update by the nearest matrix whose singular values are 1.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def check_muon() -> None:
 class Float32Muon(Muon):
     """Torch's Muon, iterated in float32.
 
-    It is a hundred times faster on a CPU that emulates bfloat16 products.
+    Torch's iterates in bfloat16, which is a hundred times slower on a CPU that emulates its
+    products.
     """
 
     @torch.no_grad()
@@ -44,12 +48,18 @@ class Float32Muon(Muon):
             means: list[Tensor] = []
             self._init_group(group, matrices, gradients, means)
             for matrix, gradient, mean in zip(matrices, gradients, means, strict=True):
+                # 1. Momentum: mean = m * mean + (1 - m) * gradient.
                 mean.lerp_(gradient, 1 - group["momentum"])
+                # Nesterov's looks one step ahead: (1 - m) * gradient + m * mean.
                 update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+                # 2. Make it orthogonal, so that all directions of the matrix move equally fast.
                 update = orthogonal(
                     update.float(), group["ns_coefficients"], group["ns_steps"], group["eps"]
                 )
-                rate = 0.2 * max(matrix.shape) ** 0.5  # match_rms_adamw
+                # 3. Scale to the size of AdamW's updates, whose root mean square is about 0.2. An
+                # orthogonal [R, C] has 1 / sqrt(max(R, C)); torch calls this match_rms_adamw.
+                rate = 0.2 * max(matrix.shape) ** 0.5
+                # 4. Decoupled weight decay, then the step.
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 matrix.add_(update.to(matrix.dtype), alpha=-group["lr"] * rate)
 
@@ -57,16 +67,22 @@ class Float32Muon(Muon):
 def orthogonal(
     matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """Move a matrix's singular values towards 1 by Newton-Schulz iteration in its own dtype."""
+    """Move a matrix's singular values towards 1 by Newton-Schulz iteration in its own dtype.
+
+    With X the matrix, an iteration computes (a + b X X' + c (X X')^2) X, which changes each
+    singular value s to a s + b s^3 + c s^5.
+    """
     first, second, third = coefficients
-    wide = matrix.T if len(matrix) > matrix.shape[1] else matrix
+    # The smaller of the two Gram matrices, X X' of a wide X, costs least.
+    tall = len(matrix) > matrix.shape[1]
+    wide = matrix.T if tall else matrix
+    # The Frobenius norm bounds the largest singular value: all are now at most 1.
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T
-        wide = torch.addmm(
-            wide, torch.addmm(gram, gram, gram, beta=second, alpha=third), wide, beta=first
-        )
-    return wide.T if len(matrix) > matrix.shape[1] else wide
+        polynomial = torch.addmm(gram, gram, gram, beta=second, alpha=third)  # b G + c G^2
+        wide = torch.addmm(wide, polynomial, wide, beta=first)  # a X + (b G + c G^2) X
+    return wide.T if tall else wide
 
 
 class MuonAdamW(Optimizer):
@@ -84,7 +100,8 @@ class MuonAdamW(Optimizer):
             check_muon()
             emulated = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
             in_float32 = emulated and all(matrix.device.type == "cpu" for matrix in matrices)
-            self.parts["muon"] = (Float32Muon if in_float32 else Muon)(
+            muon = Float32Muon if in_float32 else Muon
+            self.parts["muon"] = muon(
                 matrices,
                 lr=config.lr,
                 weight_decay=config.weight_decay,
@@ -94,7 +111,8 @@ class MuonAdamW(Optimizer):
             self.parts["adamw"] = _adamw(others, others, config)
         groups = [group for part in self.parts.values() for group in part.param_groups]
         super().__init__(groups, {})
-        self.param_groups = groups  # the parts' own, not copies: a schedule changes them
+        # The parts' own groups, not copies: a schedule writes its learning rate into them.
+        self.param_groups = groups
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -108,6 +126,7 @@ class MuonAdamW(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
+        # Loading gave the parts new groups.
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
 
@@ -116,24 +135,25 @@ def build_optimizer(
 ) -> tuple[Optimizer, LRScheduler]:
     """Build the optimizer and its learning-rate schedule over all steps of the run.
 
-    The optimizer takes the parameters that require gradients.
-
-    `slower` gives divisors of the learning rate, by a parameter's id (AdamW only).
+    Args:
+        module: what is trained; its parameters that require gradients are optimized.
+        config: options of the optimizer.
+        steps: optimizer steps of the whole run.
+        slower: what a parameter's learning rate is divided by, by its id (AdamW only).
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer: Optimizer
     if config.name == "muon":
         inner = matrices_of(module)
+        # By identity: `in` would compare tensors element by element.
         others = [p for p in parameters if all(p is not matrix for matrix in inner)]
         optimizer = MuonAdamW(inner, others, config)
     else:
-        groups = [
-            {
-                "params": [p for p in parameters if slower.get(id(p), 1.0) == ratio],
-                "lr": config.lr / ratio,
-            }
-            for ratio in dict.fromkeys([1.0, *slower.values()])
-        ]
+        # One group for each ratio, the full learning rate first.
+        groups = []
+        for ratio in dict.fromkeys([1.0, *slower.values()]):
+            members = [p for p in parameters if slower.get(id(p), 1.0) == ratio]
+            groups.append({"params": members, "lr": config.lr / ratio})
         optimizer = _adamw(groups, parameters, config)
     warmup = round(config.warmup * steps)
     schedule: LRScheduler = get_scheduler(config.schedule, optimizer, warmup, steps)
@@ -146,7 +166,7 @@ computes from them."""
 
 
 def settings_of(schedule: LRScheduler) -> list[dict[str, Any]]:
-    """The options in the groups of a schedule's optimizer, before a checkpoint is loaded."""
+    """Return the options in the groups of a schedule's optimizer, before a checkpoint is loaded."""
     groups = schedule.optimizer.param_groups
     return [{name: group[name] for name in SETTINGS if name in group} for group in groups]
 
@@ -157,9 +177,10 @@ def apply_settings(schedule: LRScheduler, settings: list[dict[str, Any]]) -> Non
     They are the same, unless the run resumes with others.
     """
     groups = schedule.optimizer.param_groups
-    schedule.base_lrs = [own["initial_lr"] for own in settings]
-    for group, own in zip(groups, settings, strict=True):
-        group.update(own)
+    schedule.base_lrs = [options["initial_lr"] for options in settings]
+    for group, options in zip(groups, settings, strict=True):
+        group.update(options)
+    # The schedule has computed the rates of this step from the checkpoint's options.
     shapes: Any = schedule  # a LambdaLR, as all of transformers' schedules are
     rates = [
         base * shape(schedule.last_epoch)

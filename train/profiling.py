@@ -21,9 +21,8 @@ class StepProfiler:
     def __init__(self, window: str | None, folder: Path, process: int, next_step: int) -> None:
         """Prepare for a window such as "10:12"; None profiles nothing.
 
-        A window that begins before `next_step`, with which the run goes on, is skipped.
-
-        Traces go to `folder`, one of each process.
+        A window that begins before `next_step`, the run's next one, is skipped. Traces go to
+        `folder`, one for each process.
         """
         first, _, last = (window or "0:0").partition(":")
         self.first = int(first)
@@ -31,10 +30,13 @@ class StepProfiler:
         self.path = folder / f"steps-{self.first}-to-{self.last}.process-{process}.json.gz"
         self.process = process
         self._profile: Any = None
-        self._reached = False
+        self._reached = False  # whether a step of the window has begun
+        # The step before the window, if this start makes it.
         self._warm_up = 1 if next_step < self.first else 0
+        # Steps count from 1: a window at 0 is never reached.
         if not next_step <= self.first:
-            self.first = self.last = 0
+            self.first = 0
+            self.last = 0
 
     def begin(self, step: int) -> None:
         """Called before each step."""

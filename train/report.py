@@ -68,7 +68,9 @@ class StepClock:
     """
 
     device: torch.device
+    # Parts of the step that runs: name and beginning.
     _begun: list[tuple[str, Any]] = field(default_factory=list)
+    # Parts of steps that have ended since the last `totals`: name, beginning and end.
     _done: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def part(self, name: str) -> None:
@@ -79,24 +81,26 @@ class StepClock:
 
     def end(self) -> None:
         """End the step."""
+        # Each part ends where the next one begins, the last one now.
         names, moments = zip(*self._begun, strict=True)
         self._done += zip(names, moments, [*moments[1:], self._moment()], strict=True)
         self._begun = []
 
     def totals(self) -> dict[str, float]:
         """Return seconds by part over all steps that ended since the last call."""
-        if self._done and self.device.type != "cpu":
+        on_cpu = self.device.type == "cpu"
+        if self._done and not on_cpu:
             # sync: for the end of the newest step, once for several steps
             self._done[-1][2].synchronize()
         seconds = dict.fromkeys(PARTS, 0.0)
         for name, begin, end in self._done:
-            seconds[name] += (
-                end - begin if self.device.type == "cpu" else begin.elapsed_time(end) / 1000
-            )
+            # Events measure in milliseconds.
+            seconds[name] += end - begin if on_cpu else begin.elapsed_time(end) / 1000
         self._done = []
         return seconds
 
     def _moment(self) -> Any:
+        """The time now, or an event that the device passes once it has done what was launched."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -119,27 +123,30 @@ class MetricsLogger:
     ) -> None:
         """Begin where a run stands.
 
-        `every` counts the steps between two lines, `steps` those of the whole run.
-
-        `progress.seconds` is counted here; `flops_per_token` is the arithmetic of a step for each
-        answer token.
+        Args:
+            run: the folder with log.jsonl.
+            tracker: gets the curves.
+            every: steps between two lines.
+            steps: steps of the whole run.
+            epochs_per_step: part of an epoch in a step.
+            progress: the run's state, whose `seconds` are counted here.
+            flops_per_token: arithmetic of a step for each answer token.
         """
-        self.run, self.tracker, self.every, self.steps, self.progress = (
-            run,
-            tracker,
-            every,
-            steps,
-            progress,
-        )
+        self.run = run
+        self.tracker = tracker
+        self.every = every
+        self.steps = steps
+        self.progress = progress
         self.clock = StepClock(run.accelerator.device)
-        self.note = ""
-        self.waited = 0.0
-        """Seconds of this start's steps, of `stepped`, in which the head waited for a batch."""
+        self.note = ""  # what the progress bar shows
+        # Seconds of this start's steps, and those of them in which the head waited for a batch.
         self.stepped = 0.0
-        self._epochs_per_step, self._flops_per_token = epochs_per_step, flops_per_token
-        self._outputs: list[HeadOutput] = []
+        self.waited = 0.0
+        self._epochs_per_step = epochs_per_step
+        self._flops_per_token = flops_per_token
+        self._outputs: list[HeadOutput] = []  # since the last line
         self._step_started = time.perf_counter()
-        self._since = dataclasses.replace(progress)
+        self._since = dataclasses.replace(progress)  # the run's state at the last line
 
     def start_step(self) -> None:
         """Begin to time a step; evaluations and checkpoints are not part of the reported rate."""
@@ -148,14 +155,18 @@ class MetricsLogger:
 
     def end_step(self, outputs: list[HeadOutput], norm: float, lr: float) -> dict[str, Any] | None:
         """Add a step's outputs; return the line that was logged, if this step is the `every`-th."""
+        # 1. Every step: count its time, and keep its outputs on the device, without a sync.
         progress = self.progress
         progress.seconds += time.perf_counter() - self._step_started
         self.clock.end()
         self._outputs.extend(outputs)
         if not due(progress.step, self.every):
             return None
+
+        # 2. Each `every`-th step: means over the steps since the last line.
         losses_K, counts_K, hits_K = self._totals()
-        seconds, steps = progress.seconds - self._since.seconds, progress.step - self._since.step
+        seconds = progress.seconds - self._since.seconds
+        steps = progress.step - self._since.step
         accuracy_K = hits_K / counts_K
         rate = (progress.answer_tokens - self._since.answer_tokens) / seconds
         parts = self.clock.totals()
@@ -170,6 +181,8 @@ class MetricsLogger:
             **axes,
             "loss": (losses_K / counts_K).tolist(),
             "accuracy": accuracy_K.tolist(),
+            # A greedy chain reaches depth d if all drafts up to d are right. Accuracies 0.8, 0.5
+            # give 1 + 0.8 + 0.8 * 0.5 = 2.2 tokens a round, the bonus token counted.
             "estimated_acceptance_length": 1 + float(accuracy_K.cumprod(0).sum()),
             "gradient_norm": norm,
             "lr": lr,
@@ -177,7 +190,10 @@ class MetricsLogger:
             "step_seconds": {part: parts[part] / steps for part in PARTS},
             "costs": self._costs(rate, parts),
         }
-        self._outputs, self._since = [], dataclasses.replace(progress)
+        self._outputs = []
+        self._since = dataclasses.replace(progress)
+
+        # 3. Tell the progress bar, the tracker, log.jsonl and the screen.
         self.note = f"loss {row['loss'][0]:.3f}"
         curves = {name: value for name, value in row.items() if name not in ("step", *axes)}
         self.tracker.log({**axes, "train": curves}, progress.step)
@@ -191,23 +207,27 @@ class MetricsLogger:
             )
         return row
 
-    def log_evaluation(self, found: Evaluation, samples: list[Sample]) -> dict[str, Any]:
+    def log_evaluation(self, evaluation: Evaluation, samples: list[Sample]) -> dict[str, Any]:
         """Log an evaluation on the main process; return its line of log.jsonl on every process."""
-        step, rows = (
-            self.progress.step,
-            {name: acceptance_figures(stats) for name, stats in found.trees.items()},
-        )
+        step = self.progress.step
+        rows = {name: acceptance_figures(stats) for name, stats in evaluation.trees.items()}
         row: dict[str, Any] = json_ready(
-            {"step": step, "eval": rows, "held_out_loss": found.loss_K, "tree": found.tree}
+            {
+                "step": step,
+                "eval": rows,
+                "held_out_loss": evaluation.loss_K,
+                "tree": evaluation.tree,
+            }
         )
         if not self.run.accelerator.is_main_process:
             return row
         curves: dict[str, Any] = {
-            "loss": found.loss_K,
-            "accuracy": [accuracy_I[0] for accuracy_I in found.accuracy_KI],
+            "loss": evaluation.loss_K,
+            "accuracy": [accuracy_I[0] for accuracy_I in evaluation.accuracy_KI],
             "best_acceptance_length": self.progress.best_length,
         }
         for tree, figures in rows.items():
+            # `row` has a copy of its own, made by `json_ready`, which keeps the interval.
             low, high = figures.pop("interval")
             curves[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
         axes = {"epoch": self._epochs_per_step * step, "answer_tokens": self.progress.answer_tokens}
@@ -218,12 +238,12 @@ class MetricsLogger:
             step,
         )
         self.run.log(row)
+        lengths = ", ".join(
+            f"{name} {stats.acceptance_length:.3f}" for name, stats in evaluation.trees.items()
+        )
         log.info(
-            f"step {step}  acceptance length: "
-            + ", ".join(
-                f"{name} {stats.acceptance_length:.3f}" for name, stats in found.trees.items()
-            )
-            + f" on {len(found.trees['chain'].rows)} held-out prompts; best/ is that of step"
+            f"step {step}  acceptance length: {lengths} on"
+            f" {len(evaluation.trees['chain'].rows)} held-out prompts; best/ is that of step"
             f" {self.progress.best_step}"
         )
         return row
@@ -250,7 +270,8 @@ class MetricsLogger:
         }
 
     def _totals(self) -> torch.Tensor:
-        """Sum loss, count and hits per depth over the reported steps and over processes."""
+        """Sum loss, count and hits per depth, [3, K], over the reported steps and processes."""
+        # Batches of short conversations have fewer depths.
         depths = max(len(output.counts_K) for output in self._outputs)
         totals = torch.zeros(3, depths, dtype=torch.float64, device=self.run.accelerator.device)
         for output in self._outputs:
@@ -258,7 +279,7 @@ class MetricsLogger:
                 [output.losses_K.double(), output.counts_K.double(), output.hits_KI[:, 0].double()]
             )
         totals = self.run.accelerator.reduce(totals, "sum").cpu()
-        totals[1].clamp_(min=1)
+        totals[1].clamp_(min=1)  # what was counted nowhere has the mean 0
         return totals
 
 
@@ -267,7 +288,7 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status")
-    # on Linux getrusage also counts the process that started this one, before it ran its own code
+    # On Linux getrusage also counts the process that started this one, before it ran its own code.
     if status.exists():
         line = next(
             line
@@ -275,7 +296,7 @@ def peak_memory_gib() -> float:
             if line.startswith("VmHWM")
         )
         return int(line.split()[1]) * 1024 / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
@@ -286,6 +307,8 @@ def attention_flops(
 
     Torch's own formula refused grouped queries before 2.13.
     """
+    # Shapes [..., T, D]. Each of the query's rows meets each of the keys twice: in the scores, with
+    # D multiplications and additions, and in the sum of the values.
     return 2 * query.numel() // query[-1] * key[-2] * (query[-1] + value[-1])
 
 
@@ -316,6 +339,7 @@ def count_flops(
     and thereby their last digits.
     """
     batch = collate(examples)
+    # The random state is put back: a head that draws must not train otherwise for being counted.
     with torch.random.fork_rng(), torch.no_grad():
         with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as of_target:
             features = features_of(batch, next(head.parameters()).dtype)
@@ -342,11 +366,13 @@ def write_report(folder: Path) -> Path:
 
     It needs only log.jsonl and config.yaml in the run's folder.
     """
-    rows = [
-        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    # 1. Lines of steps and lines of evaluations.
+    text = (folder / "log.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval" in row]
+
+    # 2. Plot them.
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
     lengths = {
@@ -366,6 +392,8 @@ def write_report(folder: Path) -> Path:
     }
     for name, (title, shown) in curves.items():
         plotted("step", title, shown).savefig(plots / f"{name}.png", dpi=110)
+
+    # 3. The page.
     path = folder / "report.md"
     path.write_text("\n".join(_page(folder, steps, evaluations)) + "\n", encoding="utf-8")
     return path
@@ -383,8 +411,10 @@ def by_depth(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple[int,
 def _page(
     folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> list[str]:
+    """Return the lines of report.md."""
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     lines = [f"# {config['head']['type']} for {config['target']}", ""]
+    # A table with a row for each evaluation and a column for each tree.
     trees = list(evaluations[-1]["eval"])
     lines += ["## Real acceptance length on held-out prompts", ""]
     lines += [
@@ -394,9 +424,9 @@ def _page(
     for row in evaluations:
         losses = " ".join(map(number, row["held_out_loss"]))
         lengths = []
-        for found in row["eval"].values():
-            low, high = map(number, found["interval"])
-            lengths.append(f"{number(found['acceptance_length'], 3)} ({low} to {high})")
+        for figures in row["eval"].values():
+            low, high = map(number, figures["interval"])
+            lengths.append(f"{number(figures['acceptance_length'], 3)} ({low} to {high})")
         lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += [

@@ -108,26 +108,32 @@ NO_CHANGE = (
 )
 """Options whose changes are not worth a line."""
 
-
 WORTH_SAYING = 0.1
-"""Seconds of waiting for a checkpoint of which a line tells."""
-INPUTS, CHANGES = "inputs.json", "changes.jsonl"
+"""Seconds of waiting for a checkpoint from which on a line is logged."""
+INPUTS = "inputs.json"
+CHANGES = "changes.jsonl"
 OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
-"""Digests in inputs.json, and the options by which what they are of is found."""
+"""Digests in inputs.json, each with the option that names its subject."""
 
 
 def whole_lines(path: Path) -> list[bytes]:
     """Remove the last line of a file if it is half-written; return the others."""
     text = path.read_bytes()
+    # A killed process leaves at most one half-written line, the last. rfind's -1 means none: 0.
     length = text.rfind(b"\n") + 1
     os.truncate(path, length)
     return text[:length].splitlines()
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Flatten nested options or numbers to one level of dotted names, leaving out None."""
+    """Flatten nested options or numbers to one level of dotted names, leaving out None.
+
+    {"loop": {"keep": 2}, "loss": [0.5, 0.1]} becomes
+    {"loop.keep": 2, "loss.0": 0.5, "loss.1": 0.1}.
+    """
     if isinstance(value, dict):
         children: Any = value.items()
+    # Figures by depth get a name each. Other lists, such as a tree's paths, are one value.
     elif isinstance(value, list) and any(isinstance(item, float) for item in value):
         children = enumerate(value)
     else:
@@ -173,15 +179,14 @@ class Progress:
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run's folder that were written completely, oldest first.
 
-    Other trainers name theirs the same: only a folder with a run's progress is one, and may be
-    removed.
+    Other trainers use the same names. Only a folder with a run's progress.json counts, since what
+    counts may be removed.
     """
-    found = [
-        path
-        for path in (folder / "checkpoints").glob("step-*")
-        if re.fullmatch(r"step-\d+", path.name)
-    ]
-    ours = [path for path in found if (path / "progress.json").is_file()]
+    ours = []
+    for path in (folder / "checkpoints").glob("step-*"):
+        # step-00000100.partial is still being written, or was when the run was killed.
+        if re.fullmatch(r"step-\d+", path.name) and (path / "progress.json").is_file():
+            ours.append(path)
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -194,16 +199,20 @@ def earlier_options(folder: Path) -> dict[str, Any]:
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """Return the options, and if the run resumes, with the dtypes it began with.
+    """Return the options; for a run that resumes, with the dtypes that it began with.
 
-    A run that began before held_out_limit existed has no limit.
+    A run without held_out_limit in its options has no limit.
     """
     before = earlier_options(Path(config.output))
     if not before:
         return config
-    data, loop, target_dtype = config.data, config.loop, config.target_dtype
+    data = config.data
+    loop = config.loop
+    target_dtype = config.target_dtype
+    # Otherwise the default would hold out other conversations than the run began with.
     if "data.held_out_limit" not in before:
         data = dataclasses.replace(data, held_out_limit=None)
+    # "auto" and "fastest" depend on the machine, which may be another one.
     if loop.precision == "auto":
         loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
     if target_dtype in ("fastest", "auto"):
@@ -216,10 +225,10 @@ def _refuse_foreign_config(path: Path) -> None:
     if not path.exists():
         return
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        found = None
-    if not isinstance(found, dict) or not {"target", "head", "loop", "optim"} <= found.keys():
+        options = None
+    if not isinstance(options, dict) or not {"target", "head", "loop", "optim"} <= options.keys():
         raise ValueError(
             f"{path} is not the config of a run, which would replace it: choose another output"
             " folder"
@@ -263,15 +272,17 @@ class RunFolder:
         self.folder = folder
         self.accelerator = accelerator
         self.timeout = timeout
+        # One thread: checkpoints are written one after another.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # The writers' process group, made at the first checkpoint.
         self._group: Any = None
+        # The checkpoint that the thread is writing.
         self._in_flight: Future[None] | None = None
+        # Complete checkpoints that `written` has not yielded yet; the thread appends to it.
         self._written: deque[tuple[Progress, Path]] = deque()
-        self.best, self.last, self.checkpoints = (
-            folder / "best",
-            folder / "last",
-            folder / "checkpoints",
-        )
+        self.best = folder / "best"
+        self.last = folder / "last"
+        self.checkpoints = folder / "checkpoints"
 
     def claim(self, config: TrainConfig) -> None:
         """Save the options, or check that they are those of the run that is already there.
@@ -283,7 +294,9 @@ class RunFolder:
             refuse_foreign(folder, HEAD)
         _refuse_foreign_config(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
-        if before := earlier_options(self.folder):
+        before = earlier_options(self.folder)
+        if before:
+            # Without digests the options themselves must be the same.
             by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
             advice = "resume it with its own options, or choose another output folder"
             free = (*FREE_TO_CHANGE, *config.free_to_change, *by_digest)
@@ -297,7 +310,7 @@ class RunFolder:
         """Check the digests of data, target and tokenizer, and record options that have changed.
 
         Raises:
-            ValueError: others than the run began with.
+            ValueError: the digests are not those that the run began with.
         """
         path = self.folder / INPUTS
         resumes = bool(earlier_options(self.folder))
@@ -321,10 +334,12 @@ class RunFolder:
     def _keep_changes(self, config: TrainConfig) -> None:
         """Write options that differ from those of a run that resumes, and log them."""
         options = json_ready(dataclasses.asdict(config))
-        before, now = earlier_options(self.folder), flat(options)
+        before = earlier_options(self.folder)
+        now = flat(options)
         newest = self.newest()
         if not before or newest is None:
             return
+        # Steps are made again from the newest checkpoint on, with the new options.
         step = int(newest.name.removeprefix("step-"))
         changes = []
         for name in sorted(before.keys() | now.keys()):
@@ -344,31 +359,32 @@ class RunFolder:
     def changes(self) -> list[dict[str, Any]]:
         """Options that have changed since the run began, with the steps from which on they hold."""
         path = self.folder / CHANGES
-        return (
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if path.exists()
-            else []
-        )
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def resume(self, engine: str) -> Progress:
         """Load the newest complete checkpoint, if there is one; return the run's progress.
 
-        A checkpoint from which this engine cannot resume raises a ValueError.
+        Raises:
+            ValueError: this engine cannot resume from the checkpoint.
         """
         processes = self.accelerator.num_processes
         progress = Progress(processes=processes, engine=engine)
-        whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]  # the main process's
+        # 1. The main process's list: others may see the folder a moment later.
+        whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]
         for half in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{half} is half-written and skipped")
         if whole:
-            with reading_checkpoint(whole[-1]):
-                found = Progress(**read_json(whole[-1] / "progress.json"))
-            written = f"{whole[-1]} was written by {found.engine} on {found.processes} processes"
-            movable = {found.engine, engine} <= {
-                "one process",
-                "DDP",
-            } or found.engine == engine == "FSDP2"
-            if (found.engine, found.processes) != (engine, processes):
+            # 2. Can this engine read it? Engines that keep the head whole read each other's, on any
+            # number of processes. FSDP2 redistributes its shards. DeepSpeed does neither.
+            newest = whole[-1]
+            with reading_checkpoint(newest):
+                saved = Progress(**read_json(newest / "progress.json"))
+            written = f"{newest} was written by {saved.engine} on {saved.processes} processes"
+            both_whole = {saved.engine, engine} <= {"one process", "DDP"}
+            movable = both_whole or saved.engine == engine == "FSDP2"
+            if (saved.engine, saved.processes) != (engine, processes):
                 if not movable:
                     raise ValueError(
                         f"{written}, which {engine} on {processes} cannot resume from; launch it as"
@@ -379,16 +395,23 @@ class RunFolder:
                     f" and random draws of other processes make the weights of {engine} on"
                     f" {processes} differ in their last digits"
                 )
-            with reading_checkpoint(whole[-1]):
-                refuse_pipes(whole[-1])
-                self.accelerator.load_state(str(whole[-1]))
-            progress = dataclasses.replace(found, processes=processes, engine=engine)
+
+            # 3. Load everything that was prepared or registered, random states included.
+            with reading_checkpoint(newest):
+                refuse_pipes(newest)
+                self.accelerator.load_state(str(newest))
+            progress = dataclasses.replace(saved, processes=processes, engine=engine)
+
+        # 4. Remove what was logged after the checkpoint: these steps are made again. A kill may
+        # also have come between the two renames that replace best/.
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"
             if rows.exists():
                 lines = [line.decode() for line in whole_lines(rows)]
-                kept = [line + "\n" for line in lines if json.loads(line)["step"] <= progress.step]
-                write_whole(rows, "".join(kept))
+                still_true = [
+                    line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
+                ]
+                write_whole(rows, "".join(still_true))
             finish_replacing(self.best)
         return progress
 
@@ -398,11 +421,12 @@ class RunFolder:
         Warn if `keep` checkpoints and one more do not fit.
 
         Raises:
-            OSError: what it takes, and what is free.
+            OSError: less is free than a checkpoint takes.
         """
         if not self.accelerator.is_main_process:
             return
         require_free(self.folder, size, "a checkpoint to resume from")
+        # One more than `keep`: an old checkpoint is removed only once the new one is complete.
         present = sum(file_sizes(path) for path in whole_checkpoints(self.folder))
         free = free_bytes(self.folder)
         if (keep + 1) * size - present > free:
@@ -419,15 +443,17 @@ class RunFolder:
     def save(self, progress: Progress, keep: int, background: bool = False) -> None:
         """Write a checkpoint completely or not at all, and remove all but the newest `keep`.
 
-        Waits for the one before. With `background` a thread writes a copy of the state, and steps
-        may go on; `wait` raises its errors. DeepSpeed writes its own files, before this returns.
+        It first waits for the previous one. With `background` a thread writes a copy of the state,
+        and steps may go on; `wait` raises its errors. DeepSpeed writes its own files, before this
+        returns.
 
         Raises:
-            OSError: this checkpoint, or the one before, cannot be written.
+            OSError: this checkpoint, or the previous one, cannot be written.
         """
+        # 1. Is there anything to write? A run that has just resumed is at its checkpoint's step.
         self.wait()
         final = self.checkpoints / f"step-{progress.step:08d}"
-        saved = dataclasses.replace(progress)  # steps go on, and change it
+        saved = dataclasses.replace(progress)  # a copy: later steps change `progress`
         if broadcast_object_list([final in whole_checkpoints(self.folder)])[0]:
             self._written.append((saved, final))
             return
@@ -435,10 +461,14 @@ class RunFolder:
             raise ValueError(
                 f"{final} is there and was not written by this run: choose another output folder"
             )
+
+        # 2. Write into step-N.partial, which `resume` skips, and rename it once it is complete.
         if self._group is None:
             self._group = writers_group(self.timeout)
         half = final.with_name(final.name + ".partial")
         together(partial(self._begin, half, final), self._group)
+
+        # 3. Collect the state now, and write it now or in the background.
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             self._write(partial(self.accelerator.save_state, str(half)), saved, half, final, keep)
             return
@@ -446,6 +476,7 @@ class RunFolder:
         if not background:
             self._write(partial(state.write, half, self._group), saved, half, final, keep)
             return
+        # The copy is complete before this returns, so that the next step does not change it.
         write = partial(state.copied().write, half, self._group)
         self._in_flight = self._writer.submit(self._write, write, saved, half, final, keep)
 
@@ -453,7 +484,8 @@ class RunFolder:
         """Make the folder of a new checkpoint, on the main process, if there is room for it."""
         if not self.accelerator.is_main_process:
             return
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(half, ignore_errors=True)  # of an earlier start that was killed
+        # The last checkpoint's size is the best estimate of this one's.
         newest = self.newest()
         if newest is not None:
             require_free(self.folder, file_sizes(newest), f"the checkpoint {final}")
@@ -467,6 +499,8 @@ class RunFolder:
         It is renamed once all processes have written their parts.
         """
         try:
+            # Two meetings: nobody renames before all have written, and nobody goes on before the
+            # main process has renamed.
             together(write, self._group)
             together(partial(self._complete, progress, half, final, keep), self._group)
         except OSError as error:
@@ -485,6 +519,8 @@ class RunFolder:
         (half / "progress.json").write_text(
             json.dumps(dataclasses.asdict(progress)), encoding="utf-8"
         )
+        # Killed before this line, the run resumes from the previous checkpoint; after it, from this
+        # one.
         half.rename(final)
         for old in whole_checkpoints(self.folder)[:-keep]:
             shutil.rmtree(old)
@@ -498,7 +534,7 @@ class RunFolder:
         if self._in_flight is None:
             return
         in_flight = self._in_flight
-        self._in_flight = None
+        self._in_flight = None  # before the result, which may raise: an error is raised once
         started = time.monotonic()
         try:
             in_flight.result()
@@ -508,7 +544,10 @@ class RunFolder:
                 log.info(f"waited {waited:.1f} s for the checkpoint before to be written")
 
     def failed(self) -> bool:
-        """Whether the checkpoint in flight has failed; the next `save` or `wait` then raises."""
+        """Whether the checkpoint in flight has failed; the next `save` or `wait` then raises.
+
+        A run asks after each step, so that it does not train for long without a checkpoint.
+        """
         return (
             self._in_flight is not None
             and self._in_flight.done()

@@ -37,16 +37,14 @@ REFUSALS = r"\b40[0134]\b|permission|not found"
 class Tracker:
     """The tracker that `loop.tracker` names.
 
-    Only the main process sends; `start` is called on every process.
-
-    After a failure nothing more is sent: the run goes on without its tracker, and log.jsonl has all
-    numbers.
+    Only the main process sends; `start` is called on every process. After a failure nothing more is
+    sent: the run goes on without its tracker, and log.jsonl has all numbers.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
+        # The tracker that has begun; "none" without one, and on other processes.
         self._name = "none"
-        """The tracker that has begun; none without one, and on other processes."""
         self._upload = False
         self._sends = False
 
@@ -55,10 +53,12 @@ class Tracker:
 
         By default its id is the output folder's name and a digest of its path.
 
-        A tracker that refuses a key or an option raises a ValueError, on every process.
+        Raises:
+            ValueError: the tracker refuses a key or an option; on every process.
         """
         if config.loop.tracker == "none":
             return
+        # The main process tries; the others wait for the outcome.
         refused: str | None = None
         if self.accelerator.is_main_process:
             refused = self._begin(config, step)
@@ -74,12 +74,13 @@ class Tracker:
         for name, value in flat(json_ready(values)).items():
             by_name[name.replace(".", "/")] = value
         try:
-            # its own steps may not repeat, as those of a run that was killed do
+            # wandb's own steps may not go back. A killed run that resumes makes some steps again,
+            # so that the step is sent as a number like others.
             if self._name == "wandb":
                 self.accelerator.log({"step": step, **by_name})
             else:
                 self.accelerator.log(by_name, step=step)
-        # trackers raise errors of their own, by network, disk or account
+        # Trackers raise errors of their own classes, for network, disk or account.
         except Exception as error:
             self._go_on_without(self._name, error)
 
@@ -129,21 +130,24 @@ class Tracker:
         return None
 
     def _go_on_without(self, name: str, error: Exception) -> None:
+        """Warn, and send nothing more."""
         self._sends = False
-        advice = (
-            "; WANDB_MODE=offline keeps a run on disk for `wandb sync`" if name == "wandb" else ""
-        )
+        advice = ""
+        if name == "wandb":
+            advice = "; WANDB_MODE=offline keeps a run on disk for `wandb sync`"
         log.warning(
             f"the tracker {name} cannot be reached: {error}. Training continues without it, and"
             f" log.jsonl has all numbers{advice}"
         )
 
     def _init(self, config: TrainConfig, run_id: str, step: int) -> None:
+        """Begin the tracker's run by accelerate; raise what the tracker raises."""
         tracker = config.loop.tracker
         names = config.tracking
         options = json_ready(dataclasses.asdict(config))
-        given = os.environ.get("WANDB_PROJECT") if tracker == "wandb" else None
-        project = names.project or given or "headstart"
+        from_environment = os.environ.get("WANDB_PROJECT") if tracker == "wandb" else None
+        project = names.project or from_environment or "headstart"
+        # Each tracker has its own way to go on with the run of the same folder.
         more: dict[str, Any] = {}
         if tracker == "wandb":
             more = {
@@ -155,13 +159,11 @@ class Tracker:
                 "tags": names.tags or None,
             }
         elif tracker == "trackio":
-            more = {
-                "name": names.name or run_id,
-                "resume": "allow",
-                **({"group": names.group} if names.group else {}),
-            }
+            more = {"name": names.name or run_id, "resume": "allow"}
+            if names.group:
+                more["group"] = names.group
         elif step > 0:
-            # a killed run's rows after its checkpoint are sent again
+            # TensorBoard drops a killed run's rows after its checkpoint; they are sent again.
             more = {"purge_step": step + 1}
         self.accelerator.init_trackers(
             project,
@@ -169,11 +171,13 @@ class Tracker:
             init_kwargs={tracker: more},
         )
         if tracker == "wandb":
+            # Curves over the number "step", see `log`.
             self.accelerator.get_tracker("wandb", unwrap=True).define_metric(
                 "*", step_metric="step"
             )
 
     def _forgiven(self, send: Callable[[], object]) -> None:
+        """Send something that the run can do without."""
         try:
             send()
         except Exception as error:  # as in `log`
@@ -186,7 +190,8 @@ class Tracker:
 def check_tracker(config: TrainConfig) -> None:
     """Refuse a tracker without its package, and wandb without a key, before any long work.
 
-    It raises a ValueError.
+    Raises:
+        ValueError: what is missing.
     """
     name = config.loop.tracker
     if name == "none":
@@ -200,6 +205,7 @@ def check_tracker(config: TrainConfig) -> None:
         return
     import wandb
 
+    # Offline and disabled runs need no key.
     if (os.environ.get("WANDB_MODE") or wandb.setup().settings.mode) not in ("online", "shared"):
         return
     try:
@@ -229,18 +235,22 @@ def _show_in_wandb(
 ) -> None:
     import wandb
 
-    points = [
-        [(depth, rate) for depth, rate in enumerate(curve, 1) if rate is not None]
-        for curve in rates.values()
-    ]
+    # 1. A curve for each tree, over the depths that were reached.
+    depths: list[list[int]] = []
+    heights: list[list[float]] = []
+    for curve in rates.values():
+        reached = [(depth, rate) for depth, rate in enumerate(curve, 1) if rate is not None]
+        depths.append([depth for depth, _ in reached])
+        heights.append([rate for _, rate in reached])
     chart = wandb.plot.line_series(
-        [[depth for depth, _ in curve] for curve in points],
-        [[rate for _, rate in curve] for curve in points],
+        depths,
+        heights,
         keys=list(rates),
         title=f"acceptance rate by depth, step {step}",
         xname="depth",
     )
     shown: dict[str, Any] = {"step": step, "eval/acceptance_rate_by_depth": chart}
+    # 2. Sample answers, as a table and as a page with accepted tokens marked.
     if samples:
         rows = []
         for sample in samples:

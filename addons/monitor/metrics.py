@@ -103,6 +103,7 @@ class Monitor(RoundObserver):
         self.first = Histogram(
             "time_to_first_token_seconds", about, LABELS, buckets=FIRST_TOKEN_SECONDS, **options
         )
+        # Threads that decode add rounds, and read all of them for the gauges.
         self._latest: deque[RoundRecord] = deque(maxlen=WINDOW)
         self._lock = threading.Lock()
         self._begin_at_zero()
@@ -116,13 +117,12 @@ class Monitor(RoundObserver):
             self.counters["fallback_rounds"].labels(*self.values, reason)
 
     def labelled(self, model: str = "", head: str = "", drafter: str = "") -> Self:
-        """The same metrics for another decoder of the process."""
+        """Return the same metrics for another decoder of the process."""
+        # A shallow copy shares the metrics; the window of rounds is each decoder's own.
         other = copy.copy(self)
-        other.values, other._latest, other._lock = (
-            (model, head, drafter),
-            deque(maxlen=WINDOW),
-            threading.Lock(),
-        )
+        other.values = (model, head, drafter)
+        other._latest = deque(maxlen=WINDOW)
+        other._lock = threading.Lock()
         other._begin_at_zero()
         return other
 
@@ -132,6 +132,7 @@ class Monitor(RoundObserver):
 
     def add(self, stats: Stats) -> None:
         """Add a generation's tokens, rounds, drafts and seconds to the counters."""
+        # 1. Counters: amounts by the metric's name and its additional label.
         records = [record for row in stats.rows for record in row]
         amounts: dict[tuple[str, ...], float] = {
             ("generations",): 1,
@@ -157,6 +158,8 @@ class Monitor(RoundObserver):
         amounts |= {("part_seconds", part): seconds for part, seconds in stats.seconds.items()}
         for (name, *more), amount in amounts.items():
             self.counters[name].labels(*self.values, *more).inc(amount)
+
+        # 2. Histograms.
         for histogram, values in (
             (self.token, stats.token_seconds),
             (self.first, stats.first_token_seconds),
@@ -164,18 +167,19 @@ class Monitor(RoundObserver):
             child = histogram.labels(*self.values)
             for seconds in values:
                 child.observe(seconds)
-        if stats.cache_bytes:  # known at the end of a generation that was not stopped early
+
+        # 3. Gauges. The cache's size is known where a generation was not stopped early.
+        if stats.cache_bytes:
             self.cache.labels(*self.values).set(stats.cache_bytes)
         with self._lock:
             self._latest += [record for record in records if record.drafted]
             if self._latest:
-                rounds, drafted = len(self._latest), sum(record.drafted for record in self._latest)
-                self.length.labels(*self.values).set(
-                    sum(record.returned for record in self._latest) / rounds
-                )
-                self.rate.labels(*self.values).set(
-                    sum(record.accepted for record in self._latest) / drafted
-                )
+                rounds = len(self._latest)
+                drafted = sum(record.drafted for record in self._latest)
+                returned = sum(record.returned for record in self._latest)
+                accepted = sum(record.accepted for record in self._latest)
+                self.length.labels(*self.values).set(returned / rounds)
+                self.rate.labels(*self.values).set(accepted / drafted)
 
     def serve(self, port: int, address: str = "127.0.0.1") -> int:
         """Answer scrapes at /metrics in a thread.
@@ -189,6 +193,7 @@ class Monitor(RoundObserver):
             ValueError: a port or an address that cannot be listened on.
         """
         registry = self.registry
+        # Collect what all processes have written to that folder.
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)

@@ -35,11 +35,13 @@ class Spans(RoundObserver):
 
     def end(self, stats: Stats, error: BaseException | None) -> None:
         """Write a generation's span, with OpenTelemetry's standard attributes where they exist."""
-        seconds, end = stats.seconds.get("prefill", 0.0) + sum(stats.round_seconds), time.time_ns()
+        # The span ends now and began when the prefill did.
+        seconds = stats.seconds.get("prefill", 0.0) + sum(stats.round_seconds)
+        end = time.time_ns()
         attributes: dict[str, str | int | float] = {
             **{name: value for name, value in self.names.items() if value},
             "gen_ai.operation.name": "text_completion",
-            # each prefill returns a token, too
+            # Each prefill returns a token, too.
             "gen_ai.usage.output_tokens": stats.tokens + len(stats.rows),
             "headstart.sequences": len(stats.rows),
             "headstart.rounds": stats.rounds,

@@ -71,11 +71,11 @@ class RecordedFolder:
         cache = FeatureCache(folder, manifest)
         self.folder = folder
         self.format = cache.format
+        # Layers of the states; more than the manifest's where the folder was made with more.
         self.layers = cache.layers
-        """Layers of the states; more than the manifest's where the folder was made with more."""
+        # Fingerprints of the tokenizer and of the target's weights.
         self.tokenizer = str(manifest["tokenizer"])
         self.weights = manifest["weights"]
-        """Fingerprint of the target's weights."""
         self.max_bytes = max_bytes
 
     def write(
@@ -85,7 +85,7 @@ class RecordedFolder:
         states_TLD: Tensor,
         marks: AnswerMarks,
     ) -> int:
-        """Write an answer, and remove older ones where it would not fit; return the bytes written.
+        """Write an answer, and remove older ones where it would not fit.
 
         Args:
             tokens: a prompt of `prompt` tokens, and its answer.
@@ -99,13 +99,16 @@ class RecordedFolder:
         Raises:
             OSError: a full disk, or a folder that cannot be written to.
         """
-        states = encoded(states_TLD, self.format)
+        # 1. What the file holds, and so how large it will be.
+        states = encoded(states_TLD, self.format)  # and their scales, for int8
         tokens_T = torch.tensor(tokens, dtype=torch.int32)
         more = {"tokens": tokens_T, "loss_mask": torch.arange(len(tokens)) >= prompt}
         parts = [part for part in (*states, *more.values()) if part is not None]
         size = sum(part.nbytes for part in parts) + HEADER_BYTES
         if size > self.max_bytes:
             return 0
+
+        # 2. Make room, and write it under a name that sorts by age.
         self._make_room(size, marks.kind)
         age_and_kind = f"{time.time_ns():020d}-{_hashed(marks.kind)}"
         name = f"{TEXT_SHARD}{age_and_kind}-{secrets.token_hex(4)}.safetensors"
@@ -115,6 +118,8 @@ class RecordedFolder:
 
     def _make_room(self, size: int, kind: str) -> None:
         """Remove answers until `size` more bytes fit: the oldest of the kind that takes most."""
+        # 1. Files and their bytes by kind, the oldest first, as `text_shards` sorts by name. The
+        # new answer's bytes count already.
         files: dict[str, list[tuple[Path, int]]] = {_hashed(kind): []}
         total = size
         for path in text_shards(self.folder):
@@ -127,10 +132,12 @@ class RecordedFolder:
                 continue
             files.setdefault(written["kind"], []).append((path, bytes_of_file))
             total += bytes_of_file
-        taken = {
-            name: sum(bytes_of_file for _, bytes_of_file in own) for name, own in files.items()
-        }
+        taken: dict[str, int] = {}
+        for name, files_of_kind in files.items():
+            taken[name] = sum(bytes_of_file for _, bytes_of_file in files_of_kind)
         taken[_hashed(kind)] += size
+
+        # 2. Remove, file by file, until the rest fits.
         while total > self.max_bytes:
             largest = max((name for name in files if files[name]), key=lambda name: taken[name])
             path, bytes_of_file = files[largest].pop(0)
@@ -153,7 +160,9 @@ def keep_costs(folder: Path, shape: str, costs: RoundCosts, machine: str) -> Non
 
 
 def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
-    """Costs of rounds with a head of this shape, and the machine that recorded; None if unknown.
+    """Read the costs of rounds with a head of this shape, and the machine that recorded them.
+
+    None if they are unknown.
 
     Raises:
         ValueError: a file that is not such costs.
@@ -168,6 +177,7 @@ def recorded_costs(folder: Path, shape: str) -> tuple[RoundCosts, str] | None:
 
 
 def _costs_in(folder: Path) -> dict[str, Any]:
+    """Read the costs in a folder, by the shape of the head; empty without a file."""
     path = folder / COSTS
     if not path.exists():
         return {}
@@ -191,4 +201,5 @@ def check_kind(kind: Any, where: str) -> None:
 
 
 def _hashed(kind: str) -> str:
+    """Hash a kind for a file's name: it may hold any characters, half of a surrogate pair too."""
     return hashlib.blake2b(kind.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()

@@ -57,11 +57,12 @@ Lengths = Mapping[TreePolicy, Stats]
 
 @dataclass(frozen=True)
 class KnownCosts:
-    """Costs of rounds with each head, and where they come from."""
+    """Costs of rounds with each head."""
 
     old: RoundCosts
     new: RoundCosts
     origin: str
+    """Where they come from, for the report."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Comparison:
     def merged(
         cls, kind: str, parts: Collection[Comparison], trees: Sequence[TreePolicy]
     ) -> Comparison:
-        """Several comparisons in these trees together."""
+        """Join several comparisons in these trees."""
         old = {tree: Stats.merged(part.old[tree] for part in parts) for tree in trees}
         new = {tree: Stats.merged(part.new[tree] for part in parts) for tree in trees}
         return cls(kind, old, new)
@@ -146,12 +147,14 @@ class Judgement:
         The intervals are wide enough that all of them hold together in 95 of 100 judgements
         (Bonferroni): otherwise one of ten kinds would look worse by chance in every fourth.
         """
-        judged = [each for each in (self.whole, *self.kinds) if each.answers >= FEWEST_OF_KIND]
+        comparisons = (self.whole, *self.kinds)
+        judged = [comparison for comparison in comparisons if comparison.answers >= FEWEST_OF_KIND]
+        # Four comparisons in two trees are eight intervals, of 1 - 0.05 / 8 = 99.4 % each.
         confidence = 1 - 0.05 / max(len(judged) * len(self.trees), 1)
         worse = []
-        for each in judged:
-            if any(each.interval(tree, confidence)[1] < 0 for tree in self.trees):
-                worse.append(each)
+        for comparison in judged:
+            if any(comparison.interval(tree, confidence)[1] < 0 for tree in self.trees):
+                worse.append(comparison)
         return worse
 
     @property
@@ -174,12 +177,15 @@ def judge(
     Raises:
         ValueError: none of the answers is long enough.
     """
+    # 1. Load both heads, and no blocks of the target: all states are recorded.
     recorded = Path(config.output) / "recorded"
     target = outer_modules_of(config, manifest)
     old_head = _loaded(config.head, target)
     new_head = _loaded(new, target)
     costs = known_costs(recorded, target, old_head, new_head)
 
+    # 2. Choose the answers that are long enough to draft along, by kind. Of answers to the same
+    # prompt one counts, since prompts are what the statistics are paired by.
     by_prompt = {tuple(Example.of_row(row).prompt): row for row in rows}
     examples = [Example.of_row(row) for row in by_prompt.values()]
     source = FolderStates(FeatureCache(recorded / "states", manifest), target.max_positions)
@@ -190,13 +196,18 @@ def judge(
         kind = OLDER if row.get("replayed") else row["kind"]
         kinds.setdefault(kind, []).append(example)
 
+    # 3. Let both heads draft along them.
     trees = judged_trees(target, old_head, None if costs is None else costs.old)
     comparisons = []
-    for kind, own in kinds.items():
+    for kind, examples_of_kind in kinds.items():
         heads = [old_head, new_head]
-        old, new_lengths = _lengths(target, source, heads, trees, own, config.new_tokens)
-        comparisons.append(Comparison(kind, old, new_lengths))
-    recorded_kinds = [each for each in comparisons if each.kind != OLDER]
+        old_lengths, new_lengths = _lengths(
+            target, source, heads, trees, examples_of_kind, config.new_tokens
+        )
+        comparisons.append(Comparison(kind, old_lengths, new_lengths))
+
+    # 4. Join the kinds. Replayed answers are not what the head was adapted to.
+    recorded_kinds = [comparison for comparison in comparisons if comparison.kind != OLDER]
     whole = Comparison.merged("all", recorded_kinds, trees)
     chain = trees[0]
     dynamic = [tree for tree in trees if isinstance(tree, DynamicShape)]
@@ -206,7 +217,7 @@ def judge(
 
 
 def outer_modules_of(config: AdaptConfig, manifest: dict[str, Any]) -> Target:
-    """The target without its blocks; a GGUF file whole, as its tensors cannot be read alone."""
+    """Load the target without its blocks; a GGUF file whole: its tensors cannot be read alone."""
     _, gguf = locate(config.target)
     loading = OuterTarget if gguf is None else Target
     dtype = dtype_named(manifest["dtype"])
@@ -214,9 +225,9 @@ def outer_modules_of(config: AdaptConfig, manifest: dict[str, Any]) -> Target:
 
 
 def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> list[TreePolicy]:
-    """A chain as deep as the head, then the trees that decoding chooses from.
+    """List a chain as deep as the head, then the trees that decoding chooses from.
 
-    One with branches is among them even if none pays here, or if no costs are known.
+    One tree with branches is among them even if none pays here, or if no costs are known.
     """
     chain = TreeShape.chain(head.max_depth)
     others: list[TreePolicy] = []
@@ -232,7 +243,7 @@ def judged_trees(target: Target, head: DraftHead, costs: RoundCosts | None) -> l
 def known_costs(
     recorded: Path, target: Target, old: DraftHead, new: DraftHead
 ) -> KnownCosts | None:
-    """Costs of rounds with two heads, of the machine that recorded, else of this one.
+    """Find the costs of rounds with two heads, on the machine that recorded, else on this one.
 
     A head of another shape than the old one, whose costs are known, is taken to draft in proportion
     to its weights: on one row, drafts wait for them.
@@ -246,20 +257,24 @@ def known_costs(
     Returns:
         the costs; None if nobody measured them.
     """
-    found = recorded_costs(recorded, head_shape(old))
-    if found is not None:
-        costs, machine = found
+    # 1. The old head's: recorded with the answers, else kept here, else measured now, which takes
+    # the target's blocks.
+    with_answers = recorded_costs(recorded, head_shape(old))
+    if with_answers is not None:
+        costs, machine = with_answers
         origin = f"measured where the answers were recorded: {machine}"
     else:
-        kept = kept_costs(target, old)
-        if kept is not None:
-            costs = kept
+        earlier = kept_costs(target, old)
+        if earlier is not None:
+            costs = earlier
             origin = f"kept from earlier on this machine: {hardware(target.device)}"
         elif isinstance(target, OuterTarget):
             return None
         else:
             costs = SpeculativeLM.from_pretrained(target, head=old, tree="chain:1").costs
             origin = f"measured now on this machine: {hardware(target.device)}"
+
+    # 2. The new head's.
     if head_shape(new) == head_shape(old):
         return KnownCosts(costs, costs, origin)
     ratio = _weights(new) / _weights(old)
@@ -282,7 +297,8 @@ def predicted_speed(lengths: Lengths, costs: RoundCosts) -> float:
 
 
 def report(config: AdaptConfig, judgement: Judgement) -> str:
-    """The judgement as a page: what changed for which kind of prompt, and what follows."""
+    """Write the judgement as a page: what changed for which kind of prompt, and what follows."""
+    # 1. A table with a row for each kind, and three columns for each tree.
     columns = ["kind", "answers"]
     for tree in judgement.trees:
         columns += [f"{_named(tree)}: before", "after", "difference, 95 %"]
@@ -299,17 +315,20 @@ def report(config: AdaptConfig, judgement: Judgement) -> str:
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
     ]
-    for each in (judgement.whole, *judgement.kinds):
-        cells = [_kind(each), str(each.answers)]
+    for comparison in (judgement.whole, *judgement.kinds):
+        cells = [_kind(comparison), str(comparison.answers)]
         for tree in judgement.trees:
-            cells += [f"{side[tree].acceptance_length:.2f}" for side in (each.old, each.new)]
-            low, high = each.interval(tree)
-            known = each.answers > 1 and not math.isnan(low)
+            for lengths in (comparison.old, comparison.new):
+                cells.append(f"{lengths[tree].acceptance_length:.2f}")
+            low, high = comparison.interval(tree)
+            known = comparison.answers > 1 and not math.isnan(low)
             cells.append(f"{low:+.2f} to {high:+.2f}" if known else "-")
         if judgement.costs is not None:
-            for speed in each.speeds(judgement.costs):
+            for speed in comparison.speeds(judgement.costs):
                 cells.append("-" if math.isnan(speed) else f"{speed:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
+
+    # 2. Where the speeds come from, what changed, and the verdict.
     lines.append("")
     if judgement.costs is None:
         lines.append(
@@ -326,18 +345,19 @@ def report(config: AdaptConfig, judgement: Judgement) -> str:
 
 
 def _changes(judgement: Judgement) -> list[str]:
-    """Kinds of prompt by what changed, and other changes, a line each."""
-    worse = [each.kind for each in judgement.worse if each is not judgement.whole]
+    """List the kinds of prompt by what changed, and other changes, a line each."""
+    # 1. Kinds by what changed. Better counts in the chain, worse in the chain or the tree.
+    worse = [comparison.kind for comparison in judgement.worse if comparison is not judgement.whole]
     groups: dict[str, list[str]] = {"Better": [], "Worse": [], "No difference": [], "Too few": []}
-    for each in judgement.kinds:
-        if each.answers < FEWEST_OF_KIND:
-            groups["Too few"].append(_kind(each))
-        elif each.kind in worse:
-            groups["Worse"].append(_kind(each))
-        elif each.interval(judgement.chain)[0] > 0:
-            groups["Better"].append(_kind(each))
+    for comparison in judgement.kinds:
+        if comparison.answers < FEWEST_OF_KIND:
+            groups["Too few"].append(_kind(comparison))
+        elif comparison.kind in worse:
+            groups["Worse"].append(_kind(comparison))
+        elif comparison.interval(judgement.chain)[0] > 0:
+            groups["Better"].append(_kind(comparison))
         else:
-            groups["No difference"].append(_kind(each))
+            groups["No difference"].append(_kind(comparison))
     too_few = ", ".join(groups.pop("Too few"))
     lines = []
     for name, kinds in groups.items():
@@ -345,6 +365,8 @@ def _changes(judgement: Judgement) -> list[str]:
             lines.append(f"- {name} beyond chance: {', '.join(kinds)}.")
     if too_few:
         lines.append(f"- Fewer than {FEWEST_OF_KIND} answers, not judged by themselves: {too_few}.")
+
+    # 2. Other changes.
     if judgement.new_tokens:
         lines.append(
             f"- The draft vocabulary has {judgement.new_tokens} tokens that the old head could not"
@@ -358,8 +380,10 @@ def _changes(judgement: Judgement) -> list[str]:
 
 
 def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
+    """Say whether the new head is taken; if not, why, and what to do."""
     if judgement.taken:
         return f"Taken: {Path(config.output) / 'best'}"
+    # 1. Why not.
     reasons = []
     low, high = judgement.whole.interval(judgement.chain)
     if high < 0:
@@ -368,13 +392,17 @@ def _verdict(config: AdaptConfig, judgement: Judgement) -> str:
         reasons.append(
             f"the difference, {low:+.2f} to {high:+.2f}, does not exclude that nothing is gained"
         )
-    worse = [_kind(each) for each in judgement.worse if each is not judgement.whole]
+    worse = [
+        _kind(comparison) for comparison in judgement.worse if comparison is not judgement.whole
+    ]
     if worse:
         reasons.append(f"it is worse beyond chance on {', '.join(worse)}")
     elif judgement.worse and high >= 0:
         reasons.append("it accepts less in trees")
     if not judgement.faster:
         reasons.append("its predicted speed is not higher")
+
+    # 2. What to do.
     advice = f"Stay with {config.head}."
     if high >= 0:
         advice = f"Stay with {config.head}, record more, or train longer (steps)."
@@ -412,19 +440,20 @@ def _lengths(
     examples: list[Example],
     new_tokens: int,
 ) -> list[Lengths]:
-    """Statistics of each head's drafts along answers, of which some are in memory at a time."""
+    """Measure each head's drafts along answers, of which some are in memory at a time."""
     rows = max(1, NODES_TOGETHER // max(tree.size for tree in trees))
-    found: list[dict[TreePolicy, list[Stats]]] = []
+    stats_of_heads: list[dict[TreePolicy, list[Stats]]] = []
     for _ in heads:
-        found.append({tree: [] for tree in trees})
+        stats_of_heads.append({tree: [] for tree in trees})
     for start in range(0, len(examples), rows):
-        some = examples[start : start + rows]
-        prompts = [prompt_of(example) for example in some]
-        replay = StoredReplay(target, source, some)
-        for head, parts in zip(heads, found, strict=True):
+        batch = examples[start : start + rows]
+        prompts = [prompt_of(example) for example in batch]
+        # The states of a batch's texts are read once, for all heads and trees.
+        replay = StoredReplay(target, source, batch)
+        for head, parts in zip(heads, stats_of_heads, strict=True):
             for tree in trees:
                 parts[tree].append(greedy_answers(replay, head, tree, prompts, new_tokens).stats)
     lengths: list[Lengths] = []
-    for parts in found:
+    for parts in stats_of_heads:
         lengths.append({tree: Stats.merged(stats) for tree, stats in parts.items()})
     return lengths

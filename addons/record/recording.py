@@ -57,7 +57,7 @@ MAX_BYTES = 4 * 2**30
 MAX_LENGTH = 1024
 """Tokens of a recorded text, by default: as many as `data.max_length` in training."""
 WAITING_BYTES = 2**30
-"""States in memory that wait to be written, beyond which answers are dropped."""
+"""Bytes of states in memory that wait to be written, beyond which answers are dropped."""
 _CHECKED: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
 """Targets that were found to decode with the features that training computes, and the engine that
 did."""
@@ -110,6 +110,8 @@ def record(
     if recording_is_off():
         warnings.warn(f"{NO_RECORD} is set: nothing is recorded in {str(folder)!r}", stacklevel=2)
         return Recording(target, None, kind, max_length, lm.observers)
+
+    # 1. Refuse what cannot be recorded.
     if isinstance(target, Seq2SeqTarget):
         raise ValueError(
             f"{target.name!r} is an encoder-decoder, for which no head is trained: it is not"
@@ -125,6 +127,8 @@ def record(
             f"{max_length} and {max_bytes}"
         )
     check_kind(kind, "a recording")
+
+    # 2. Begin while no answer is being decoded, with the model as it was loaded.
     tokenizer = tokenizer or target.tokenizer
     layers = kept_layers(lm.drafter.feature_layers)
     with target.lock, as_loaded(target.model):
@@ -135,6 +139,7 @@ def record(
                     f"answers are recorded in {str(observer.folder.folder)!r} already; stop that"
                     " recording first"
                 )
+        # Once for each engine: does it yield the features that training would compute?
         if _CHECKED.get(target) != target.engine.name:
             target.check_features()
             _CHECKED[target] = target.engine.name
@@ -142,9 +147,11 @@ def record(
         manifest = cache_manifest(provenance, layers, target.info.hidden_size, format)
         recorded = RecordedFolder(Path(at_home(folder)), manifest, max_bytes)
         recording = Recording(target, recorded, kind, max_length, lm.observers)
+
+    # 3. Keep what rounds cost here, if this machine has measured it.
     costs = None if lm.head is None else kept_costs(target, lm.head)
     if lm.head is not None and costs is not None:
-        with suppress(OSError):  # the first answer will say so
+        with suppress(OSError):  # the first answer will tell of a full disk
             keep_costs(recorded.folder, head_shape(lm.head), costs, hardware(target.device))
     return recording
 
@@ -179,7 +186,8 @@ class Text:
     """Whether its first tokens were read before this recording began: their states are lost."""
 
     def first(self, length: int) -> Text:
-        """The states of the first tokens."""
+        """Take the states of the first tokens."""
+        # Pieces of 5, 1, 2 tokens cut to 7: pieces of 5, 1, 1.
         pieces = []
         left = length
         for piece_TLD in self.pieces:
@@ -223,24 +231,24 @@ class Recording(RoundObserver):
         self.folder = folder
         self.kind = kind
         self.max_length = max_length
+        # The text of each conversation, and its states: a later turn goes on from them.
         self.texts: WeakKeyDictionary[Conversation, tuple[list[int], Text]] = WeakKeyDictionary()
-        """The text of each conversation, and its states: a later turn goes on from them."""
+        # What became of the answers: written, with the bytes on disk; dropped, because they came
+        # faster than they could be written; or skipped, by the reason.
         self.written = 0
-        """Answers that are in the folder, or were."""
         self.bytes = 0
-        """Bytes that were written."""
         self.dropped = 0
-        """Answers that came faster than they could be written."""
         self.skipped: Counter[str] = Counter()
-        """Answers that could not be recorded, by the reason."""
+        # Why recording has ended by itself, such as a full disk.
         self.failure: str | None = None
-        """Why recording has ended by itself, such as a full disk."""
+        # Weak: a recording that is forgotten must not keep a model in memory.
         self._target = ref(target)
+        # State of the target's weights with which the recording began.
         self._version = None if folder is None else target.version
-        """State of the target's weights with which it began."""
         self._observers = observers
+        # Calls that have begun, the innermost last: a streamer or a processor may generate.
         self._calls: list[RecordedCall] = []
-        """Calls that have begun, the innermost last: a streamer or a processor may generate."""
+        # From the thread that decodes to the one that writes; None ends it.
         self._waiting: SimpleQueue[Answer | None] = SimpleQueue()
         self._waiting_bytes = 0
         self._lock = threading.Lock()
@@ -282,6 +290,7 @@ class Recording(RoundObserver):
         atexit.unregister(self.stop)
         if self in self._observers:
             self._observers.remove(self)
+        # The thread writes all that waits before it, and then ends.
         self._waiting.put(None)
         self._thread.join()
         self.texts.clear()
@@ -369,6 +378,7 @@ class Recording(RoundObserver):
     def put(self, answer: Answer) -> None:
         """Have an answer written; it is dropped if too much waits already."""
         with self._lock:
+            # One answer is always taken, however large.
             full = self._waiting_bytes > 0 and self._waiting_bytes + answer.size > WAITING_BYTES
             if full or self._stopped or self.failure is not None:
                 self.dropped += 1
@@ -380,6 +390,7 @@ class Recording(RoundObserver):
     def _write_all(self) -> None:
         """Write what is put, in a thread of its own, until `stop`."""
         while (answer := self._waiting.get()) is not None:
+            # After a failure the queue is only emptied.
             if self.failure is not None:
                 self.dropped += 1
                 continue
@@ -396,6 +407,7 @@ class Recording(RoundObserver):
                     self._waiting_bytes -= answer.size
 
     def _write(self, answer: Answer) -> None:
+        """Write an answer to the folder, or count why it was not."""
         assert self.folder is not None
         length = len(answer.tokens)
         states_TLD = torch.cat(answer.pieces)[:length]
@@ -422,9 +434,10 @@ class RecordedCall:
         assert folder is not None
         self.recording = recording
         self.call = call
+        # The call's features may hold more layers than are recorded, in another order.
         self.columns = [call.feature_layers.index(layer) for layer in folder.layers]
+        # Dtype of the states that are kept; None for the target's own, from which int8 is made.
         self.dtype = None if folder.format == "int8" else FORMATS[folder.format]
-        """Dtype of the states that are kept; None for the target's own."""
         sampled = call.rule is not greedy
         self.marks = AnswerMarks(
             kind=recording.kind,
@@ -434,10 +447,10 @@ class RecordedCall:
             cut=False,
             tokenizer=folder.tokenizer,
         )
+        # Of the rows that have begun, until their answers are handed over.
         self.texts: dict[int, Text] = {}
-        """Of the rows that have begun, until their answers are handed over."""
+        # Rows that have ended, whose last states an accelerator may still be copying.
         self.ended: list[int] = []
-        """Rows that have ended, whose last states an accelerator may still be copying."""
 
     def prefill(self, rows: Sequence[int], starts: Sequence[int], chunk: PrefillChunk) -> None:
         """Keep the states of a chunk of the prompts."""
@@ -449,14 +462,15 @@ class RecordedCall:
 
     def round(self, finished: Round) -> None:
         """Keep the states of the accepted nodes."""
-        # The host has waited for this round's tokens, and so for the states of all rounds before.
+        # The host has waited for this round's tokens, and so for the states of all earlier rounds.
         self._hand_over("complete")
         lengths = [len(tokens) for tokens in finished.tokens]
         self._keep(self.call.sequences.active, finished.verdict.features_BAF, lengths)
 
     def end(self, ended: End) -> None:
-        """Hand over all answers, those too that end as the call did."""
+        """Hand over all answers, also those that end with the call."""
         device = self.call.target.device
+        # sync: the last copies must have arrived
         if device.type != "cpu":
             torch.get_device_module(device).current_stream(device).synchronize()
         self._hand_over("complete")
@@ -464,11 +478,12 @@ class RecordedCall:
         self._hand_over(ended)
 
     def _text_before(self, row: int, length: int) -> Text:
-        """The known states of a conversation's first tokens, which are not read again."""
+        """Return the known states of a conversation's first tokens, which are not read again."""
         past = self.call.past
-        before = None if past is None else self.recording.texts.get(past)
-        if before is not None:
-            known, text = before
+        recorded = None if past is None else self.recording.texts.get(past)
+        if recorded is not None:
+            known, text = recorded
+            # The same tokens, not just as many: the conversation may have been changed.
             tokens = self.call.sequences.prompts[row][:length].tolist()
             if known[:length] == tokens and text.length >= length:
                 return text.first(length)
@@ -477,9 +492,10 @@ class RecordedCall:
     def _keep(self, rows: Sequence[int], features_BTF: Tensor, lengths: list[int]) -> None:
         """Keep the states of the next tokens of each row: the first ones of its features."""
         longest = max(lengths)
-        every = len(self.call.feature_layers)
-        states_BTLD = features_BTF[:, :longest].unflatten(-1, (every, -1))
-        if self.columns != list(range(every)):
+        layers = len(self.call.feature_layers)
+        # [B, T, L * D] -> [B, T, L, D], of the recorded layers
+        states_BTLD = features_BTF[:, :longest].unflatten(-1, (layers, -1))
+        if self.columns != list(range(layers)):
             states_BTLD = states_BTLD[:, :, self.columns]
         # Without waiting: the memory that an accelerator copies to is read after its next tokens
         # have arrived.
@@ -509,7 +525,7 @@ class RecordedCall:
         self.ended.clear()
 
     def _answer(self, row: int, text: Text, ended: End) -> Answer | str | None:
-        """An answer to be written, or why it cannot be; None if there is none yet."""
+        """Return an answer to be written, or why it cannot be; None if nothing was generated."""
         call = self.call
         prompt = call.sequences.prompts[row].tolist()
         tokens = prompt + call.sequences.rows[row]

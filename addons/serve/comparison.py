@@ -84,12 +84,14 @@ def compare(
     draft_length: int | None,
     max_new_tokens: int,
 ) -> list[Comparison]:
-    """Each head in vLLM, all in one process, and here, on the same user messages.
+    """Compare each head in vLLM, all in one process, with the same here, on the same messages.
 
     Raises:
         ValueError: a head that vLLM has no method for, a chain longer than a head drafts, or vLLM
             failed.
     """
+    # 1. Ask vLLM, with the target written as it is loaded here. Both compute in float32, so that
+    # only engines differ.
     served = [served_head(name, draft_length) for name in heads]
     tokenizer = load_chat_tokenizer(target_name)
     target = Target.from_pretrained(target_name, torch.float32, "cpu")
@@ -110,10 +112,13 @@ def compare(
     if "error" in plain:
         raise ValueError(f"vLLM refused the model, without any head: {plain['error']}")
 
+    # 2. Answer the same prompts here, head by head.
     comparisons = []
-    for each, theirs in zip(served, others, strict=True):
-        tokens, ours = here(target, each.head, each.length, prompts, max_new_tokens)
-        comparison = Comparison(each.method, each.length, ours, None, answer["version"])
+    for head, theirs in zip(served, others, strict=True):
+        method = head.method
+        length = head.length
+        tokens, ours = here(target, head.head, length, prompts, max_new_tokens)
+        comparison = Comparison(method, length, ours, None, answer["version"])
         if "error" in theirs:
             comparison = dataclasses.replace(comparison, error=_shortened(theirs["error"]))
         else:
@@ -155,33 +160,30 @@ def _runs(served: Sequence[ServedHead], target: Target, folder: Path) -> list[di
     """
     runs: list[dict[str, Any]] = [{"head": None, "method": None, "draft_length": 0}]
     lm_head_VD = target.modules.lm_head.weight.detach()
-    for number, each in enumerate(served, start=1):
-        place = folder / f"head-{number}"
-        publishable(
-            local_folder(each.name),
-            place,
-            Listing(),
-            dict.fromkeys(each.head.served_names, lm_head_VD),
-        )
-        runs.append({"head": str(place), "method": each.method, "draft_length": each.length})
+    for number, head in enumerate(served, start=1):
+        published = folder / f"head-{number}"
+        # Weights of the target that servers expect in the head's files.
+        shared = dict.fromkeys(head.head.served_names, lm_head_VD)
+        publishable(local_folder(head.name), published, Listing(), shared)
+        runs.append({"head": str(published), "method": head.method, "draft_length": head.length})
     return runs
 
 
 def _equal(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    """Number of answers that have the same tokens."""
+    """Count the answers that have the same tokens."""
     return sum(one == other for one, other in zip(ours, theirs, strict=True))
 
 
 def _shortened(error: str) -> str:
-    """The reason in an error of vLLM: pydantic's words, or the first line."""
-    told = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
-    return told[1] if told else error.splitlines()[0]
+    """Find the reason in an error of vLLM: pydantic's words, or the first line."""
+    reason = re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE)
+    return reason[1] if reason else error.splitlines()[0]
 
 
 def here(
     target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[list[int]], Side]:
-    """New tokens of each prompt [1, T], and the rounds of a chain that drafts `length` tokens."""
+    """Answer prompts [1, T] with a chain of `length` tokens; return new tokens and rounds."""
     lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
     outputs = []
     for ids_1T in counted(prompts, "answers"):
@@ -191,36 +193,43 @@ def here(
         output.sequences[0, ids.shape[1] :].tolist()
         for output, ids in zip(outputs, prompts, strict=True)
     ]
+    # As vLLM counts: at position d, the rounds that accepted more than d drafts.
     records = [record for row in stats.rows for record in row]
     accepted = [sum(record.accepted > depth for record in records) for depth in range(length)]
     return tokens, Side(stats.rounds, accepted)
 
 
 def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer of `vllm_worker.py` to a request, run by the Python of vLLM's environment.
+    """Run `vllm_worker.py` by the Python of vLLM's environment; return its answer to a request.
 
     Raises:
         ValueError: no such Python, or vLLM failed; with its errors.
     """
-    asked = scratch / "request.json"
-    answer = scratch / "answer.json"
-    asked.write_text(json.dumps(request), encoding="utf-8")
+    # 1. Run it.
+    request_file = scratch / "request.json"
+    answer_file = scratch / "answer.json"
+    request_file.write_text(json.dumps(request), encoding="utf-8")
+    command: list[str | Path] = [python, WORKER, request_file, answer_file]
     try:
-        done = subprocess.run([python, WORKER, asked, answer], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise ValueError(f"python {str(python)!r} cannot be run: {error}") from error
-    if done.returncode or not answer.exists():
+
+    # 2. Of its errors take the lines that name one, without the prefix of vLLM's processes,
+    # "(EngineCore pid=1) ERROR [core.py:12] ".
+    if done.returncode or not answer_file.exists():
         lines = [
             re.sub(r"^\(.*?\.py:\d+\] +", "", line).strip() for line in done.stderr.splitlines()
         ]
-        told = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
-        raise ValueError(
-            f"vLLM failed: {'; '.join(dict.fromkeys(told)) or f'exit status {done.returncode}'}"
-        )
+        errors = [line for line in lines if re.match(r"[\w.]+Error(:|$)|Value error", line)]
+        reason = "; ".join(dict.fromkeys(errors)) or f"exit status {done.returncode}"
+        raise ValueError(f"vLLM failed: {reason}")
+
+    # 3. Check its answer.
     try:
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        lists = [run["tokens"] for run in found["runs"] if "error" not in run]
-        whole = len(found["runs"]) == len(request["runs"]) and isinstance(found["version"], str)
+        answer: dict[str, Any] = json.loads(answer_file.read_text(encoding="utf-8"))
+        lists = [run["tokens"] for run in answer["runs"] if "error" not in run]
+        whole = len(answer["runs"]) == len(request["runs"]) and isinstance(answer["version"], str)
         whole = whole and all(len(tokens) == len(request["prompts"]) for tokens in lists)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -228,5 +237,5 @@ def in_vllm(python: str | Path, scratch: Path, request: dict[str, Any]) -> dict[
         ) from error
     if not whole:
         raise ValueError("the answer of vLLM's process is not whole: runs or prompts are missing")
-    found["version"] = printable(found["version"])
-    return found
+    answer["version"] = printable(answer["version"])
+    return answer

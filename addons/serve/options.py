@@ -96,6 +96,7 @@ class ServedTrainConfig(TrainConfig):
 
 def check_server(features: ServedFeaturesConfig) -> None:
     """Refuse options of a server's states that do not go together."""
+    # One source, with its layers.
     servers = {"features.from_server": features.from_server, "features.server": features.server}
     named = [name for name, value in servers.items() if value is not None]
     if len(named) > 1:
@@ -105,6 +106,7 @@ def check_server(features: ServedFeaturesConfig) -> None:
             "features.from_server or features.server, and features.server_layers, belong together, "
             f"not {features.from_server!r}, {features.server!r} and {features.server_layers}"
         )
+    # Files are read or copied; a running server is trained on, or written to a folder.
     if features.from_server is not None and features.mode not in ("cached", "stored"):
         raise ValueError(
             f"features.from_server needs features.mode stored or cached, not {features.mode}"
@@ -132,11 +134,13 @@ def check_server(features: ServedFeaturesConfig) -> None:
 
 
 def training_source(config: ServedTrainConfig) -> tuple[TrainConfig, OpenSource | None]:
-    """The options of a run, and how it opens its source of states; None if no server has them.
+    """Return the options of a run, and what opens its source of states.
 
-    With mode stored and `server`, `headstart features` has written the states to a folder.
+    None if no server has them. With mode stored and `server`, `headstart features` has written the
+    states to a folder.
     """
     features = config.features
+    # Without a server the run's options are train's own: they resume runs of either kind.
     if features.from_server is None and features.server is None:
         features_alone = options_of(features, FeaturesConfig)
         return options_of(config, TrainConfig, features=features_alone), None
@@ -146,7 +150,7 @@ def training_source(config: ServedTrainConfig) -> tuple[TrainConfig, OpenSource 
 
 
 def options_of(config: object, kind: Callable[..., Options], **changes: object) -> Options:
-    """The options of a class, taken from those of a class with more."""
+    """Take the options of a class from those of a class with more."""
     values = {option.name: getattr(config, option.name) for option in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{**values, **changes})
 

@@ -88,7 +88,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the next step is."""
+    """The next step."""
 
     candidate: int
     begins_probe: bool = False

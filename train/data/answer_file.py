@@ -20,7 +20,7 @@ names no format."""
 
 
 def state_path(path: Path) -> Path:
-    """Path of the state of a file of answers."""
+    """Return the path of the state of a file of answers."""
     return path.with_name(path.name + ".state.json")
 
 
@@ -43,6 +43,7 @@ def lines_of(rows: Iterable[dict[str, Any]]) -> str:
     """
     lines: list[str] = []
     for row in rows:
+        # As readable text where UTF-8 can hold it; \uXXXX escapes where it cannot.
         line = json.dumps(row, ensure_ascii=False)
         try:
             line.encode()
@@ -53,7 +54,7 @@ def lines_of(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Complete the options of an earlier version by the defaults of those that it did not have."""
+    """Complete the options of an earlier version with defaults for those that it lacked."""
     defaults: dict[str, Any] = {}
     for option in dataclasses.fields(SelfMadeConfig):
         defaults[option.name] = option.default

@@ -71,19 +71,21 @@ class Conversation:
     answers: list[Answer] = field(default_factory=list)
     """The answers so far."""
     ended: bool = False
-    """Whether no more turns are answered, because an answer was not usable."""
+    """True once no more turns are answered, because an answer was not usable."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a turn to answer, and nothing in the way of it."""
+        """Whether there is a turn to answer, and nothing prevents it."""
         if self.ended or len(self.answers) == len(self.turns):
             return False
+        # After an answer that was cut off, or that waits for a tool, the user says nothing.
         return not self.answers or (self.answers[-1].finished and not self.answers[-1].calls_tool)
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """All messages up to the next answer, or up to the last one."""
         messages: list[dict[str, Any]] = []
+        # turn 0, answer 0, turn 1, answer 1, turn 2 (which is to be answered)
         for number, turn in enumerate(self.turns[: len(self.answers) + 1]):
             messages += turn
             if number < len(self.answers):
@@ -93,12 +95,10 @@ class Conversation:
     def token_rows(self, tokenizer: str) -> list[dict[str, Any]]:
         """Return the conversation's rows in the file: as few token sequences as possible.
 
-        Together they hold every answer after its own prompt.
-
-        One sequence holds several answers where the prompt of a later one begins with the tokens of
-        the one before it. A template that renders an earlier turn otherwise once later ones follow
-        begins another sequence, and row. `tokenizer` is the tokenizer's fingerprint, of
-        `tokenizer_provenance`.
+        Together they hold every answer after its own prompt. A sequence holds several answers where
+        the prompt of a later one begins with the tokens of the earlier one. A template that renders
+        an earlier turn differently once later ones follow begins another sequence, and row.
+        `tokenizer` is the tokenizer's fingerprint, of `tokenizer_provenance`.
         """
         rows: list[dict[str, Any]] = []
         ids: list[int] = []
@@ -106,11 +106,15 @@ class Conversation:
         messages: list[dict[str, Any]] = []
         for turn, answer in zip(self.turns, self.answers, strict=False):
             messages = [*messages, *turn, answer.message]
+            # Does this answer's prompt go on from the last sequence?
+            #     last row  p p a a         mask 0 0 1 1
+            #     this row  p p a a q a     mask 0 0 1 1 0 1, in its place
             if ids and answer.prompt[: len(ids)] == ids:
-                rows.pop()  # this sequence holds it too
+                rows.pop()
             else:
                 mask = []
-            mask = [*mask, *([0] * (len(answer.prompt) - len(mask))), *([1] * len(answer.tokens))]
+            unwritten = [0] * (len(answer.prompt) - len(mask))
+            mask = [*mask, *unwritten, *([1] * len(answer.tokens))]
             ids = [*answer.prompt, *answer.tokens]
             row = {
                 **self.columns,
@@ -119,6 +123,7 @@ class Conversation:
                 "messages": messages,
             }
             rows.append({**row, "input_ids": ids, "loss_mask": mask, "tokenizer": tokenizer})
+        # By these numbers a reader puts the rows of a conversation together again.
         if len(rows) > 1:
             rows = [
                 {**row, "sequence": number, "sequences": len(rows)}
@@ -142,6 +147,7 @@ def turns_to_answer(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]
     Those are another model's, and each turn is answered anew on the new history. The last turn is
     the one before the first tool result: it belongs to a call that this model may not make.
     """
+    # system user assistant user assistant tool user  ->  [system user] [user]
     turns: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message["role"] == "tool":
@@ -162,7 +168,7 @@ def readable(
 ) -> dict[str, Any]:
     """Decode an answer to a message of the assistant.
 
-    The reasoning stands apart, as `reasoning_content`, if the answer holds it between tags that the
+    The reasoning is separated, as `reasoning_content`, if the answer holds it between tags that the
     template knows (<think> and </think>), or in the channels of Harmony. White space stays as it
     was written, except the line breaks around reasoning, which templates add.
 
@@ -175,12 +181,16 @@ def readable(
     body = tokens[:-1] if tokens and tokens[-1] in ends else tokens
     text = _decoded(tokenizer, body)
     template = str(tokenizer.chat_template)
-    reasoning, content = "", text
+    reasoning = ""
+    content = text
+    # Harmony: <|channel|>analysis<|message|>...<|end|> and others; the analysis is the reasoning.
     if "<|channel|>" in template and "<|message|>" in text:
         parts = list(HARMONY_PART.finditer(text))
         thoughts = [part["text"] for part in parts if part["channel"] == "analysis"]
         others = [part["text"] for part in parts if part["channel"] != "analysis"]
-        reasoning, content = "\n".join(thoughts), "\n".join(others)
+        reasoning = "\n".join(thoughts)
+        content = "\n".join(others)
+    # Tags: the answer opens them itself, or the end of its prompt has done so.
     for first, last in REASONING_TAGS:
         if last not in template:
             continue
@@ -210,6 +220,8 @@ def _without_special(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(tokenizer.all_special_tokens)
+    # A pattern takes the first alternative that fits, so a token that begins like a shorter one
+    # must come before it. Without special tokens the pattern fits nothing.
     longest_first = sorted(map(re.escape, special), key=len, reverse=True)
     return re.compile("|".join(longest_first) or r"(?!)")
 
@@ -251,11 +263,12 @@ def read_prompts_to_answer(
     rejected: list[UnusedRow] = []
     for number, (where, row) in enumerate(itertools.islice(open_file(str(path)).read_all(), limit)):
         try:
-            if isinstance(row, ValueError):
+            if isinstance(row, ValueError):  # not JSON
                 raise row
             turns = _turns_of(row, where)
             rows.append({**row, **turns, "where": where})
         except ValueError as error:
+            # It keeps its place, so that batches do not depend on what is rejected.
             rows.append({"turns": [], "where": where})
             rejected.append(rejection(rows[-1], number, path, error))
     if not rows:
@@ -273,6 +286,7 @@ def rejection(
 
 def _turns_of(row: Any, where: str) -> dict[str, Any]:
     """Return the `turns` of a row of prompts, and its `tools` if there are any."""
+    # 1. The user's words alone, or a conversation whose answers are dropped.
     texts = user_turns(row)
     if texts and all(isinstance(text, str) for text in texts):
         said = [{"role": "user", "content": text} for text in texts]
@@ -283,17 +297,23 @@ def _turns_of(row: Any, where: str) -> dict[str, Any]:
         turns = turns_to_answer(conversation["messages"])
     if not turns:
         raise ValueError(f"{where}: no message of the user that could be answered")
+
+    # 2. One more turn, if the row asks for it.
     follow_up = row.get("follow_up")
     if follow_up is not None:
         if not isinstance(follow_up, str):
             raise ValueError(f"{where}: 'follow_up' must be a text, not {follow_up!r}")
         turns.append([{"role": "user", "content": follow_up}])
+
+    # 3. JSON may hold half of a surrogate pair, which UTF-8 cannot.
     try:
         json.dumps([turns, conversation.get("tools")], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{where}: half a character, which neither tokenizers nor servers read: {error}"
         ) from error
+
+    # 4. A row may have a temperature of its own.
     temperature = row.get("temperature", 0.0)
     if (
         isinstance(temperature, bool)

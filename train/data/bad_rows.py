@@ -14,9 +14,10 @@ from .token_cache import TokenCache, UnusedRow
 REJECTED = "rejected.jsonl"
 """File in a run's folder with the rows that cannot be used."""
 SHARE = 0.01
-"""Share of rejected rows that is allowed by default,"""
-FEW, SHARE_OF_FEW = 10, 0.1
-"""or so many rows, if they are at most this share."""
+"""Share of rejected rows that is allowed by default."""
+FEW = 10
+"""Rejected rows that are allowed in any case, if they are at most `SHARE_OF_FEW` of all."""
+SHARE_OF_FEW = 0.1
 NAMED = 20
 """Rejected rows that a message names."""
 
@@ -40,29 +41,35 @@ def settle_unused_rows(
     Raises:
         ValueError: more rejected rows than are allowed, or no answer tokens within `max_length`.
     """
+    # 1. Count by reason.
     rejected = [row for row in cache.unused if row.why == "rejected"]
     too_long = sum(row.why == "too long" for row in cache.unused)
     unanswered = sum(row.why == "unanswered" for row in cache.unused)
     used = cache.read - len(cache.unused)
     limit = length_limit(data, max_length)
     file = "" if folder is None else f" ({folder / REJECTED})"
+
+    # 2. Write the rows before any error, so that it can name the file.
     if rejected and folder is not None and main_process:
         folder.mkdir(parents=True, exist_ok=True)
         _write_rejected(rejected, folder / REJECTED)
+
+    # 3. Refuse, on every process: one conversation to train on and one to hold out must be left.
     if len(rejected) > allowed(data, cache.read):
         raise ValueError(_refusal(rejected, cache.read, data, file))
-    if used < 2 and too_long:  # too few to train on and to hold out
-        left = (
-            "no answer token is left: the answers of all"
-            if used == 0
-            else "one conversation is left: the answers of"
-        )
+    if used < 2 and too_long:
+        if used == 0:
+            left = "no answer token is left: the answers of all"
+        else:
+            left = "one conversation is left: the answers of"
         raise ValueError(
             f"{left} {too_long} conversations begin after {limit}; choose a larger data.max_length,"
             " or shorter prompts"
         )
     if not main_process:
         return
+
+    # 4. Report what was read.
     skipped = f"{len(rejected):,} skipped" + (file if rejected else "")
     log.info(
         f"{cache.read:,} rows read, {used:,} used, {cache.truncated:,} of them truncated at"
@@ -94,15 +101,16 @@ def settle_rejected_prompts(rejected: list[UnusedRow], rows: int, config: SelfMa
 
 
 def _write_rejected(rejected: list[UnusedRow], file: Path) -> None:
+    """Write the rows to a file of JSON lines."""
     lines = [
-        json.dumps({"source": row.source, "where": row.where, "reason": row.reason})
+        json.dumps({"source": row.source, "where": row.where, "reason": row.reason}) + "\n"
         for row in rejected
     ]
-    write_whole(file, "".join(line + "\n" for line in lines))
+    write_whole(file, "".join(lines))
 
 
 def length_limit(data: DataConfig, max_length: int) -> str:
-    """Name of the limit that `max_length` comes from, with its value."""
+    """Name the limit that `max_length` comes from, with its value."""
     if max_length < data.max_length:
         return f"the model's {max_length} positions"
     return f"data.max_length {data.max_length}"
@@ -114,6 +122,7 @@ def allowed(data: DataConfig | SelfMadeConfig, rows: int) -> float:
         return 0
     if data.bad_rows_limit is not None:
         return data.bad_rows_limit * rows
+    # 1,000 rows: 10 by either. 100 rows: 10 of FEW. 20 rows: 2, a tenth.
     return max(SHARE * rows, min(FEW, SHARE_OF_FEW * rows))
 
 
@@ -128,6 +137,7 @@ def _refusal(
     if data.bad_rows == "refuse":
         advice = f"mend them, or leave them out with {option} skip"
     else:
+        # Rounded up to three decimals, so that the limit in the message would allow them.
         needed = math.ceil(1000 * len(rejected) / rows) / 1000
         limit = f"{SHARE:.0%}" if data.bad_rows_limit is None else str(data.bad_rows_limit)
         advice = (
@@ -142,7 +152,7 @@ def _share(rejected: list[UnusedRow], rows: int) -> str:
 
 
 def _named(rejected: list[UnusedRow]) -> str:
-    """The first rejected rows, one a line."""
+    """List the first rejected rows, one a line."""
     lines = [f"  {row.where}: {row.reason}" for row in rejected[:NAMED]]
     if len(rejected) > NAMED:
         lines.append(f"  and {len(rejected) - NAMED:,} more")

@@ -64,6 +64,7 @@ class Batch:
     def places(self) -> Iterator[tuple[int, slice]]:
         """Row of every sequence and its slice of the row."""
         for row, lengths in enumerate(self.lengths):
+            # Lengths 3, 2, 4 stop at 3, 5, 9: the slices 0:3, 3:5, 5:9.
             for stop, length in zip(itertools.accumulate(lengths), lengths, strict=True):
                 yield row, slice(stop - length, stop)
 
@@ -72,26 +73,31 @@ class Batch:
         """Position ids within each sequence; None if no row holds several."""
         if all(len(row) <= 1 for row in self.lengths):
             return None
+        # Count again from 0 where a sequence begins. Lengths 3 and 2 in a row of 7:
+        #     0 1 2 3 4 5 6  ->  0 1 2 0 1 2 3
+        # The padding at the end counts on after the last sequence.
         positions_BT = torch.arange(self.tokens_BT.shape[1]).repeat(len(self.lengths), 1)
-        for row, place in self.places():
-            positions_BT[row, place.start :] -= int(positions_BT[row, place.start])
+        for row, span in self.places():
+            positions_BT[row, span.start :] -= int(positions_BT[row, span.start])
         return positions_BT
 
     @property
     def documents_BT(self) -> Tensor | None:
         """Number of each token's sequence in its row; None if no row holds several."""
+        # Each position 0 begins another: 0 1 2 0 1 2 3  ->  1 1 1 2 2 2 2.
         return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory; torch's DataLoader calls it."""
-        tensors = ("tokens_BT", "states_BTLD", "scales_BTL")
-        found = {name: getattr(self, name) for name in tensors}
-        pinned = replace(
-            self,
-            **{name: tensor.pin_memory() for name, tensor in found.items() if tensor is not None},
-        )
+        # The mask stays: a head reads it on the host.
+        copies: dict[str, Any] = {}
+        for name in ("tokens_BT", "states_BTLD", "scales_BTL"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                copies[name] = tensor.pin_memory()
+        pinned = replace(self, **copies)
         if self.positions_BT is not None:
-            # where cached_property keeps it
+            # `cached_property` keeps its value here.
             pinned.__dict__["positions_BT"] = self.positions_BT.pin_memory()
         return pinned
 
@@ -106,21 +112,24 @@ def collate_rows(rows: list[list[Example]], least: int = 1) -> Batch:
 
     The padding is outside the loss mask. Without rows, the batch is one row of padding.
     """
-    tokens, masks = [torch.zeros(least, dtype=torch.int64)], [torch.zeros(least, dtype=torch.bool)]
+    # Begin with a row of padding: `pad_sequence` pads to the longest row, now at least `least`.
+    tokens = [torch.zeros(least, dtype=torch.int64)]
+    masks = [torch.zeros(least, dtype=torch.bool)]
     for row in rows:
         tokens.append(torch.tensor([token for example in row for token in example.tokens]))
-        # A sequence's first token cannot be drafted from the one before it in its row.
-        own = [
-            [False, *example.loss_mask[1:]] if number else example.loss_mask
-            for number, example in enumerate(row)
-        ]
-        masks.append(torch.tensor(list(itertools.chain.from_iterable(own))))
-    # the row of padding is only there to be as long as `least`
-    kept = slice(1 if rows else 0, None)
+        mask: list[bool] = []
+        for number, example in enumerate(row):
+            # The first token of a later sequence cannot be drafted from the one before it in the
+            # row, which is another sequence's.
+            mask += [False, *example.loss_mask[1:]] if number else example.loss_mask
+        masks.append(torch.tensor(mask))
+    # Drop that row again, unless it is the only one.
+    wanted = slice(1 if rows else 0, None)
+    lengths = tuple(tuple(len(example.tokens) for example in row) for row in rows)
     return Batch(
-        pad_sequence(tokens, batch_first=True)[kept],
-        pad_sequence(masks, batch_first=True)[kept],
-        tuple(tuple(len(example.tokens) for example in row) for row in rows) or ((),),
+        pad_sequence(tokens, batch_first=True)[wanted],
+        pad_sequence(masks, batch_first=True)[wanted],
+        lengths or ((),),
         tuple(example.conversation for row in rows for example in row),
     )
 
@@ -136,7 +145,11 @@ class Share:
 
     @classmethod
     def of(cls, batch_size: int, micro_batch: int | None, process: int, processes: int) -> Share:
-        """Divide a step evenly among processes and forwards."""
+        """Divide a step evenly among processes and forwards.
+
+        For example, 32 rows on 4 processes in forwards of 2 rows are 4 forwards on each.
+        """
+        # Without micro_batch a process runs its rows in one forward.
         rows, rest = divmod(batch_size, processes)
         forwards, left = divmod(rows, micro_batch or max(rows, 1))
         if rest or left or forwards == 0:
@@ -166,6 +179,9 @@ class Share:
 
         A short step, such as an epoch's last one, may leave some of them empty.
         """
+        # Rows are dealt like cards to the forwards of all processes. With 2 processes of 2 forwards
+        # process 0 gets the parts 0 and 2: rows 0, 4, 8, ... and rows 2, 6, 10, ... A step's rows
+        # come sorted by length, unless packed, so the parts have about equally many tokens.
         parts = self.processes * self.forwards
         return [rows[i::parts] for i in range(self.process, parts, self.processes)]
 
@@ -187,7 +203,7 @@ class Order:
     sources: list[int] | None = None
     """Index of each conversation's source."""
     weights: list[float] | None = None
-    """Passes of an epoch over each source; below 1, every epoch takes other conversations."""
+    """Passes of an epoch over each source; below 1, each epoch takes other conversations."""
     batch_tokens: int | None = None
     """Tokens of a step, padding included, instead of `batch_size` rows."""
 
@@ -203,18 +219,22 @@ class Order:
     def from_step(self, step: int) -> Iterator[tuple[int, list[Row]]]:
         """Epoch and rows of every step from number `step` on, without end."""
         for epoch in itertools.count():
-            if (passed := self.steps_in(epoch)) <= step:
-                step -= passed
+            # Pass over the epochs before the first step, without building them where possible.
+            steps = self.steps_in(epoch)
+            if steps <= step:
+                step -= steps
                 continue
             for rows in self.epoch(epoch)[step:]:
                 yield epoch, rows
-            step = 0
+            step = 0  # later epochs are read from their beginning
 
     def count(self, epochs: float) -> int:
         """Number of steps of some epochs, the last perhaps in part."""
         rest, whole = math.modf(epochs)
         steps = sum(self.steps_in(epoch) for epoch in range(int(whole)))
-        return steps + (math.ceil(rest * self.steps_in(int(whole))) if rest else 0)
+        if rest:
+            steps += math.ceil(rest * self.steps_in(int(whole)))
+        return steps
 
     def steps_in(self, epoch: int) -> int:
         """Return the number of steps in an epoch.
@@ -223,12 +243,10 @@ class Order:
         them.
         """
         if self.pack is None and self.batch_tokens is None:
-            even = set(self._weights) == {1.0}
-            count = (
-                len(self.lengths)
-                if even
-                else sum(last - first for first, last in self._laps(epoch))
-            )
+            if set(self._weights) == {1.0}:
+                count = len(self.lengths)
+            else:
+                count = sum(last - first for first, last in self._laps(epoch))
             return math.ceil(count / self.batch_size)
         if epoch not in self._counted:
             self.epoch(epoch)
@@ -236,8 +254,13 @@ class Order:
 
     def epoch(self, number: int) -> list[list[Row]]:
         """Rows of every step of an epoch."""
+        # 1. Shuffle. The seed depends on run and epoch only, so that a run which resumes gets the
+        # same steps; the factor keeps the seeds of other runs' epochs apart.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = self._shuffled(number, generator)
+
+        # 2. Sort by length within windows of about WINDOW steps, and divide them into rows. With
+        # `batch_tokens` the rows of a step are estimated from the mean length.
         step_rows = self.batch_size
         if self.batch_tokens is not None:
             step_rows = max(1, self.batch_tokens * len(self.lengths) // int(self._lengths_N.sum()))
@@ -247,32 +270,32 @@ class Order:
             window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
             window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
             if self.batch_tokens is not None:
-                steps += [
-                    [[i] for i in step]
-                    for step in budgeted(window, self.lengths, self.batch_tokens)
-                ]
+                for step in budgeted(window, self.lengths, self.batch_tokens):
+                    steps.append([[i] for i in step])
+            elif self.pack is not None:
+                rows += packed(window, self.lengths, self.pack)
             else:
-                rows += (
-                    [[i] for i in window]
-                    if self.pack is None
-                    else packed(window, self.lengths, self.pack)
-                )
+                rows += [[i] for i in window]
+
+        # 3. Divide the rows into steps of `batch_size`. With `batch_tokens` there are no rows left.
         steps += [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         self._counted[number] = len(steps)
+
+        # 4. Shuffle the steps: otherwise a window's would go from short to long.
         return [steps[i] for i in torch.randperm(len(steps), generator=generator).tolist()]
 
     def _laps(self, epoch: int) -> list[tuple[int, int]]:
         """Return the half-open range of positions in each source that an epoch covers.
 
-        Endless passes over a source are divided into epochs of `weight` passes.
+        Endless passes over a source are divided into epochs of `weight` passes. With a weight of
+        0.4, epochs of a source of 10 conversations cover 0:4, 4:8, 8:12 and so on, where 8:12 ends
+        pass 0 and begins pass 1.
         """
-        passes = [
-            (weight, len(own)) for weight, own in zip(self._weights, self._of_source, strict=True)
-        ]
-        return [
-            (round(epoch * weight * size), round((epoch + 1) * weight * size))
-            for weight, size in passes
-        ]
+        laps = []
+        for weight, conversations_N in zip(self._weights, self._of_source, strict=True):
+            size = len(conversations_N)
+            laps.append((round(epoch * weight * size), round((epoch + 1) * weight * size)))
+        return laps
 
     def _shuffled(self, number: int, generator: torch.Generator) -> list[int]:
         """Conversations of an epoch, shuffled."""
@@ -280,17 +303,20 @@ class Order:
             return torch.randperm(len(self.lengths), generator=generator).tolist()
         chosen: list[int] = []
         for source, (first, last) in enumerate(self._laps(number)):
-            own_N = self._of_source[source]
+            conversations_N = self._of_source[source]
+            size = len(conversations_N)
+            # Walk the range pass by pass. In a source of 10, the range 8:12 is 8:10 of pass 0 and
+            # 0:2 of pass 1. Each pass has an order of its own, the same in every epoch that takes
+            # a part of it: no conversation comes twice before all have come once.
             while first < last:
-                lap, place = divmod(first, len(own_N))
-                shuffled = torch.Generator().manual_seed(
+                lap, begin = divmod(first, size)
+                generator_of_lap = torch.Generator().manual_seed(
                     (self.seed * 1_000_003 + lap) * 1_009 + source
                 )
-                stop = min(len(own_N), place + last - first)
-                chosen += own_N[
-                    torch.randperm(len(own_N), generator=shuffled)[place:stop].numpy()
-                ].tolist()
-                first += stop - place
+                stop = min(size, begin + last - first)
+                order_N = torch.randperm(size, generator=generator_of_lap)
+                chosen += conversations_N[order_N[begin:stop].numpy()].tolist()
+                first += stop - begin
         return [chosen[i] for i in torch.randperm(len(chosen), generator=generator).tolist()]
 
 
@@ -299,13 +325,18 @@ def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[
 
     A conversation that is longer makes a batch alone.
     """
+    # Lengths 2 3 4 9 with a budget of 10: [2 3] pads to 2 * 3 = 6 tokens, and [2 3 4] would pad to
+    # 12. So the batches are [2 3], [4] and [9].
     batches: list[list[int]] = []
     for i in conversations:
-        # The longest of a batch is its first, or the newest.
-        if batches and (len(batches[-1]) + 1) * max(lengths[batches[-1][0]], lengths[i]) <= budget:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
+        if batches:
+            # Sorted either way, the longest of a batch is its first or its newest.
+            batch = batches[-1]
+            longest = max(lengths[batch[0]], lengths[i])
+            if (len(batch) + 1) * longest <= budget:
+                batch.append(i)
+                continue
+        batches.append([i])
     return batches
 
 
@@ -317,12 +348,14 @@ def packed(conversations: list[int], lengths: list[int], budget: int) -> list[Ro
     rows: list[Row] = []
     rooms: list[tuple[int, int]] = []  # tokens left in each row, and its number; sorted
     for i in sorted(conversations, key=lambda i: -lengths[i]):
-        place = bisect.bisect_left(rooms, (lengths[i], 0))
-        if place < len(rooms):
-            room, number = rooms.pop(place)
+        # The first entry with at least this much room: with rooms 1 3 8 and a length of 3, the 3.
+        fullest = bisect.bisect_left(rooms, (lengths[i], 0))
+        if fullest < len(rooms):
+            room, number = rooms.pop(fullest)
             rows[number].append(i)
         else:
-            room, number = budget, len(rows)
+            room = budget
+            number = len(rows)
             rows.append([i])
         bisect.insort(rooms, (room - lengths[i], number))
     return rows
@@ -356,25 +389,27 @@ class Steps(Dataset[Step]):
         least: int,
         read: Callable[[Batch, int], Batch] | None = None,
     ) -> None:
-        self.examples, self.share, self.read = examples, share, read
-        self.least = least  # tokens of a row
+        self.examples = examples
+        self.share = share
+        self.read = read
+        self.least = least  # tokens of the shortest batch
+        # Of each conversation: its answer tokens, and whether its first token is one.
         self._answers_N, self._opens_N = answers_of(examples)
 
     def __getitem__(self, key: tuple[int, list[Row]]) -> Step:
         epoch, rows = key
-        parts = self.share.of_step(rows)
-        batches = [
-            collate_rows([[self.examples[i] for i in row] for row in part], self.least)
-            for part in parts
-        ]
-        if self.read is not None:
-            batches = [self.read(batch, epoch) for batch in batches]
-        # As in collating, the first tokens of later sequences in a row do not count.
+        batches: list[Batch] = []
+        for part in self.share.of_step(rows):
+            examples = [[self.examples[i] for i in row] for row in part]
+            batch = collate_rows(examples, self.least)
+            if self.read is not None:
+                batch = self.read(batch, epoch)
+            batches.append(batch)
+        # Count the answer tokens of all processes from the lengths alone: nothing is exchanged. As
+        # in collating, the first tokens of later sequences in a row do not count.
+        everyone = [i for row in rows for i in row]
         later = [i for row in rows for i in row[1:]]
-        answers = (
-            self._answers_N[list(itertools.chain.from_iterable(rows))].sum()
-            - self._opens_N[later].sum()
-        )
+        answers = self._answers_N[everyone].sum() - self._opens_N[later].sum()
         return Step(epoch, batches, int(answers))
 
 
@@ -387,10 +422,11 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
     loader = DataLoader(
         steps,
         sampler=order.from_step(first),
-        batch_size=None,
+        batch_size=None,  # an item is a step already
         num_workers=workers,
         pin_memory=pin,
-        generator=torch.Generator(),  # else it would use the global one, which heads use
+        # The loader draws a seed. From the global generator, it would change the heads' draws.
+        generator=torch.Generator(),
         worker_init_fn=_leave_signals,
         **(options if workers else {}),
     )
@@ -399,8 +435,8 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
         try:
             yield from reading
         finally:
-            # Else they live as long as an error's traceback refers to the iterator, and the process
-            # waits for them at its end, since they ignore SIGTERM.
+            # Otherwise they live as long as an error's traceback refers to the iterator, and the
+            # process waits for them at its end, since they ignore SIGTERM.
             if workers:
                 reading._shutdown_workers()
 

@@ -47,8 +47,8 @@ class Example:
 
     @classmethod
     def of_row(cls, row: dict[str, Any]) -> Example:
-        """The sequence of a row with `input_ids` and a `loss_mask` of zeros and ones."""
-        return cls(list(row["input_ids"]), [bool(own) for own in row["loss_mask"]])
+        """Take the sequence of a row with `input_ids` and a `loss_mask` of zeros and ones."""
+        return cls(list(row["input_ids"]), [bool(mark) for mark in row["loss_mask"]])
 
     @property
     def prompt(self) -> list[int]:
@@ -56,7 +56,7 @@ class Example:
         return self.tokens[: self.loss_mask.index(True)]
 
     def truncated(self, length: int) -> Example:
-        """The sequence's first `length` tokens."""
+        """Cut the sequence to its first `length` tokens."""
         return Example(self.tokens[:length], self.loss_mask[:length], self.conversation)
 
 
@@ -74,9 +74,8 @@ def encode(
     left out.
     """
     whole = whole_sequences(conversation, tokenizer, eos, thinking, template_kwargs)
-    return [
-        each for each in (example.truncated(max_length) for example in whole) if any(each.loss_mask)
-    ]
+    examples = [example.truncated(max_length) for example in whole]
+    return [example for example in examples if any(example.loss_mask)]
 
 
 def whole_sequences(
@@ -88,15 +87,15 @@ def whole_sequences(
 ) -> list[Example]:
     """Tokenize a conversation into sequences with loss masks.
 
-    One sequence if the chat template renders earlier turns the same once later ones follow. Some
-    templates do not (they drop the reasoning of earlier turns): then an answer has a sequence of
-    its own, with the prompt as it was when the assistant generated it. `"finished": false` in the
-    conversation says that its last answer was truncated, so that the end-of-turn token there is the
-    template's and not the assistant's. An assistant message with `"weight": 0` is read and not
-    trained on. `eos` are the tokens that end a turn.
+    The result is one sequence if the chat template renders earlier turns the same once later ones
+    follow. Some templates do not (they drop the reasoning of earlier turns): then an answer has a
+    sequence of its own, with the prompt as it was when the assistant generated it.
+    `"finished": false` in the conversation says that its last answer was truncated, so that the
+    end-of-turn token there is the template's and not the assistant's. An assistant message with
+    `"weight": 0` is read and not trained on. `eos` are the tokens that end a turn.
 
-    A row of tokens, `input_ids` and `loss_mask`, is one sequence as it is: nothing is rendered.
-    Without a chat template, a `prompt` and its `completion`, both texts, are tokenized as they are.
+    A row of tokens, `input_ids` and `loss_mask`, becomes one sequence unchanged. Without a chat
+    template, a `prompt` and its `completion`, both texts, are tokenized without rendering.
 
     Raises:
         ValueError: the template refuses the conversation, or the assistant's tokens cannot be told
@@ -107,22 +106,31 @@ def whole_sequences(
     truncated = conversation.get("finished") is False
     if not tokenizer.chat_template:
         return [_completion(conversation, tokenizer, truncated)]
-    messages, tools = conversation["messages"], conversation.get("tools")
+    messages = conversation["messages"]
+    tools = conversation.get("tools")
     variables = template_variables(thinking, template_kwargs)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     sequences: list[Example] = []
     written = 0  # tokens of the last sequence up to the end of its last answer
     for turn in turns:
-        prompt, own = _prompt_and_answer(tokenizer, messages[: turn + 1], variables, tools)
-        prompt_tokens, own_tokens = joined(tokenizer, prompt, own)
-        end = next((i for i, token in enumerate(own_tokens) if token in eos), None)
-        stop = len(own_tokens)
+        # 1. Tokenize the prompt as the model read it, and the answer after it.
+        prompt, answer = _prompt_and_answer(tokenizer, messages[: turn + 1], variables, tools)
+        prompt_tokens, answer_tokens = joined(tokenizer, prompt, answer)
+
+        # 2. The model wrote the answer up to its end-of-turn token. What follows is the template's,
+        # as the line feed in "Hi <|im_end|> \n".
+        end = next((i for i, token in enumerate(answer_tokens) if token in eos), None)
+        stop = len(answer_tokens)
         if end is not None:
-            # What follows the end of the turn is the template's.
             stop = end if truncated and turn == turns[-1] else end + 1
         trained = messages[turn].get("weight") != 0
-        tokens = prompt_tokens + own_tokens
-        mask = [False] * len(prompt_tokens) + [trained and i < stop for i in range(len(own_tokens))]
+        tokens = prompt_tokens + answer_tokens
+        mask = [False] * len(prompt_tokens)
+        mask += [trained and i < stop for i in range(len(answer_tokens))]
+
+        # 3. If this sequence begins with all of the last one, it takes that one's place:
+        #     last   user answer             mask 0 1
+        #     this   user answer user answer mask 0 0 0 1  ->  0 1 0 1
         if sequences and tokens[:written] == sequences[-1].tokens[:written]:
             mask[:written] = sequences[-1].loss_mask[:written]
             sequences.pop()
@@ -134,16 +142,17 @@ def whole_sequences(
 def _completion(
     conversation: dict[str, Any], tokenizer: PreTrainedTokenizerBase, truncated: bool
 ) -> Example:
-    """A prompt and its completion, texts both, for a tokenizer without a chat template."""
-    prompt, completion = conversation.get("prompt"), conversation.get("completion")
+    """Tokenize a prompt and its completion, both texts, without a chat template."""
+    prompt = conversation.get("prompt")
+    completion = conversation.get("completion")
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise ValueError(f"the tokenizer has no chat template{NEEDS_NO_TEMPLATE}")
-    prompt_tokens, own_tokens = joined(tokenizer, prompt, completion, add_special_tokens=True)
+    prompt_tokens, answer_tokens = joined(tokenizer, prompt, completion, add_special_tokens=True)
+    # No template ends the turn, so that a finished answer gets its end token here.
     if not truncated and tokenizer.eos_token_id is not None:
-        own_tokens = [*own_tokens, tokenizer.eos_token_id]
-    return Example(
-        prompt_tokens + own_tokens, [False] * len(prompt_tokens) + [True] * len(own_tokens)
-    )
+        answer_tokens = [*answer_tokens, tokenizer.eos_token_id]
+    mask = [False] * len(prompt_tokens) + [True] * len(answer_tokens)
+    return Example(prompt_tokens + answer_tokens, mask)
 
 
 def _prompt_and_answer(
@@ -157,37 +166,51 @@ def _prompt_and_answer(
     What it wrote runs to the end of the rendering, so the template's text after the end of the turn
     comes with it.
     """
-    before, message = messages[:-1], messages[-1]
+    before = messages[:-1]
+    message = messages[-1]
+    # The same conversation twice: with a generation prompt, and with the answer.
+    #     prompt  <user>Hi<assistant>
+    #     full    <user>Hi<assistant>Hello<end>
     prompt = render(tokenizer, before, True, tools=tools, template_kwargs=variables)
     full, marked = _marked(tokenizer, messages, variables, tools)
+    # The tags of a prompt that opens the reasoning, such as <assistant><think>.
     tags = next((tags for tags in REASONING_TAGS if prompt.rstrip().endswith(tags[0])), None)
+
+    # 1. Most templates: the rendering begins with the prompt. A template may put an empty block of
+    # reasoning between the two, which the model read and did not write.
     if full.startswith(prompt):
-        own = full[len(prompt) :]
-        skipped = _added_reasoning(own, message, tags)
+        answer = full[len(prompt) :]
+        skipped = _added_reasoning(answer, message, tags)
         if marked is not None and marked > len(prompt) and full[len(prompt) : marked].strip():
             skipped = max(skipped, marked - len(prompt))
-        return prompt + own[:skipped], own[skipped:]
+        return prompt + answer[:skipped], answer[skipped:]
+
+    # 2. The template says where the answer begins.
     if marked is not None:
         return prompt, full[marked:]
+
+    # 3. The prompt opens the reasoning, which the rendering leaves out.
     if tags is not None:
         beginning = prompt[: prompt.rindex(tags[0])]
         if full.startswith(beginning):
-            return prompt, _opened(
-                full[len(beginning) :], message, tags, prompt[len(beginning) + len(tags[0]) :]
-            )
-    # The past is rendered in another way: the answer follows the end of its prompt, from the last
-    # message on.
+            rendered = full[len(beginning) :]
+            space = prompt[len(beginning) + len(tags[0]) :]
+            return prompt, _opened(rendered, message, tags, space)
+
+    # 4. The past is rendered in another way. Look for the prompt's end, from the words of the last
+    # message on, before the answer's last occurrence.
     last = before[-1].get("content") if before else None
     words = last.strip() if isinstance(last, str) else ""
     if words and words in prompt:
         tail = prompt[prompt.rindex(words) :]
-        answer = message.get("content")
-        stop = (
-            full.rfind(answer.strip()) if isinstance(answer, str) and answer.strip() else len(full)
-        )
-        place = full.rfind(tail, 0, stop if stop >= 0 else len(full))
-        if place >= 0:
-            return prompt, full[place + len(tail) :]
+        content = message.get("content")
+        stop = len(full)
+        if isinstance(content, str) and content.strip():
+            found_at = full.rfind(content.strip())
+            stop = found_at if found_at >= 0 else len(full)
+        start = full.rfind(tail, 0, stop)
+        if start >= 0:
+            return prompt, full[start + len(tail) :]
     raise ValueError(
         "the chat template does not continue its own generation prompt with the answer, so the"
         f" assistant's tokens cannot be told apart: {prompt[-60:]!r} is followed by"
@@ -197,31 +220,36 @@ def _prompt_and_answer(
     )
 
 
-def _added_reasoning(own: str, message: dict[str, Any], opened: tuple[str, str] | None) -> int:
-    """Length of the empty reasoning block that the template put before an answer without one.
+def _added_reasoning(answer: str, message: dict[str, Any], opened: tuple[str, str] | None) -> int:
+    """Return the length of the empty reasoning block that a template put before an answer.
 
-    In characters; 0 without such a block. A ValueError if the generation prompt opened it.
+    In characters; 0 without such a block.
+
+    Raises:
+        ValueError: the generation prompt opened the block.
     """
     content = message.get("content") or ""
     if reasoning_of(message).strip():
         return 0
     for first, last in REASONING_TAGS:
-        found = re.match(rf"\s*({re.escape(first)}\s*)?{re.escape(last)}\s*", own)
-        if found is None or last in content:
+        # "<think>\n\n</think>\n\n", or the same without its first tag if the prompt has it.
+        block = re.match(rf"\s*({re.escape(first)}\s*)?{re.escape(last)}\s*", answer)
+        if block is None or last in content:
             continue
         if opened is not None:
             raise _no_reasoning(opened[0])
-        return found.end()
+        return block.end()
     return 0
 
 
 def _opened(rendered: str, message: dict[str, Any], tags: tuple[str, str], space: str) -> str:
-    """The text that the model wrote after a generation prompt that opened the reasoning.
+    """Return the text that the model wrote after a generation prompt that opened the reasoning.
 
     `rendered` is the template's rendering of the answer, without its reasoning; `space` follows the
     tag in the prompt.
     """
     first, last = tags
+    # 1. The reasoning and the answer: two fields of the message, or one text with tags.
     content = message.get("content") or ""
     reasoning = reasoning_of(message)
     if reasoning.strip():
@@ -232,10 +260,15 @@ def _opened(rendered: str, message: dict[str, Any], tags: tuple[str, str], space
         thoughts = thoughts.split(first)[-1].removeprefix(space)
     else:
         raise _no_reasoning(first)
+
+    # 2. What the template renders of the answer, end-of-turn token included.
     rest = re.sub(rf"^\s*({re.escape(first)}\s*)?{re.escape(last)}", "", rendered)
+
+    # 3. The space after the last tag. Where the message does not tell, models that write a line
+    # feed after the first tag write two after the last.
     between = answer[: len(answer) - len(answer.lstrip())]
     if not between and reasoning.strip():
-        between = 2 * space  # as models with a line feed after the first tag write it
+        between = 2 * space
     return thoughts + last + between + rest.lstrip()
 
 
@@ -262,6 +295,7 @@ def _marked(
     template = tokenizer.get_chat_template(None, tools)
     if not GENERATION_TAG.search(template):
         return text, None
+    # Templates differ in the form of messages that they take, see `message_forms`.
     for form in message_forms(messages):
         try:
             rendered: Any = render_jinja_template(
@@ -273,21 +307,23 @@ def _marked(
             )
         except TEMPLATE_ERRORS:
             continue
-        (own_text,), (places,) = rendered  # of one conversation
-        if own_text == text and places:
-            return text, int(places[-1][0])
+        # The texts and marked spans of several conversations, here of one.
+        (form_text,), (spans,) = rendered
+        if form_text == text and spans:
+            return text, int(spans[-1][0])
     return text, None
 
 
 def joined(
     tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a prompt as for generation, and of the answer after them.
+    """Tokenize a prompt as for generation, and the answer after it.
 
     Where one token would span both, the answer is tokenized alone: the model began it after the
     prompt's last token. `add_special_tokens` adds the tokenizer's own at the beginning of the
     prompt.
     """
+    # 1. Tokenize both together, and split after the prompt's tokens.
     texts = [prompt, prompt + answer]
     try:
         prompt_tokens, whole = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
@@ -295,13 +331,17 @@ def joined(
         raise ValueError(f"the tokenizer cannot read the text: {error}") from error
     if whole[: len(prompt_tokens)] == prompt_tokens:
         return prompt_tokens, whole[len(prompt_tokens) :]
+
+    # 2. A token spans both, such as "\n\n" where each has one of the line feeds. Tokenize the
+    # answer alone. Some tokenizers add a space to the beginning of a text: then it stands after an
+    # anchor that keeps its own token. The text must come out the same.
     expected = _text(tokenizer, whole)
-    # some tokenizers add a space to the beginning of a text
     for anchor in ("", "\n", tokenizer.eos_token or ""):
         first, both = tokenizer([anchor, anchor + answer], add_special_tokens=False)["input_ids"]
-        own = both[len(first) :]
-        if both[: len(first)] == first and _text(tokenizer, prompt_tokens + own) == expected:
-            return prompt_tokens, own
+        answer_tokens = both[len(first) :]
+        text = _text(tokenizer, prompt_tokens + answer_tokens)
+        if both[: len(first)] == first and text == expected:
+            return prompt_tokens, answer_tokens
     raise ValueError(
         f"the tokenizer joins the end of the prompt, {prompt[-20:]!r}, with the beginning of the"
         f" answer, {answer[:20]!r}, and cannot tokenize them apart; give rows of tokens (input_ids"

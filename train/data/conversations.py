@@ -68,7 +68,6 @@ BATCH = 1000
 RESUME_ADVICE = "continue it with its own options, or choose another output"
 """End of the error where a file of conversations was begun with other options."""
 
-
 Kind = Literal["lines", "texts", "columns"]
 """Form of rows: byte ranges of lines in a file, JSON texts, or columns of Arrow."""
 
@@ -92,6 +91,7 @@ class RowReader:
 
         `numbers` are the rows' numbers in the source.
         """
+        # Lines of a file: their byte ranges are known.
         if self.file is not None:
             with self.file.open("rb") as file:
                 for start, stop, line in zip(
@@ -100,16 +100,14 @@ class RowReader:
                     file.seek(start)
                     yield parsed_line(self.name, line, file.read(stop - start))
             return
+        # A batch has a list for each column: turn it into rows.
         for number, cells in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-            where, row = f"{self.name}, row {number}", dict(zip(batch, cells, strict=True))
-            yield (
-                where,
-                (
-                    json.loads(row["json"])
-                    if self.kind == "texts"
-                    else without_fill(row, self.features)
-                ),
-            )
+            where = f"{self.name}, row {number}"
+            row = dict(zip(batch, cells, strict=True))
+            if self.kind == "texts":
+                yield where, json.loads(row["json"])
+            else:
+                yield where, without_fill(row, self.features)
 
 
 @dataclass(frozen=True)
@@ -131,19 +129,16 @@ class Source:
     @cached_property
     def rows(self) -> Dataset:
         """The rows in the form of `kind`; a JSONL file is searched for its lines."""
-        rows = _places(self.file) if self.load is None else self.load()
-        return (
-            rows
-            if self.limit is None or self.limit >= len(rows)
-            else rows.select(range(self.limit))
-        )
+        rows = _lines(self.file) if self.load is None else self.load()
+        if self.limit is None or self.limit >= len(rows):
+            return rows
+        return rows.select(range(self.limit))
 
     @property
     def reader(self) -> RowReader:
-        """Reads rows of `rows`."""
-        return RowReader(
-            self.name, self.kind, self.file if self.kind == "lines" else None, self.rows.features
-        )
+        """Reader of `rows`; it can be sent to other processes, where it opens the file itself."""
+        file = self.file if self.kind == "lines" else None
+        return RowReader(self.name, self.kind, file, self.rows.features)
 
     @cached_property
     def file(self) -> Path:
@@ -151,11 +146,9 @@ class Source:
 
         A compressed file is decompressed for as long as the source is used.
         """
-        return (
-            Path(self.name)
-            if compression(self.name) is None
-            else Path(self._decompressed.name) / "lines.jsonl"
-        )
+        if compression(self.name) is None:
+            return Path(self.name)
+        return Path(self._decompressed.name) / "lines.jsonl"
 
     @cached_property
     def _decompressed(self) -> tempfile.TemporaryDirectory[str]:
@@ -170,7 +163,7 @@ class Source:
         return folder
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Place of every row, for error messages, and its value; the first one without delay.
+        """Yield each row's location, for error messages, and its value; the first without delay.
 
         Raises:
             ValueError: a row that is not JSON.
@@ -181,9 +174,10 @@ class Source:
             yield where, row
 
     def read_all(self) -> Iterator[tuple[str, Any]]:
-        """Place and value of every row, as in `read`; a row that is not JSON comes as its error."""
+        """Yield what `read` does; a row that is not JSON comes as its error."""
         if self.kind == "lines":
-            # bytes: only a line feed ends a line, not U+2028 and the like
+            # Read as a stream, without searching the file for all lines first. As bytes: only a
+            # line feed ends a line, not U+2028 and the like.
             with open_bytes(self.name) as file:
                 full = ((number, text) for number, text in enumerate(file, start=1) if text.strip())
                 for number, text in itertools.islice(full, self.limit):
@@ -206,21 +200,21 @@ def open_source(name: str, limit: int | None = None) -> Source:
 
 
 def files_of(name: str) -> list[str]:
-    """The files that fit a pattern, sorted; the name itself if it is no pattern.
+    """Return the files that fit a pattern, sorted; the name itself if it is not a pattern.
 
     Raises:
-        ValueError: a pattern that no file fits.
+        ValueError: no file fits the pattern.
     """
-    # Brackets of a Hub data set's split, train[:100], are no pattern.
+    # Brackets of a Hub data set's split, train[:100], do not make a pattern.
     pattern = any(sign in name for sign in "*?") or (
         "[" in name and without_compression(name).endswith(FILES)
     )
     if not pattern or Path(name).exists():
         return [name]
-    found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
-    if not found:
+    files = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+    if not files:
         raise ValueError(f"no file fits the pattern {name!r}")
-    return found
+    return files
 
 
 def open_file(name: str) -> Source:
@@ -235,6 +229,7 @@ def open_file(name: str) -> Source:
             raise ValueError(
                 f"{name}: no Parquet file that can be read: {error.__cause__ or error}"
             ) from error
+    # Size and time stand for the content, which would have to be read to be hashed.
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
     if holds_array(name):
@@ -253,6 +248,7 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
         if next(source.read_all(), None) is None:
             raise ValueError(f"{name}: no conversations: it is empty")
         opened.append(source)
+        # The limit is for all sources together.
         limit = None if limit is None else limit - len(source.rows)
     return opened
 
@@ -264,10 +260,11 @@ def read_conversations(source: str, limit: int | None = None) -> list[dict[str, 
 
 
 def distinct_share(tokens: Sequence[object], n: int = 4) -> float:
-    """Return the share of a text's n-grams that are distinct; 1 if there are fewer than 8.
+    """Return the share of a text's n-grams that are distinct; low where it repeats itself.
 
-    Such a text is too short to judge.
+    1 if there are fewer than 8: such a text is too short to judge.
     """
+    # 12 tokens of a b a b ... have nine 4-grams, of which two are distinct (abab, baba): 2 / 9.
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= 8 else 1.0
 
@@ -276,7 +273,8 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     """Check a row to train on: tokens stay as they are, any other format becomes `messages`."""
     if format_of(row, where, FORMATS) != "tokens":
         return check_conversation(row, where, expected)
-    tokens, mask = row["input_ids"], row["loss_mask"]
+    tokens = row["input_ids"]
+    mask = row["loss_mask"]
     for name, values_T, valid in (
         ("input_ids", tokens, "token ids"),
         ("loss_mask", mask, "0 and 1"),
@@ -288,14 +286,16 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
             f"{where}: 'input_ids' holds {len(tokens)} tokens and 'loss_mask' {len(mask)}; there"
             " must be one 0 or 1 for each token"
         )
-    for place, token in enumerate(tokens):
-        if type(token) is not int or token < 0:  # a bool is an int to isinstance
+    for position, token in enumerate(tokens):
+        if type(token) is not int or token < 0:  # isinstance would take True for an int
             raise ValueError(
-                f"{where}: 'input_ids' holds {token!r} at {place}, which is not a token id"
+                f"{where}: 'input_ids' holds {token!r} at {position}, which is not a token id"
             )
-    for place, own in enumerate(mask):
-        if not isinstance(own, int) or own not in (0, 1):
-            raise ValueError(f"{where}: 'loss_mask' holds {own!r} at {place}; choose from 0 and 1")
+    for position, mark in enumerate(mask):
+        if not isinstance(mark, int) or mark not in (0, 1):
+            raise ValueError(
+                f"{where}: 'loss_mask' holds {mark!r} at {position}; choose from 0 and 1"
+            )
     if 1 not in mask:
         raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")
     return dict(row)
@@ -307,43 +307,51 @@ def without_fill(value: Any, feature: Any) -> Any:
     Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys
     that its row had.
     """
+    # Rows {"a": 1} and {"b": 2} come out of Arrow as {"a": 1, "b": None} and {"a": None, "b": 2}.
     if isinstance(value, dict) and isinstance(feature, dict):
-        kept = {name: own for name, own in value.items() if own is not None or name == "content"}
-        return {name: without_fill(own, feature.get(name)) for name, own in kept.items()}
+        # An assistant message with tool calls may have the content null.
+        cells = {
+            name: cell for name, cell in value.items() if cell is not None or name == "content"
+        }
+        return {name: without_fill(cell, feature.get(name)) for name, cell in cells.items()}
+    # The type of a list's items: of [type], or of datasets' List and LargeList.
     inside = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     if isinstance(value, list) and isinstance(inside, (dict, list, List, LargeList)):
-        return [without_fill(own, inside) for own in value]
+        return [without_fill(item, inside) for item in value]
     return value
 
 
 def _elements(name: str) -> Dataset:
-    """Elements of a JSON array, each as a text, since their keys may differ."""
-    return Dataset.from_dict({"json": [json.dumps(each) for each in json_array(name)]})
+    """Load the elements of a JSON array, each as a text, since their keys may differ."""
+    return Dataset.from_dict({"json": [json.dumps(element) for element in json_array(name)]})
 
 
 def _stored_texts(files: Sequence[Path]) -> Dataset:
-    """Texts that were stored with their states, the oldest first."""
+    """Load texts that were stored with their states, the oldest first."""
     return Dataset.from_dict({"json": [json.dumps(row) for row in text_rows(files)]})
 
 
-def _places(path: Path) -> Dataset:
-    """Byte ranges of the lines that are not empty, and their numbers, counted from 1."""
+def _lines(path: Path) -> Dataset:
+    """Find the byte ranges of the lines that are not empty, and their numbers, counted from 1."""
     if path.stat().st_size == 0:
         return Dataset.from_dict({"start": [], "stop": [], "line": []})
+    # 1. Find the line feeds, in parts of the file that fit in memory.
     text = np.memmap(path, dtype=np.uint8, mode="r")
     ends = [
         np.flatnonzero(text[i : i + SCANNED] == ord("\n")) + i for i in range(0, len(text), SCANNED)
     ]
+    # 2. A line begins after the line feed before it. "ab\n\ncd" has line feeds at 2 and 3: its
+    # lines are 0:2, 3:3 and 4:6.
     stops = np.concatenate([*ends, np.array([len(text)])])
     starts = np.concatenate([np.zeros(1, dtype=np.int64), stops[:-1] + 1])
-    kept = stops > starts
-    doubtful = np.flatnonzero(kept)[
-        np.isin(text[starts[kept]], np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8))
-    ]
+    # 3. Leave out empty lines. Only lines that begin with white space need to be read for that.
+    filled = stops > starts
+    spaces = np.frombuffer(b" \t\r\x0b\x0c", dtype=np.uint8)
+    doubtful = np.flatnonzero(filled)[np.isin(text[starts[filled]], spaces)]
     for i in doubtful.tolist():
-        kept[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
+        filled[i] = bool(text[starts[i] : stops[i]].tobytes().strip())
     return Dataset.from_dict(
-        {"start": starts[kept], "stop": stops[kept], "line": np.flatnonzero(kept) + 1}
+        {"start": starts[filled], "stop": stops[filled], "line": np.flatnonzero(filled) + 1}
     )
 
 
@@ -353,13 +361,16 @@ def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
 
 def _data_set(name: str, limit: int | None) -> Source:
     """Open a folder, or a Hub data set, of which at most `limit` rows are downloaded."""
-    place, revision, config, split = parsed_name(name)
-    shards = text_shards(place)
+    path, revision, config, split = parsed_name(name)
+    # 1. A folder of texts that were stored with their states.
+    shards = text_shards(path)
     if shards:
         identity = _hash("recorded", *(path.name for path in shards))
         return Source(name, "texts", identity, partial(_stored_texts, shards))
-    if (Path(place) / "state.json").is_file() or (Path(place) / "dataset_dict.json").is_file():
-        rows = load_from_disk(place)
+
+    # 2. A folder that `save_to_disk` has written: one data set, or a dict of splits.
+    if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        rows = load_from_disk(path)
         if isinstance(rows, DatasetDict):
             if (split or "train") not in rows:
                 raise ValueError(
@@ -367,13 +378,16 @@ def _data_set(name: str, limit: int | None) -> Source:
                 )
             rows = rows[split or "train"]
         return _of_arrow(name, rows)
+
+    # 3. A data set of the Hub. With a limit, it is streamed; rows from a list have no fingerprint
+    # that lasts, so the builder's hash identifies them.
     try:
         if limit is None:
-            rows = load_dataset(place, config, split=split or "train", revision=revision)
+            rows = load_dataset(path, config, split=split or "train", revision=revision)
             return _of_arrow(name, rows)
-        builder = load_dataset_builder(place, config, revision=revision)
+        builder = load_dataset_builder(path, config, revision=revision)
         stream = load_dataset(
-            place, config, split=split or "train", revision=revision, streaming=True
+            path, config, split=split or "train", revision=revision, streaming=True
         )
         rows = Dataset.from_list(list(itertools.islice(stream, limit)))
         return _of_arrow(name, rows, str(builder.cache_dir), builder.hash, split, limit)
@@ -390,11 +404,14 @@ def parsed_name(name: str) -> tuple[str, str | None, str | None, str | None]:
     """
     if Path(name).exists():
         return name, None, None, None
-    place, _, rest = name.partition(":")
-    place, _, revision = place.partition("@")
-    found = re.fullmatch(r"([^:\[\]]+):(.+)", rest)
-    config, split = (found[1], found[2]) if found else (None, rest)
-    return place, revision or None, config, split or None
+    # org/name@v2:en:train[:100]  ->  org/name, v2, en, train[:100]
+    path, _, rest = name.partition(":")
+    path, _, revision = path.partition("@")
+    # The colon in a slice does not divide config and split.
+    parts = re.fullmatch(r"([^:\[\]]+):(.+)", rest)
+    if parts is None:
+        return path, revision or None, None, rest or None
+    return path, revision or None, parts[1], parts[2]
 
 
 def _hash(*parts: Any) -> str:

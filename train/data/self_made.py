@@ -1,7 +1,7 @@
 """Conversations without a data set: the model answers its own prompts, or those of a file.
 
-A prompt is the model's continuation of its own chat template, truncated right behind the user tag
-(Magpie, arXiv:2406.08464).
+A prompt is the model's continuation of its own chat template, cut right after the user tag (Magpie,
+arXiv:2406.08464).
 
 Batch i depends on the seed, on i and on the prompts before it, none of which comes twice. A batch
 has one temperature and is written whole or not at all, so a run that is stopped, or killed, resumes
@@ -62,8 +62,7 @@ from .token_cache import UnusedRow
 MIN_PROMPT_TOKENS = 4
 """Shorter prompts are dropped."""
 WAVES = 8
-"""Conversations that each row of the batch generates, one after the other, between two writes to
-the file."""
+"""Conversations that each row of the batch generates, one after another, between two writes."""
 EMPTY_BATCHES = 20
 """Batches in a row without a usable text after which the command fails."""
 PADDING = 0
@@ -92,22 +91,25 @@ class _Output:
 
     def __init__(self, config: SelfMadeConfig, prompts: list[dict[str, Any]] | None) -> None:
         """Start the file, or cut off a half-written batch."""
+        # 1. What does not depend on an earlier start.
         self.path = Path(config.output)
         self.state_path = state_path(self.path)
         self.progress = FileProgress()
         self.seen = set[str]()
         self.tokenizer: str | None = None
         self.config = config
-        self.given = prompts is not None
-        self.total = (
-            config.conversations if prompts is None else min(config.conversations, len(prompts))
-        )
+        self.given = prompts is not None  # False if the model makes the prompts, too
+        self.total = config.conversations
+        if prompts is not None:
+            self.total = min(config.conversations, len(prompts))
         # Prompts between two writes: `WAVES` for each row of the batch, but at most a quarter of
         # all.
         self.at_once = max(
             config.batch_size, min(WAVES * config.batch_size, config.conversations // 4)
         )
         self.batches = _batches(prompts or [], self.at_once, config.temperature)
+
+        # 2. A new file. The state comes first: with it, an empty file is known as ours.
         if not self.state_path.exists():
             if self.path.exists():
                 raise ValueError(
@@ -117,6 +119,8 @@ class _Output:
             self.write_state()
             self.path.touch()
             return
+
+        # 3. A file that was begun: take up its state, and compare the options.
         state = read_state(self.state_path)
         if "progress" not in state:
             raise ValueError(
@@ -135,15 +139,20 @@ class _Output:
             )
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
+        # "fastest" and "auto" depend on the machine: go on with what they were.
         if config.target_dtype in ("fastest", "auto"):
             self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
+        # Before the first batch options may change freely.
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
             check_options(
                 f"{self.path} was started with", before, now, RESUME_ADVICE, FREE_TO_CHANGE
             )
+            # A file that is finished needs no more rows, whatever its format.
             if not self.state()[1]:
                 check_format(state, self.path)
+
+        # 4. Cut off what a killed process wrote of a batch: the state says how much is whole.
         if not self.path.exists() and self.progress.size == 0:
             self.path.touch()
         if not self.path.exists() or self.path.stat().st_size < self.progress.size:
@@ -159,7 +168,7 @@ class _Output:
         self.tokenizer = tokenizer
 
     def state(self) -> tuple[int, bool]:
-        """Conversations made, or given prompts answered, and whether that is all."""
+        """Return how many conversations are made, or prompts answered, and whether that is all."""
         progress = self.progress
         enough = progress.conversations >= self.config.conversations
         if not self.given:
@@ -173,6 +182,8 @@ class _Output:
         rows: list[dict[str, Any]] = []
         for conversation in conversations:
             rows += conversation.token_rows(self.tokenizer)
+        # The rows are on disk before the state counts them: killed between the two, the next start
+        # cuts the rows off and makes the batch again.
         with self.path.open("ab") as file:
             file.write(lines_of(rows).encode())
             file.flush()
@@ -199,9 +210,10 @@ class _Output:
 def _batches(
     prompts: list[dict[str, Any]], size: int, temperature: float
 ) -> list[list[dict[str, Any]]]:
-    """Prompts in batches of one temperature each, in the order of their first prompts."""
+    """Divide prompts into batches of one temperature each, in the order of their first prompts."""
+    # Temperatures 0 1 0 0 1 in batches of two: prompts [0 2] [1 4] [3].
     batches: list[list[dict[str, Any]]] = []
-    filling: dict[float, list[dict[str, Any]]] = {}
+    filling: dict[float, list[dict[str, Any]]] = {}  # batches with room, by temperature
     for prompt in prompts:
         batch = filling.setdefault(prompt.get("temperature", temperature), [])
         if not batch:
@@ -223,44 +235,52 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
         ValueError: invalid prompts or options, or a file that cannot be resumed.
         Stopped: Ctrl-C or SIGTERM; the batch in progress is thrown away.
     """
+    # 1. Read the prompts, and the file so far.
     prompts: list[dict[str, Any]] | None = None
     rejected: list[UnusedRow] = []
     if config.prompts:
         prompts, rejected = read_prompts_to_answer(config.prompts)
     output = _Output(config, prompts)
-    path, progress = output.path, output.progress
+    path = output.path
+    progress = output.progress
     if output.state()[1]:
         log.info(f"{path} is finished: {progress.conversations} conversations")
         return path
-    # What only the tokenizer can tell comes before the model is loaded.
+
+    # 2. Reject prompts before the model is loaded: those that the template refuses, and those that
+    # are too long, if the model's config files tell its positions.
     tokenizer = load_chat_tokenizer(config.target)
     output.claim(tokenizer_provenance(tokenizer)["tokenizer"])
     if prompts is None:
-        user_prefix(tokenizer)
-    given = list(enumerate((prompts or [])[: config.conversations]))
+        user_prefix(tokenizer)  # for its error
+    numbered = list(enumerate((prompts or [])[: config.conversations]))
     lengths: dict[int, int] = {}
-    for number, prompt in given:
+    for number, prompt in numbered:
         if not prompt["turns"]:
             continue
         try:
-            lengths[number] = len(
-                _prompt_of(tokenizer, Conversation({}, prompt["turns"], prompt["tools"]), config)
-            )
+            conversation = Conversation({}, prompt["turns"], prompt["tools"])
+            lengths[number] = len(_prompt_of(tokenizer, conversation, config))
         except ValueError as error:
             prompt["turns"] = []
             rejected.append(rejection(prompt, number, str(config.prompts), error))
     facts = target_facts(config.target)  # None where only loading the model tells
     if facts is not None:
-        rejected += _too_long(given, lengths, config, facts.max_positions)
+        rejected += _too_long(numbered, lengths, config, facts.max_positions)
     settle_rejected_prompts(rejected, len(prompts or []), config)
+
+    # 3. Load the model, which may have fewer positions than its files tell.
     lm, _ = load_speculative_lm(
         config.target, config.head, output.config.target_dtype, allow_adapter=config.allow_adapter
     )
     lm.observers += observers
     dtype: Any = dtype_name(lm.target.dtype)
     output.config = config = dataclasses.replace(config, target_dtype=dtype)
-    if beyond := _too_long(given, lengths, config, lm.target.max_positions):
+    beyond = _too_long(numbered, lengths, config, lm.target.max_positions)
+    if beyond:
         settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
+
+    # 4. Make batch after batch. Each is written whole.
     watch = _Watch(output)
     lm.observers.append(watch)
     with stop_on_signals() as stop, watch.bar:
@@ -268,7 +288,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
         while not output.state()[1] and not stop.wanted:
             watch.begin_batch()
             made = _make_batch(lm, tokenizer, output, stop)
-            if stop.wanted:
+            if stop.wanted:  # the batch may be incomplete
                 break
             empty = 0 if made else empty + 1
             if empty == EMPTY_BATCHES:
@@ -296,11 +316,9 @@ class _Watch(RoundObserver):
         done = min(output.state()[0], output.total)
         self.bar = ProgressBar("conversations", output.total, done)
         self.began = time.monotonic()
-        self.tokens = 0
-        """Tokens of the batches before."""
-        self.generations: list[Sequences] = []
-        """Those of the batch in progress."""
-        self.parts: list[str] = []
+        self.tokens = 0  # of the batches before this one
+        self.generations: list[Sequences] = []  # of this batch, in the order of `parts`
+        self.parts: list[str] = []  # what the generations of this batch are called
 
     def begin_batch(self) -> None:
         """Start counting a batch."""
@@ -326,6 +344,7 @@ class _Watch(RoundObserver):
         tokens = self.tokens + sum(generation.tokens for generation in self.generations)
         ended = len(out.ended)
         rows = len(out.rows)
+        # Parts count alike: in the second of three, with half of the rows ended, it is 1.5 / 3.
         share = (part - 1 + ended / rows) / len(self.parts)
         done = self.output.state()[0] + share * self.output.at_once
         rate = tokens / (time.monotonic() - self.began)
@@ -340,7 +359,7 @@ def _too_long(
     positions: int,
 ) -> list[UnusedRow]:
     """Name the prompts that leave no room for their answers, and take their turns from them."""
-    found: list[UnusedRow] = []
+    rejected: list[UnusedRow] = []
     for number, prompt in prompts:
         if prompt["turns"] and lengths[number] + config.answer_tokens > positions:
             prompt["turns"] = []
@@ -348,14 +367,14 @@ def _too_long(
                 f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new"
                 f" ones do not fit the model's {positions} positions"
             )
-            found.append(rejection(prompt, number, str(config.prompts), reason))
-    return found
+            rejected.append(rejection(prompt, number, str(config.prompts), reason))
+    return rejected
 
 
 def _prompt_of(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, config: SelfMadeConfig
 ) -> list[int]:
-    """Token ids after which the next turn of a conversation is answered."""
+    """Return the token ids after which the next turn of a conversation is answered."""
     ids_1T = prompt_ids(
         tokenizer, conversation.history, config.thinking, config.template_kwargs, conversation.tools
     )
@@ -379,17 +398,20 @@ def _make_batch(
     lm: SpeculativeLM, tokenizer: PreTrainedTokenizerBase, output: _Output, stop: StopFlag
 ) -> list[Conversation]:
     """Generate the usable conversations of the next batch; not all of them if a stop is wanted."""
-    config, batch = output.config, output.progress.batches
+    config = output.config
+    batch = output.progress.batches
+    # 1. A generator for this batch alone: a run that resumes with it draws the same.
     generator = torch.Generator(lm.target.device).manual_seed(config.seed * 1_000_003 + batch)
-    prompts = (
-        output.batches[batch]
-        if output.given
-        else _generate_prompts(lm, tokenizer, output, generator)
-    )
+    if output.given:
+        prompts = output.batches[batch]
+    else:
+        prompts = _generate_prompts(lm, tokenizer, output, generator)
     if not prompts:
         return []
     temperature = prompts[0].get("temperature", config.temperature)
     source = Path(str(config.prompts)).name if output.given else "self-made"
+
+    # 2. Begin a conversation with each prompt.
     conversations: list[Conversation] = []
     for prompt in prompts:
         if not prompt["turns"]:  # it cannot be answered
@@ -397,6 +419,8 @@ def _make_batch(
         kind = {"kind": prompt["kind"]} if "kind" in prompt else {}
         columns = {"source": source, "temperature": temperature, **kind}
         conversations.append(Conversation(columns, prompt["turns"], prompt.get("tools")))
+
+    # 3. Answer turn by turn, all conversations together. Some have more turns than others.
     asked = conversations
     while not stop.wanted:
         asked = [conversation for conversation in asked if conversation.goes_on]
@@ -432,6 +456,7 @@ def _answer(
         prompts.append(prompt)
     if not asked:
         return
+    # The distribution itself: the checkpoint's own top_k and top_p do not apply.
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     sampling["do_sample"] = temperature > 0
     answers = _continue(lm, prompts, config.batch_size, config.answer_tokens, generator, **sampling)
@@ -451,7 +476,9 @@ def _generate_prompts(
     generator: torch.Generator,
 ) -> list[dict[str, Any]]:
     """Generate a batch of prompts: ended by the model, not degenerate, not seen before."""
-    config, seen = output.config, output.seen
+    config = output.config
+    seen = output.seen
+    # All rows begin alike, and differ by what is drawn.
     prefix = tokenizer(user_prefix(tokenizer), add_special_tokens=False)["input_ids"]
     sampling = {
         "temperature": config.prompt_temperature,
@@ -477,6 +504,7 @@ def _generate_prompts(
             and len(words) >= MIN_PROMPT_TOKENS
             and distinct_share(words) >= config.min_distinct
         ):
+            # Texts that differ in case or white space count as the same.
             normalized = " ".join(text.lower().split())
             if normalized not in seen:
                 prompts.append({"turns": [[{"role": "user", "content": text}]]})
@@ -496,7 +524,7 @@ def _continue(
 
     The tokens include the end token.
     """
-    # little padding among the first
+    # The first `slots` rows are generated together: sorted by length they need little padding.
     longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     ids_BT = pad_sequence(
         [torch.tensor(prompts[row]) for row in longest_first],
@@ -505,6 +533,7 @@ def _continue(
         padding_side="left",
     )
     lengths_B = torch.tensor([len(prompts[row]) for row in longest_first])
+    # Lengths 4 and 2 of 4: [[1 1 1 1], [0 0 1 1]].
     mask_BT = torch.arange(ids_BT.shape[1]) >= ids_BT.shape[1] - lengths_B[:, None]
     device = lm.target.device
     output = lm.generate(
@@ -516,6 +545,7 @@ def _continue(
         pad_token_id=PADDING,
         **sampling,
     )
+    # Cut each row after its end token, and put the rows back in the order of the prompts.
     rows = output.sequences[:, ids_BT.shape[1] :].tolist()
     ends = lm.target.end_tokens
     written: list[tuple[list[int], bool]] = [([], False)] * len(prompts)

@@ -37,7 +37,10 @@ def rendering(
 
 def check_renders(tokenizer: PreTrainedTokenizerBase, sources: Sequence[Source], name: str) -> None:
     """Refuse a tokenizer without a chat template, unless no source needs one."""
-    for source in sources if not tokenizer.chat_template else ():
+    if tokenizer.chat_template:
+        return
+    for source in sources:
+        # Rows of tokens, and of a prompt with its completion, need no template.
         if first_format(source) in ("messages", "conversations"):
             check_tokenizer(tokenizer, name, NEEDS_NO_TEMPLATE)
 
@@ -54,12 +57,17 @@ def split_held_out(
             f"{len(examples)} conversations with assistant turns; training needs at least 2"
         )
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_out = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
-    return [examples[i] for i in order[held_out:]], [examples[i] for i in order[:held_out]]
+    # At least 1, at most `most`, and at least one is left to train on.
+    count = min(max(1, round(share * len(examples))), len(examples) - 1, most or len(examples))
+    held_out = [examples[i] for i in order[:count]]
+    training = [examples[i] for i in order[count:]]
+    return training, held_out
 
 
 def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequences, list[Example]]:
     """Split a cache into training and held-out sequences, without splitting a conversation."""
+    # One group of sequences for each conversation. Conversations 0 0 1 2 2 differ at the borders
+    # 2 and 3: the groups are [0 1] [2] [3 4].
     numbers_N = np.arange(len(cache.conversations_N))
     borders = np.flatnonzero(np.diff(cache.conversations_N)) + 1
     groups = np.split(numbers_N, borders) if len(numbers_N) else []
@@ -67,7 +75,7 @@ def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequen
         groups, config.data.held_out, config.loop.seed, config.data.held_out_limit
     )
     training, held_out = (TokenizedSequences(cache, np.concatenate(part)) for part in parts)
-    return training, held_out[:]
+    return training, held_out[:]  # the slice reads the held-out sequences into memory
 
 
 def split_examples(
@@ -78,17 +86,17 @@ def split_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Tokenize and split conversations that are in memory, without a cache."""
     how = rendering(config, target, tokenizer)
-    encoded = [
-        how.encode(row, f"conversation {number}", number)
-        for number, row in enumerate(conversations)
-    ]
-    rows = itertools.chain.from_iterable(encoded)
-    whole = [
-        list(examples) for _, examples in itertools.groupby(rows, key=attrgetter("conversation"))
+    examples: list[Example] = []
+    for number, row in enumerate(conversations):
+        examples += how.encode(row, f"conversation {number}", number)
+    # Several rows of tokens may be one conversation.
+    groups = [
+        list(group) for _, group in itertools.groupby(examples, key=attrgetter("conversation"))
     ]
     training, held_out = split_held_out(
-        whole, config.data.held_out, config.loop.seed, config.data.held_out_limit
+        groups, config.data.held_out, config.loop.seed, config.data.held_out_limit
     )
-    return list(itertools.chain.from_iterable(training)), list(
-        itertools.chain.from_iterable(held_out)
+    return (
+        list(itertools.chain.from_iterable(training)),
+        list(itertools.chain.from_iterable(held_out)),
     )

@@ -115,21 +115,23 @@ class Rendering:
             or not FINGERPRINT.fullmatch(named)
         ):
             return
-        own = tokenizer_fingerprint(self.tokenizer)
-        if named != own:
+        ours = tokenizer_fingerprint(self.tokenizer)
+        if named != ours:
             raise ValueError(
                 f"its token ids are those of a tokenizer with the fingerprint {named}, and the"
-                f" target's has {own}; train a head of the model that wrote them, or make answers"
+                f" target's has {ours}; train a head of the model that wrote them, or make answers"
                 " of this target (headstart data)"
             )
 
     def _check_tokens(self, tokens: list[int]) -> None:
+        """Refuse tokens for which the target's embedding has no row."""
         if self.vocab_size is None or not tokens or max(tokens) < self.vocab_size:
             return
         beyond = next(token for token in tokens if token >= self.vocab_size)
-        shown = (
-            self.tokenizer.convert_ids_to_tokens(beyond) if beyond < len(self.tokenizer) else None
-        )
+        # A tokenizer may have more tokens than the model, as after `add_tokens`.
+        shown = None
+        if beyond < len(self.tokenizer):
+            shown = self.tokenizer.convert_ids_to_tokens(beyond)
         raise ValueError(
             f"token {beyond}{'' if shown is None else f' ({shown!r})'} is beyond the model's"
             f" {self.vocab_size} tokens; its embedding has no row for it"
@@ -137,12 +139,13 @@ class Rendering:
 
     def encode(self, conversation: dict[str, Any], where: str, number: int) -> list[Example]:
         """Tokenize conversation `number` into sequences of at most `max_length` tokens."""
-        whole = self.whole(conversation, where, number)
-        return [
-            each
-            for each in (example.truncated(self.max_length) for example in whole)
-            if any(each.loss_mask)
-        ]
+        examples = []
+        for example in self.whole(conversation, where, number):
+            truncated = example.truncated(self.max_length)
+            # Without an answer token there is nothing to train on.
+            if any(truncated.loss_mask):
+                examples.append(truncated)
+        return examples
 
     def fingerprint(self) -> str:
         """Hash the content of the tokenizer, its chat template and the options."""
@@ -153,6 +156,8 @@ class Rendering:
         else:
             backend = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items())]
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
+        # All that decides which tokens a conversation becomes, and nothing else: a folder of the
+        # cache is found by this hash.
         variables = template_variables(self.thinking, self.template_kwargs)
         parts = [
             backend,
@@ -161,13 +166,16 @@ class Rendering:
             sorted(self.eos),
             self.max_length,
             variables,
+            self.vocab_size,
         ]
-        parts.append(self.vocab_size)
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _rows_before(row: dict[str, Any], number: int) -> int:
-    """Rows of the same conversation before row `number`, where it has several."""
+    """Rows of the same conversation before row `number`, where it has several.
+
+    Rows 7, 8, 9 with `sequence` 1, 2, 3 are one conversation: row 9 has 2 before it.
+    """
     sequence = row.get("sequence")
     return sequence - 1 if type(sequence) is int and 1 <= sequence <= number + 1 else 0
 
@@ -185,7 +193,8 @@ class TokenizedSequences(Sequence[Example]):
     """
 
     def __init__(self, cache: TokenCache, chosen_N: NDArray[np.int64]) -> None:
-        self.cache, self.chosen_N = cache, chosen_N
+        self.cache = cache
+        self.chosen_N = chosen_N  # indices of these sequences in the cache
         self.lengths: list[int] = cache.lengths_N[chosen_N].tolist()
         self.conversations: list[int] = cache.conversations_N[chosen_N].tolist()
 
@@ -193,19 +202,20 @@ class TokenizedSequences(Sequence[Example]):
         return len(self.chosen_N)
 
     @overload
-    def __getitem__(self, place: int) -> Example: ...
+    def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Example]: ...
-    def __getitem__(self, place: int | slice) -> Example | list[Example]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        number = int(self.chosen_N[place])
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = int(self.chosen_N[index])
         row = self.cache.rows[number]
-        return Example(row["tokens"], row["loss_mask"], self.conversations[place])
+        return Example(row["tokens"], row["loss_mask"], self.conversations[index])
 
-    def tokens_of(self, place: int) -> NDArray[np.int32]:
+    def tokens_of(self, index: int) -> NDArray[np.int32]:
         """The tokens of a sequence, without a Python object for each."""
-        number = int(self.chosen_N[place])
+        # With parts of 4 and 3 sequences (ends 4, 7), sequence 5 is number 1 of part 1.
+        number = int(self.chosen_N[index])
         chunk = int(np.searchsorted(self._ends, number, "right"))
         offsets, tokens = self._chunks[chunk]
         first = number - (int(self._ends[chunk - 1]) if chunk else 0)
@@ -214,6 +224,7 @@ class TokenizedSequences(Sequence[Example]):
     @cached_property
     def _chunks(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Offsets and tokens of each part of the cache's column, mapped from its files."""
+        # Arrow keeps a column of lists as one array of all tokens and the offsets between lists.
         column = self.cache.rows.data.table.column("tokens")
         return [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in column.chunks]
 
@@ -265,18 +276,18 @@ class TokenCache:
 
     def sources_of(self, conversations: list[int]) -> list[int]:
         """Index of the name that each conversation's source was opened by."""
+        # Sources that begin at 0, 10 and 30: conversation 10 is of source 1, 29 too.
         numbers_N = np.searchsorted(self.first_of_source, conversations, side="right") - 1
-        found: list[int] = np.asarray(self.entries)[numbers_N].tolist()
-        return found
+        # A pattern such as data/*.jsonl opens several sources under one name.
+        entries: list[int] = np.asarray(self.entries)[numbers_N].tolist()
+        return entries
 
 
 def lengths_of(examples: Sequence[Example]) -> list[int]:
     """Tokens of each sequence; a cache's sequences are not read."""
-    return (
-        examples.lengths
-        if isinstance(examples, TokenizedSequences)
-        else [len(example.tokens) for example in examples]
-    )
+    if isinstance(examples, TokenizedSequences):
+        return examples.lengths
+    return [len(example.tokens) for example in examples]
 
 
 def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -290,16 +301,16 @@ def answers_of(examples: Sequence[Example]) -> tuple[NDArray[np.int64], NDArray[
             examples.cache.opens_N[examples.chosen_N],
         )
     masks = [example.loss_mask for example in examples]
-    return np.array([sum(mask) for mask in masks], np.int64), np.array(
-        [mask[0] for mask in masks], np.int64
-    )
+    answers_N = np.array([sum(mask) for mask in masks], np.int64)
+    opens_N = np.array([mask[0] for mask in masks], np.int64)
+    return answers_N, opens_N
 
 
-def tokens_of(examples: Sequence[Example], place: int) -> NDArray[np.int32]:
+def tokens_of(examples: Sequence[Example], index: int) -> NDArray[np.int32]:
     """The tokens of one of many sequences."""
     if isinstance(examples, TokenizedSequences):
-        return examples.tokens_of(place)
-    return np.asarray(examples[place].tokens, dtype=np.int32)
+        return examples.tokens_of(index)
+    return np.asarray(examples[index].tokens, dtype=np.int32)
 
 
 def conversations_of(examples: Sequence[Example]) -> NDArray[np.int64]:
@@ -311,7 +322,7 @@ def conversations_of(examples: Sequence[Example]) -> NDArray[np.int64]:
 
 def digest_of(examples: Sequence[Example]) -> bytes:
     """Hash tokens, masks and order of sequences: seven bytes."""
-    digest = hashlib.blake2b(digest_size=7)
+    digest = hashlib.blake2b(digest_size=7)  # fits in an int64, so that processes can exchange it
     if isinstance(examples, TokenizedSequences):
         digest.update(examples.cache.digest.encode() + examples.chosen_N.tobytes())
         return digest.digest()
@@ -326,19 +337,20 @@ def count_answer_tokens(examples: Iterable[Example], vocab_size: int) -> Tensor:
     For most of a cache, these are its counts less those of the sequences left out.
     """
     if isinstance(examples, TokenizedSequences):
+        # Read whichever is less: these sequences, or those that are left out of the cache's counts.
         cache = examples.cache
-        left_out = np.setdiff1d(np.arange(len(cache.lengths_N)), examples.chosen_N)
-        if len(left_out) <= len(examples):
+        left_out_N = np.setdiff1d(np.arange(len(cache.lengths_N)), examples.chosen_N)
+        if len(left_out_N) <= len(examples):
             counts_V = torch.zeros(max(vocab_size, len(cache.counts_V)), dtype=torch.int64)
             counts_V[: len(cache.counts_V)] = torch.from_numpy(cache.counts_V)
-            return counts_V - count_answer_tokens(
-                iter(TokenizedSequences(cache, left_out)), len(counts_V)
-            )
+            # An iterator: it has no chosen_N, and so is counted below.
+            left_out = iter(TokenizedSequences(cache, left_out_N))
+            return counts_V - count_answer_tokens(left_out, len(counts_V))
     tokens = [
         token
         for example in examples
-        for token, own in zip(example.tokens, example.loss_mask, strict=True)
-        if own
+        for token, is_answer in zip(example.tokens, example.loss_mask, strict=True)
+        if is_answer
     ]
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size)
 
@@ -354,41 +366,54 @@ def cached_sequences(
     Without a folder, the cache is `data` in the project's cache folder. Without `num_proc`, a
     process tokenizes for every `ROWS_PER_PROCESS` conversations, up to the cores.
     """
-    how, root = rendering.fingerprint(), Path(folder) if folder else cache_folder() / "data"
+    how = rendering.fingerprint()
+    root = Path(folder) if folder else cache_folder() / "data"
     root.mkdir(parents=True, exist_ok=True)
     parts: list[Dataset] = []
-    counts, digests, firsts, conversations = [], [], [0], []
-    read = truncated = 0
+    counts = []
+    digests = []
+    firsts = [0]  # the first row of each source, counted over all sources
+    conversations = []
+    read = 0
+    truncated = 0
     unused: list[UnusedRow] = []
     for source in sources:
+        # 1. Make the folder, if it is not there. The manifest, written last, says that it is whole.
         made_of = {
             "recipe": RECIPE,
             "rendering": how,
             "source": source.identity,
             "limit": source.limit,
         }
-        place = root / key_of(made_of)
-        if not (place / "manifest.json").is_file():
-            with WeakFileLock(f"{place}.lock"):
-                if not (place / "manifest.json").is_file():
-                    _make(place, made_of, source, rendering, num_proc)
-        manifest = read_json(place / "manifest.json")
+        entry = root / key_of(made_of)
+        if not (entry / "manifest.json").is_file():
+            with WeakFileLock(f"{entry}.lock"):
+                # Another process may have made it while this one waited for the lock.
+                if not (entry / "manifest.json").is_file():
+                    _make(entry, made_of, source, rendering, num_proc)
+
+        # 2. Check it against what was asked for: names of folders are cut hashes.
+        manifest = read_json(entry / "manifest.json")
         advice = "another tokenizer, chat template, option or data: remove it"
-        check_options(f"{place} holds sequences with", manifest["made_of"], made_of, advice)
-        own = concatenate_datasets([_mapped(place / file) for file in manifest["files"]])
-        conversations.append(own.data.table.column("row").to_numpy() + firsts[-1])
-        parts.append(own)
-        counts.append(np.load(place / "counts.npy"))
+        check_options(f"{entry} holds sequences with", manifest["made_of"], made_of, advice)
+
+        # 3. Map it. Rows count from 0 in each source, conversations over all sources.
+        dataset = concatenate_datasets([_mapped(entry / file) for file in manifest["files"]])
+        conversations.append(dataset.data.table.column("row").to_numpy() + firsts[-1])
+        parts.append(dataset)
+        counts.append(np.load(entry / "counts.npy"))
         digests.append(manifest["digest"])
         firsts.append(firsts[-1] + manifest["rows"])
         read += manifest["rows"]
         truncated += manifest["truncated"]
-        unused += _unused_rows(place / "unused.jsonl")
+        unused += _unused_rows(entry / "unused.jsonl")
+
+    # 4. Join the sources. Counts are as long as a source's largest token: pad them to the longest.
     rows = concatenate_datasets(parts)
     table = rows.data.table
     counts_V = np.zeros(max(map(len, counts)), dtype=np.int64)
-    for own_V in counts:
-        counts_V[: len(own_V)] += own_V
+    for source_counts_V in counts:
+        counts_V[: len(source_counts_V)] += source_counts_V
     return TokenCache(
         rows,
         pc.list_value_length(table.column("tokens")).to_numpy().astype(np.int64),
@@ -425,7 +450,10 @@ def _make(
             " processes"
         )
     folder.mkdir(exist_ok=True)
-    given = {
+
+    # 1. Tokenize, in several processes. `datasets` writes a file for each and skips those that an
+    # earlier start has completed: it finds them by name and fingerprint.
+    arguments = {
         "reader": source.reader,
         "expected": first_format(source),
         "rendering": rendering,
@@ -440,7 +468,7 @@ def _make(
             with_indices=True,
             remove_columns=source.rows.column_names,
             features=FEATURES,
-            fn_kwargs=given,
+            fn_kwargs=arguments,
             num_proc=processes if processes > 1 else None,
             cache_file_name=str(folder / "sequences.arrow"),
             new_fingerprint=folder.name,
@@ -457,37 +485,46 @@ def _make(
     files = [Path(file["filename"]).name for file in rows.cache_files]
     for left in set(folder.glob("*.arrow")) - {folder / name for name in files}:
         left.unlink()  # from a start with another number of processes
-    # Of a start that was killed there may be some in other batches: the same rows for the same
-    # reasons.
-    unused = {
-        row.row: row for path in sorted(folder.glob("unused-*.jsonl")) for row in _unused_rows(path)
-    }
+
+    # 2. Join the batches' lists of unused rows. A start that was killed may have left lists of
+    # other batches, with the same rows for the same reasons: each row counts once.
+    unused: dict[int, UnusedRow] = {}
+    for path in sorted(folder.glob("unused-*.jsonl")):
+        for row in _unused_rows(path):
+            unused[row.row] = row
     lines = [json.dumps(dataclasses.asdict(unused[number])) + "\n" for number in sorted(unused)]
     write_whole(folder / "unused.jsonl", "".join(lines))
     for path in folder.glob("unused-*.jsonl"):
         path.unlink()
+
+    # 3. Read the files once, for the digest and the counts. Each column has a digest of its own,
+    # so that the result does not depend on where batches end.
     truncated: set[int] = set()
     counts_V = np.zeros(0, dtype=np.int64)
-    # one for each column: batches may end anywhere
     digests = [hashlib.blake2b(digest_size=16) for _ in range(4)]
     for batch in itertools.chain.from_iterable(
         _mapped(folder / file).data.table.to_batches() for file in files
     ):
-        tokens, mask = batch.column("tokens"), batch.column("loss_mask")
-        flat, own = tokens.flatten().to_numpy(), mask.flatten().to_numpy(zero_copy_only=False)
+        tokens = batch.column("tokens")
+        flat_tokens = tokens.flatten().to_numpy()
+        flat_mask = batch.column("loss_mask").flatten().to_numpy(zero_copy_only=False)
         columns = (
-            flat,
-            own,
+            flat_tokens,
+            flat_mask,
             pc.list_value_length(tokens).to_numpy(),
             batch.column("row").to_numpy(),
         )
         for digest, column in zip(digests, columns, strict=True):
             digest.update(np.ascontiguousarray(column).data)
+        # A conversation of several sequences counts once.
         cut = batch.column("truncated").to_numpy(zero_copy_only=False)
         truncated.update(batch.column("row").to_numpy()[cut].tolist())
-        found_V = np.bincount(flat[own], minlength=len(counts_V))
-        found_V[: len(counts_V)] += counts_V
-        counts_V = found_V
+        # bincount is as long as the largest token so far.
+        batch_counts_V = np.bincount(flat_tokens[flat_mask], minlength=len(counts_V))
+        batch_counts_V[: len(counts_V)] += counts_V
+        counts_V = batch_counts_V
+
+    # 4. The manifest comes last: with it the folder is whole.
     np.save(folder / "counts.npy", counts_V)
     manifest = {
         "made_of": made_of,
@@ -520,11 +557,14 @@ def _encoded_rows(
     folder: Path,
 ) -> pa.Table:
     """Encode some rows of a source; write those that give no sequence to a file of their own."""
-    found: list[Example] = []
+    examples: list[Example] = []
     cut: list[bool] = []
     unused: list[UnusedRow] = []
+
+    # 1. Tokenize row by row. Of each row keep the sequences that hold an answer token once cut.
     for number, (where, row) in zip(numbers, reader.values(batch, numbers), strict=True):
         try:
+            # The reader yields its errors, so that one bad row does not end the batch.
             if isinstance(row, ValueError):
                 raise row
             whole = rendering.whole(check_row(row, where, expected), where, number)
@@ -532,32 +572,33 @@ def _encoded_rows(
             reason = str(error).removeprefix(f"{where}: ")
             unused.append(UnusedRow(number, where, reader.name, "rejected", reason))
             continue
-        kept = [example for example in whole if any(example.loss_mask[: rendering.max_length])]
-        found += [example.truncated(rendering.max_length) for example in kept]
-        cut += [len(example.tokens) > rendering.max_length for example in kept]
+        answered = [example for example in whole if any(example.loss_mask[: rendering.max_length])]
+        examples += [example.truncated(rendering.max_length) for example in answered]
+        cut += [len(example.tokens) > rendering.max_length for example in answered]
         if not whole:
             unused.append(
                 UnusedRow(number, where, reader.name, "unanswered", "no answer to train on")
             )
-        elif not kept:
+        elif not answered:
             reason = f"its answers begin after {rendering.max_length} tokens"
             unused.append(UnusedRow(number, where, reader.name, "too long", reason))
     if unused:
         lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in unused]
         write_whole(folder / f"unused-{numbers[0]:012d}.jsonl", "".join(lines))
-    ends = np.cumsum([0, *(len(example.tokens) for example in found)], dtype=np.int32)
-    tokens = np.fromiter(
-        (token for example in found for token in example.tokens), dtype=np.int32, count=ends[-1]
-    )
-    masks = np.fromiter(
-        (own for example in found for own in example.loss_mask), dtype=bool, count=ends[-1]
-    )
+
+    # 2. Build Arrow's lists from flat arrays: sequences of 3 and 2 tokens have the offsets 0 3 5.
+    offsets = np.cumsum([0, *(len(example.tokens) for example in examples)], dtype=np.int32)
+    size = offsets[-1]
+    flat_tokens = (token for example in examples for token in example.tokens)
+    flat_mask = (is_answer for example in examples for is_answer in example.loss_mask)
+    tokens = np.fromiter(flat_tokens, dtype=np.int32, count=size)
+    masks = np.fromiter(flat_mask, dtype=bool, count=size)
     columns = {
-        "tokens": pa.ListArray.from_arrays(pa.array(ends), pa.array(tokens)),
-        "loss_mask": pa.ListArray.from_arrays(pa.array(ends), pa.array(masks)),
-        "row": pa.array([example.conversation for example in found], pa.int64()),
-        "answers": pa.array([sum(example.loss_mask) for example in found], pa.int32()),
-        "opens": pa.array([example.loss_mask[0] for example in found], pa.bool_()),
+        "tokens": pa.ListArray.from_arrays(pa.array(offsets), pa.array(tokens)),
+        "loss_mask": pa.ListArray.from_arrays(pa.array(offsets), pa.array(masks)),
+        "row": pa.array([example.conversation for example in examples], pa.int64()),
+        "answers": pa.array([sum(example.loss_mask) for example in examples], pa.int32()),
+        "opens": pa.array([example.loss_mask[0] for example in examples], pa.bool_()),
         "truncated": pa.array(cut, pa.bool_()),
     }
     return pa.table(columns).cast(FEATURES.arrow_schema)

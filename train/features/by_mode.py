@@ -69,7 +69,7 @@ def open_source(
     """Open the source of all states: the one from outside if it is given, else the folder.
 
     Raises:
-        ValueError: it cannot be that of the target's states.
+        ValueError: the folder has no states, or those of another target.
     """
     if outside is not None:
         return outside(target.info, kept_layers(head.feature_layers))
@@ -116,13 +116,17 @@ def feature_source(
     `cached` copies the states of the source from `outside`, if one is given. `auto` caches states
     that fit in its limit and on the disk, and are read again or are there already.
     """
+    # 1. Stored and served: nothing is computed here.
     if source is not None:
         assert isinstance(target, OuterTarget)
         return StoredFeatures(target, head, source)
+
+    # 2. Online, and auto where a cache does not pay: too large, or read only once. In a folder that
+    # has a manifest, another run has begun to cache these states already.
     options = config.features
     tokens = sum(lengths_of(examples))
     gib = cache_bytes(head, options.format) * tokens / 2**30
-    # The main process's answer: a folder that another job begins now would divide the processes.
+    # The main process looks: a folder that another job begins now would divide the processes.
     begun = from_main(
         accelerator, options.folder is not None and (Path(options.folder) / MANIFEST).exists()
     )
@@ -130,10 +134,12 @@ def feature_source(
         options.mode == "auto" and (gib > options.limit or (epochs <= 1 and not begun))
     ):
         return OnlineFeatures(target, head)
+
+    # 3. A cache. Auto gives it up if the disk is too small for what is still lacking.
     cache = open_cache(accelerator, head, provenance, options, Path(config.output))
     if options.mode == "auto":
         lengths = lengths_of(examples)
-        lacking = sum(lengths[place] for place in lacking_in(accelerator, cache, examples))
+        lacking = sum(lengths[index] for index in lacking_in(accelerator, cache, examples))
         needed = cache_bytes(head, options.format, cache.layers) * lacking
         if from_main(accelerator, needed > free_bytes(cache.folder)):
             log.info(
@@ -142,12 +148,14 @@ def feature_source(
             )
             return OnlineFeatures(target, head)
     cached = CachedFeatures(target, head, cache, accelerator)
+    # A folder may have more layers than this head reads.
     gib = cache_bytes(head, options.format, cache.layers) * tokens / 2**30
     log.info(f"the target's states: {gib:.2f} GiB in {cache.folder}")
     if outside is not None:
         import_states(
             accelerator, cache, outside(target.info, cache.layers), target, head, examples
         )
+    # Auto adds states in the first epoch, as it computes them.
     if options.mode == "cached":
         cached.write(accelerator, examples)
     return cached
@@ -163,7 +171,7 @@ def import_states(
 ) -> int:
     """Add a source's states of all sequences to the cache; return how many sequences were added.
 
-    Each process adds its part.
+    Each process adds its share.
 
     Raises:
         ValueError: sequences without states, or states that are not theirs.
@@ -171,13 +179,15 @@ def import_states(
     """
     lacking = lacking_in(accelerator, cache, examples)
     lengths = lengths_of(examples)
-    check_room(accelerator, cache, head, sum(lengths[place] for place in lacking))
-    source.require(accelerator, [examples[place] for place in lacking], "to train on")
-    process, processes = accelerator.process_index, accelerator.num_processes
+    check_room(accelerator, cache, head, sum(lengths[index] for index in lacking))
+    source.require(accelerator, [examples[index] for index in lacking], "to train on")
+    process = accelerator.process_index
+    processes = accelerator.num_processes
+    # Each group is divided among the processes, which meet after it.
     step = IMPORTED * processes
     with (
         stop_on_signals() as stop,
-        ProgressBar("tokens", sum(lengths[place] for place in lacking)) as bar,
+        ProgressBar("tokens", sum(lengths[index] for index in lacking)) as bar,
     ):
         stopping = False
         for begin in range(0, len(lacking), step):
@@ -185,9 +195,10 @@ def import_states(
             stopping = any_process(accelerator, stop.wanted)
             if stopping:
                 break
-            own = group[process::processes]
-            all_agree(accelerator, partial(_take, cache, source, target, examples, own))
-            bar.update(bar.done + sum(lengths[place] for place in group))
+            share = group[process::processes]
+            all_agree(accelerator, partial(_take, cache, source, target, examples, share))
+            bar.update(bar.done + sum(lengths[index] for index in group))
+    # Write, and then read what the other processes have written.
     cache.flush()
     accelerator.wait_for_everyone()
     cache.refresh()
@@ -202,25 +213,24 @@ def _take(
     source: StateSource,
     target: Target,
     examples: Sequence[Example],
-    places: list[int],
+    indices: list[int],
 ) -> None:
     """Add the states of some sequences to a cache."""
     conversations_N = conversations_of(examples)
-    tokens = [torch.from_numpy(tokens_of(examples, place).astype(np.int64)) for place in places]
-    sequences = [
-        (tokens_T, int(conversations_N[place]))
-        for tokens_T, place in zip(tokens, places, strict=True)
-    ]
-    for tokens_T, (states_TLD, _) in zip(tokens, source.many(sequences), strict=True):
+    sequences: list[tuple[Tensor, int]] = []
+    for index in indices:
+        tokens_T = torch.from_numpy(tokens_of(examples, index).astype(np.int64))
+        sequences.append((tokens_T, int(conversations_N[index])))
+    for (tokens_T, _), (states_TLD, _) in zip(sequences, source.many(sequences), strict=True):
         cache.add(key_of(tokens_T), normed(source, target, states_TLD))
 
 
 @torch.no_grad()
 def normed(source: StateSource, target: Target, states_TLD: Tensor) -> Tensor:
-    """States with the final norm applied to the layer -1, as a cache holds them."""
+    """Apply the final norm to layer -1 of a source's states, as a cache holds them."""
     if not source.before_norm:
         return states_TLD
-    found = states_TLD.to(target.device, target.dtype, copy=True)
+    normed_TLD = states_TLD.to(target.device, target.dtype, copy=True)
     last = source.layers.index(-1)
-    found[:, last] = target.modules.norm(found[:, last])
-    return found
+    normed_TLD[:, last] = target.modules.norm(normed_TLD[:, last])
+    return normed_TLD

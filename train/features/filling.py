@@ -42,9 +42,12 @@ def fill_folder(
     if outside is not None:
         _from_source(config, accelerator, inputs, cache, held_out, outside)
         return
+    # 1. The conversations.
     cached = CachedFeatures(inputs.target, inputs.head, cache, accelerator)
     cached.write(accelerator, inputs.training)
     cached.write(accelerator, held_out)
+
+    # 2. The texts that evaluations replay: the probe's, and the target's answers to prompts.
     probe = probe_text(inputs.target.info.vocab_size, PROBE_TOKENS).tolist()
     texts = [probe]
     if inputs.replay is None:
@@ -59,6 +62,8 @@ def fill_folder(
             texts += [inputs.replay.texts[tuple(prompt.tolist())].tolist() for prompt in prompts]
         texts = from_main(accelerator, texts)
     cached.write(accelerator, [Example(text, [True] * len(text)) for text in texts])
+
+    # 3. The answers come after their states: an answer that is listed can be replayed.
     if inputs.replay is not None and accelerator.is_main_process:
         for prompt, text in zip(prompts, texts[1:], strict=True):
             write_answer(cache.folder, prompt.tolist(), text)
@@ -74,6 +79,7 @@ def _from_source(
     outside: OpenSource,
 ) -> None:
     """Copy a source's states, and if it answers, those of answers to the prompts of evaluations."""
+    # 1. Has the source all of them?
     target = inputs.target
     source = outside(target.info, cache.layers)
 
@@ -82,23 +88,27 @@ def _from_source(
         source.try_first(target, held_out[0])
 
     all_agree(accelerator, check)
+
+    # 2. The conversations.
     import_states(accelerator, cache, source, target, inputs.head, inputs.training)
     import_states(accelerator, cache, source, target, inputs.head, held_out)
     if not source.greedy:
         return
 
+    # 3. The texts that evaluations replay, as in `fill_folder`.
     def ask() -> None:
         if not accelerator.is_main_process:
             return
         examples = {tuple(example.prompt): example for example in held_out}
         for prompt_T in eval_prompts(target, held_out, config.eval):
             prompt = prompt_T.tolist()
-            if answer_path(cache.folder, prompt).exists():
+            if answer_path(cache.folder, prompt).exists():  # of an earlier start
                 continue
             room = target.max_positions - len(prompt)
             new_tokens = min(config.eval.new_tokens + BEYOND, room)
             text_T, (states_TLD, _) = source.answer(examples[tuple(prompt)], new_tokens)
             cache.add(key_of(text_T), normed(source, target, states_TLD))
+            # The states first: an answer that is listed can be replayed.
             cache.flush()
             write_answer(cache.folder, prompt, text_T.tolist())
         probe_T = probe_text(target.info.vocab_size, PROBE_TOKENS)

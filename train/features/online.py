@@ -49,6 +49,7 @@ def online_features(
 
     `dtype` is the one in which the head reads them.
     """
+    # The chosen layers side by side (F = layers * D), and the states after the final norm.
     features_BTF, last_BTD = target.read(
         batch.tokens_BT.to(target.device, non_blocking=True),
         head.feature_layers,
@@ -102,10 +103,13 @@ class CachedFeatures(OnlineFeatures):
         """
         super().__init__(target, head)
         self.cache = cache
+        # The processes that run the target together; None if each runs its own.
         self._together = accelerator if is_sharded(target) else None
+        # Layers are stored in the cache's order: with layers (2, 15, -1) there, a head that reads
+        # 15 and -1 takes numbers 1 and 2.
         self._chosen = [cache.layers.index(layer) for layer in head.feature_layers]
         self._last = cache.layers.index(-1)
-        self._epoch: int | None = None
+        self._epoch: int | None = None  # at whose beginning the cache was refreshed
 
     def __call__(self, batch: Batch, dtype: torch.dtype = torch.float32) -> TargetFeatures:
         missing = batch.states_BTLD is None
@@ -119,14 +123,16 @@ class CachedFeatures(OnlineFeatures):
         states_BTLD = decoded(
             on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
         ).to(dtype)
+        # [B, T, L, D] -> the head's layers -> [B, T, L * D]
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        if epoch != self._epoch:  # a worker forked the cache as it was then
+        # A worker has a copy of the cache from when it was forked. Each epoch adds states.
+        if epoch != self._epoch:
             self.cache.refresh()
             self._epoch = epoch
-        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
+        keys = [key_of(batch.tokens_BT[row, span]) for row, span in batch.places()]
         return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
 
     def _stored(self, batch: Batch, keys: list[bytes]) -> Batch:
@@ -144,6 +150,7 @@ class CachedFeatures(OnlineFeatures):
         lengths = lengths_of(examples)
         lacking = lacking_in(accelerator, self.cache, examples)
         check_room(accelerator, self.cache, self.head, sum(lengths[i] for i in lacking))
+        # Longest first: a batch that does not fit in memory fails at once.
         lacking.sort(key=lambda i: -lengths[i])
         batches = budgeted(lacking, lengths, BATCH_TOKENS)
         with stop_on_signals() as stop:
@@ -154,9 +161,10 @@ class CachedFeatures(OnlineFeatures):
                     stopping = any_process(accelerator, stop.wanted)
                     if stopping:
                         break
-                    # empty, if the last group has none for this process
-                    own = group[accelerator.process_index :][:1]
-                    self.fill(collate([examples[i] for batch in own for i in batch]))
+                    # At most one batch. The last group may be smaller than the number of
+                    # processes; one without a batch still calls `fill`, as a sharded target needs.
+                    share = group[accelerator.process_index :][:1]
+                    self.fill(collate([examples[i] for batch in share for i in batch]))
                     bar.update(bar.done + sum(lengths[i] for batch in group for i in batch))
             self.settle(accelerator)
             if stopping:
@@ -173,15 +181,18 @@ class CachedFeatures(OnlineFeatures):
         All processes over which a target is sharded call this at the same time, and run the target
         if any process lacks states.
         """
-        keys = [key_of(batch.tokens_BT[row, place]) for row, place in batch.places()]
+        keys = [key_of(batch.tokens_BT[row, span]) for row, span in batch.places()]
         missing = any(key not in self.cache for key in keys)
-        if missing if self._together is None else any_process(self._together, missing):
+        if self._together is not None:
+            missing = any_process(self._together, missing)
+        if missing:
             tokens_BT = batch.tokens_BT.to(self.target.device)
             layers = self.cache.layers
             states_BTF, _ = self.target.read(tokens_BT, layers, batch.positions_BT)
             states_BTLD = states_BTF.unflatten(-1, (len(layers), -1))
-            for key, (row, place) in zip(keys, batch.places(), strict=True):
-                self.cache.add(key, states_BTLD[row, place])
+            # Each sequence is stored alone, without padding.
+            for key, (row, span) in zip(keys, batch.places(), strict=True):
+                self.cache.add(key, states_BTLD[row, span])
         return keys
 
 
@@ -190,29 +201,37 @@ def with_states(batch: Batch, states: Sequence[States], layers: int, width: int)
 
     `states` follows the order of the sequences in the batch.
     """
-    shape = (*batch.tokens_BT.shape, layers)
-    first = states[0] if states else (torch.zeros(0, dtype=torch.float32), None)
-    states_BTLD = torch.zeros((*shape, width), dtype=first[0].dtype)
-    scales_BTL = None if first[1] is None else torch.zeros(shape, dtype=torch.float32)
-    for (states_TLD, scales_TL), (row, place) in zip(states, batch.places(), strict=False):
-        states_BTLD[row, place] = states_TLD
+    shape = (*batch.tokens_BT.shape, layers)  # [B, T, L]
+    # Zeros in the padding, and in all of a batch without sequences.
+    nothing = (torch.zeros(0, dtype=torch.float32), None)
+    first_states, first_scales = states[0] if states else nothing
+    states_BTLD = torch.zeros((*shape, width), dtype=first_states.dtype)
+    scales_BTL = None if first_scales is None else torch.zeros(shape, dtype=torch.float32)
+    for (states_TLD, scales_TL), (row, span) in zip(states, batch.places(), strict=False):
+        states_BTLD[row, span] = states_TLD
         if scales_BTL is not None and scales_TL is not None:
-            scales_BTL[row, place] = scales_TL
+            scales_BTL[row, span] = scales_TL
     return replace(batch, states_BTLD=states_BTLD, scales_BTL=scales_BTL)
 
 
 def lacking_in(
     accelerator: Accelerator, cache: FeatureCache, examples: Sequence[Example]
 ) -> list[int]:
-    """Places of the sequences whose states a cache lacks, each text once; processes share the work.
+    """Indices of the sequences whose states a cache lacks, each text once.
 
-    Every process gets the same list, also while another job fills the folder.
+    Processes share the work. Every process gets the same list, even while another job fills the
+    folder.
     """
-    own = range(accelerator.process_index, len(examples), accelerator.num_processes)
-    found = {key_of(tokens_of(examples, place)): place for place in own}
-    lacking = [(key, place) for key, place in found.items() if key not in cache]
+    # 1. Hash this process's share, in which a text may come more than once.
+    share = range(accelerator.process_index, len(examples), accelerator.num_processes)
+    index_of_key = {key_of(tokens_of(examples, index)): index for index in share}
+    lacking = [(key, index) for key, index in index_of_key.items() if key not in cache]
+    # 2. Exchange what each process lacks. Processes may have found the same text.
     parts: list[list[tuple[bytes, int]]] = gather_object([lacking])
-    together = {key: place for part in parts for key, place in reversed(part)}
+    together: dict[bytes, int] = {}
+    for part in parts:
+        for key, index in reversed(part):
+            together[key] = index
     return sorted(together.values())
 
 
@@ -241,7 +260,8 @@ def open_cache(
 ) -> FeatureCache:
     """Open a run's cache, which the main process creates.
 
-    A cache of another model or tokenizer raises a ValueError.
+    Raises:
+        ValueError: the folder holds states of another model or tokenizer.
     """
     layers = kept_layers(head.feature_layers)
     manifest = cache_manifest(provenance, layers, head.target.hidden_size, options.format)
@@ -255,15 +275,14 @@ def open_cache(
 
 
 def cache_bytes(head: DraftHead, storage: str, layers: Sequence[int] = ()) -> int:
-    """Return the bytes of a token's states on disk; int8 adds a float32 scale for each layer.
+    """Return the bytes of a token's states on disk.
 
-    `storage` names their format.
-
-    `layers` are those that a folder has, if not only what the head reads.
+    `storage` names their format. `layers` are those of a folder that has others than the head
+    reads.
     """
-    bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize + (
-        4 if storage == "int8" else 0
-    )
+    bytes_per_layer = head.target.hidden_size * FORMATS[storage].itemsize
+    if storage == "int8":
+        bytes_per_layer += 4  # a float32 scale
     return len(layers or kept_layers(head.feature_layers)) * bytes_per_layer
 
 
@@ -271,6 +290,7 @@ def target_features(
     target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor
 ) -> TargetFeatures:
     """Combine a batch with its states, on the target's device."""
+    # A worker that reads ahead has failed. The error is raised here, in the main process.
     if batch.failure is not None:
         raise ValueError(batch.failure)
     return TargetFeatures(

@@ -30,11 +30,13 @@ from ..machines import shard_mesh
 def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = False) -> Target:
     """Load the config's target, placed by `target_placement`.
 
-    A placement that does not fit this launch raises a ValueError.
-
     With `outer` only its embedding, final norm and LM head are loaded, whole on every process.
+
+    Raises:
+        ValueError: the placement does not fit this launch, or the target.
     """
-    dtype, placement = dtype_named(config.target_dtype), config.target_placement
+    dtype = dtype_named(config.target_dtype)
+    placement = config.target_placement
     options = loading_options(config)
     if outer:
         return OuterTarget.load(
@@ -44,6 +46,8 @@ def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = Fal
         return Target.load(
             config.target, dtype, accelerator.device, config.target_revision, options
         )
+
+    # What remains is a target on several devices: of several processes (shard), or of one (spread).
     if (placement == "shard") != (accelerator.num_processes > 1):
         other = "spread" if placement == "shard" else "shard"
         raise ValueError(
@@ -71,11 +75,11 @@ def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = Fal
 
 def loading_options(config: TrainConfig) -> dict[str, Any]:
     """Return the config's options for transformers' `from_pretrained` that are not null."""
-    given = {
+    options = {
         "attn_implementation": config.target_attention,
         "quantization_config": config.target_quantization,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class ShardedTarget(Target):
@@ -94,6 +98,8 @@ def is_sharded(target: Target) -> bool:
 
 def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) -> Target:
     """Load a target on the main process only; the others get their shards from it."""
+    # 1. The main process loads the weights into host memory. The others build the model on torch's
+    # meta device, with its buffers, such as rotary frequencies, which no checkpoint holds.
     weights: dict[str, Any] = {}
     provenance: list[Any] = [None]
     if accelerator.is_main_process:
@@ -101,23 +107,29 @@ def _sharded(config: TrainConfig, dtype: torch.dtype, accelerator: Accelerator) 
             config.target, dtype, "cpu", config.target_revision, loading_options(config)
         )
         whole.check_decoding()  # forwards of a sharded target need all processes
-        model, weights, provenance = whole.model, whole.model.state_dict(), [whole.provenance]
+        model = whole.model
+        weights = whole.model.state_dict()
+        provenance = [whole.provenance]
     else:
         model = empty_model(config, dtype)
+
+    # 2. Shard, and make room on the devices. `to_empty` loses values: keep those of the buffers.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     shard_blocks(model, shard_mesh(accelerator, config.loop.shard_over))
     model.to_empty(device=accelerator.device)
     model.tie_weights()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+
+    # 3. Send every process its shards.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     target = ShardedTarget(model.eval().requires_grad_(False), str(config.target))
     target.was_tried()
     target.provenance = broadcast_object_list(provenance)[0]
-    # FSDP2 finds the root of its modules in the first forward: that of a block alone, as when a
-    # head starts from the target's weights, must not come first. All processes are here, as a
-    # forward of a sharded target needs them.
+
+    # 4. Run the whole model once. FSDP2 finds the root of its modules in the first forward, so that
+    # of a block alone, as when a head starts from the target's weights, must not come first.
     target.read(torch.zeros(1, 1, dtype=torch.int64, device=accelerator.device), ())
     return target
 
@@ -126,19 +138,22 @@ def shard_blocks(model: PreTrainedModel, mesh: DeviceMesh | None = None) -> None
     """Shard every block over a mesh's processes, to be gathered while the block before it runs.
 
     Without a mesh, these are all processes.
-
-    The model itself is wrapped, too, although none of it is sharded: without a wrapped module
-    around them, blocks would each wait for all work launched before, and gathering would not
-    overlap with computing. Not its decoder: transformers looks up its class to return hidden
-    states.
     """
+    # 1. The blocks. Their weights are freed again after each forward.
     modules = Target(model).modules
     blocks = cast(list[FSDPModule], list(modules.blocks))
     for block in modules.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    own = {id(parameter) for block in modules.blocks for parameter in block.parameters()}
-    whole = {parameter for parameter in model.parameters() if id(parameter) not in own}
+
+    # 2. The model, although nothing else of it is sharded: without a wrapped module around them,
+    # blocks would each wait for all work launched before, and gathering would not overlap with
+    # computing. Its decoder stays unwrapped: transformers looks up its class to return hidden
+    # states.
+    of_blocks = {id(parameter) for block in modules.blocks for parameter in block.parameters()}
+    whole = {parameter for parameter in model.parameters() if id(parameter) not in of_blocks}
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+
+    # 3. While a block runs, the next one is gathered.
     for current, following in itertools.pairwise(blocks):
         current.set_modules_to_forward_prefetch([following])
 
@@ -148,20 +163,20 @@ def _spread(config: TrainConfig, dtype: torch.dtype) -> Target:
 
     Blocks that fit on no device stay in host memory.
     """
+    # 1. Plan, for a model without weights: about as much on each device, and no block divided.
     model = empty_model(config, dtype)
-    keep = model._no_split_modules
-    devices = infer_auto_device_map(
-        model, get_balanced_memory(model, no_split_module_classes=keep, dtype=dtype), keep
-    )
+    undivided = model._no_split_modules
+    memory = get_balanced_memory(model, no_split_module_classes=undivided, dtype=dtype)
+    devices = infer_auto_device_map(model, memory, undivided)
+
+    # 2. Move embedding, LM head and final norm to the first device, where the head trains.
     first = next(iter(devices.values()))
-    outer = {
-        id(part)
-        for part in (
-            model.get_input_embeddings(),
-            model.get_output_embeddings(),
-            Target(model).modules.norm,
-        )
-    }
+    outer_modules = (
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+        Target(model).modules.norm,
+    )
+    outer = {id(part) for part in outer_modules}
     devices |= {name: first for name, part in model.named_modules() if id(part) in outer}
     return Target.load(
         config.target, dtype, devices, config.target_revision, loading_options(config)
@@ -178,20 +193,20 @@ def packing_of(config: TrainConfig) -> dict[str, Any]:
     shape = config_of(config.target, config.target_revision)
     if shape is None:
         return {}  # unpacked as it is loaded
-    found = getattr(shape, "quantization_config", None)
-    return dict(found if isinstance(found, dict) else found.to_dict()) if found else {}
+    packing = getattr(shape, "quantization_config", None)
+    if not packing:
+        return {}
+    return dict(packing if isinstance(packing, dict) else packing.to_dict())
 
 
 def empty_model(config: TrainConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without weights, its buffers computed."""
     shape = load_config(config.target, config.target_revision)
     loader = model_loader(shape)
+    attention: dict[str, Any] = {}
+    if config.target_attention is not None:
+        attention["attn_implementation"] = config.target_attention
     with init_empty_weights(include_buffers=False):
-        given = (
-            {}
-            if config.target_attention is None
-            else {"attn_implementation": config.target_attention}
-        )
-        model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **given))
-    model.tie_weights()  # shared parameters were made twice
+        model = cast(PreTrainedModel, loader.from_config(shape, dtype=dtype, **attention))
+    model.tie_weights()  # on the meta device shared parameters are made twice
     return model

@@ -29,7 +29,6 @@ class StateSource(ABC):
     before_norm: bool = False
     """Whether -1 is the stream that leaves the last block, to which the final norm is still to be
     applied."""
-
     greedy: bool = False
     """Whether it has answers of the target, and not only those of the conversations."""
 
@@ -60,22 +59,21 @@ class StateSource(ABC):
         return [self.states(tokens_T, conversation) for tokens_T, conversation in sequences]
 
     def text_of(self, example: Example) -> Tensor | None:
-        """Return the text [T], a held-out prompt and its answer, that an evaluation replays.
+        """Return the text [T] that an evaluation replays: a held-out prompt and its answer.
 
+        The answer is the conversation's own first one where a source has no answers of the target.
         None if the target is asked for it at the evaluation.
-
-        It is the conversation's own first answer, where a source has no answers of the target.
         """
         return own_answer(example)
 
     def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
-        """The text [T] with a held-out prompt that an evaluation replays, and its states."""
+        """Return the text [T] that an evaluation replays, as `text_of` does, and its states."""
         tokens_T = self.text_of(example)
         assert tokens_T is not None
         return tokens_T, self.states(tokens_T, example.conversation)
 
     def probe(self, tokens_T: Tensor) -> States | None:
-        """The states of the text by which a head is recognised; None if they are not known."""
+        """Return the states of the text by which a head is recognised; None if not known."""
         return None
 
 
@@ -84,10 +82,9 @@ OpenSource = Callable[[TargetInfo, tuple[int, ...]], StateSource]
 
 
 def own_answer(example: Example) -> Tensor:
-    """A conversation's tokens up to the end of its first answer."""
-    begin = example.loss_mask.index(True)
-    end = next(
-        (t for t in range(begin, len(example.tokens)) if not example.loss_mask[t]),
-        len(example.tokens),
-    )
+    """Return a conversation's tokens up to the end of its first answer."""
+    # The mask 0 0 1 1 1 0 0 1 1 ends its first answer before position 5.
+    end = example.loss_mask.index(True)
+    while end < len(example.tokens) and example.loss_mask[end]:
+        end += 1
     return torch.tensor(example.tokens[:end])

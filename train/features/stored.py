@@ -47,14 +47,14 @@ class FolderStates(StateSource):
         """Read a folder for sequences of at most `max_length` tokens; cut stored texts to that."""
         self.cache = cache
         self.layers = cache.layers
+        # Of a stored text that is too long: the key of its first `max_length` tokens -> that of
+        # all of them, under which its states are stored. States do not depend on what follows.
         self._whole: dict[bytes, bytes] = {}
-        """By the key of a stored text that is cut, that of the whole one, which has its states."""
         for path in text_shards(cache.folder):
             tokens = text_row(path)["input_ids"]
             if len(tokens) > max_length:
-                self._whole[key_of(torch.tensor(tokens[:max_length]))] = key_of(
-                    torch.tensor(tokens)
-                )
+                cut_key = key_of(torch.tensor(tokens[:max_length]))
+                self._whole[cut_key] = key_of(torch.tensor(tokens))
         self.greedy = (cache.folder / ANSWERS).is_dir()
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
@@ -64,7 +64,7 @@ class FolderStates(StateSource):
                 f"{self.cache.folder} holds no states of conversation {conversation}; {FILL}"
             )
         states_TLD, scales_TL = self.cache.stored(key)
-        length = len(tokens_T)
+        length = len(tokens_T)  # fewer than the states, if the text was cut
         return states_TLD[:length], None if scales_TL is None else scales_TL[:length]
 
     def _key_of(self, tokens_T: Tensor | NDArray[Any]) -> bytes | None:
@@ -77,6 +77,7 @@ class FolderStates(StateSource):
         if not self.greedy:
             return super().text_of(example)
         path = answer_path(self.cache.folder, example.prompt)
+        # The prompt alone is too short to replay, which `StoredReplay.usable` refuses.
         if not path.exists():
             return torch.tensor(example.prompt)
         return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["text"])
@@ -96,12 +97,11 @@ class FolderStates(StateSource):
         return self.cache.stored(key) if key in self.cache else None
 
     def require(self, accelerator: Accelerator, examples: Sequence[Example], what: str) -> None:
-        process, processes = accelerator.process_index, accelerator.num_processes
-        own = range(process, len(examples), processes)
-        lacking = [place for place in own if self._key_of(tokens_of(examples, place)) is None]
+        share = range(accelerator.process_index, len(examples), accelerator.num_processes)
+        lacking = [index for index in share if self._key_of(tokens_of(examples, index)) is None]
         if lacking:
             raise ValueError(
-                f"{self.cache.folder} lacks the states of {len(lacking)} of {len(own)} sequences"
+                f"{self.cache.folder} lacks the states of {len(lacking)} of {len(share)} sequences"
                 f" {what}; the first is of conversation {examples[lacking[0]].conversation}; {FILL}"
             )
 
@@ -137,26 +137,27 @@ class StoredFeatures(OnlineFeatures):
         if batch.states_BTLD is None:
             batch = self._filled(batch)
         target = self.target
+        # Decoded on the device, so that fewer bytes are copied.
         states_BTLD = decoded(
             on_target(target, batch.states_BTLD), on_target(target, batch.scales_BTL)
         )
-        return target_features(
-            target,
-            batch,
-            *chosen_states(self.source, target, self.head.feature_layers, states_BTLD, dtype),
+        features_BTF, last_BTD = chosen_states(
+            self.source, target, self.head.feature_layers, states_BTLD, dtype
         )
+        return target_features(target, batch, features_BTF, last_BTD)
 
     def read_ahead(self, batch: Batch, epoch: int) -> Batch:
         try:
             return self._filled(batch)
-        except ValueError as error:  # the step raises it, in the process that the user sees
+        # The batch's step raises it, in the process that the user sees.
+        except ValueError as error:
             return replace(batch, failure=str(error))
 
     def _filled(self, batch: Batch) -> Batch:
-        places = list(batch.places())
+        """Return a batch with the states of its sequences from the source."""
         sequences = [
-            (batch.tokens_BT[row, place], conversation)
-            for (row, place), conversation in zip(places, batch.conversations, strict=True)
+            (batch.tokens_BT[row, span], conversation)
+            for (row, span), conversation in zip(batch.places(), batch.conversations, strict=True)
         ]
         return with_states(
             batch,
@@ -173,7 +174,7 @@ def chosen_states(
 
     The last states [..., D] are those after the final norm.
     """
-    last = states[..., source.layers.index(-1), :]
+    last = states[..., source.layers.index(-1), :]  # [..., L, D] -> [..., D]
     if source.before_norm:
         with torch.no_grad():
             last = target.modules.norm(last.to(target.dtype))
@@ -182,7 +183,9 @@ def chosen_states(
         last if layer == -1 else states[..., source.layers.index(layer), :].to(dtype)
         for layer in layers
     ]
-    return (torch.cat(parts, -1) if parts else last[..., :0]), last
+    # A head may read no features but only the last states: then F is 0.
+    features = torch.cat(parts, -1) if parts else last[..., :0]
+    return features, last
 
 
 class StoredReplay(ReplayTarget):
@@ -191,52 +194,54 @@ class StoredReplay(ReplayTarget):
     def __init__(self, target: Target, source: StateSource, held_out: list[Example]) -> None:
         """`held_out` are the conversations whose prompts may be answered."""
         super().__init__(target)
-        self.computes_logits = False  # next tokens come from the texts: stored states are rounded
+        # Next tokens come from the texts: logits of stored states, which are rounded, could differ.
+        self.computes_logits = False
         self.source = source
         self._examples = {tuple(example.prompt): example for example in held_out}
         self._states: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the states [T, L, D] of its text."""
 
     def usable(self, held_out: list[Example], config: EvalConfig) -> list[Example]:
-        """Held-out conversations whose prompts can be answered, the first ones.
+        """Return the first held-out conversations whose prompts can be answered.
 
         Raises:
             ValueError: the source has answers of the target, and lacks some of those that are to be
-                replayed.
+                replayed; or no conversation can be used.
         """
-        found: list[Example] = []
+        answerable: list[Example] = []
         for example in held_out:
-            if len(found) == config.prompts:
+            if len(answerable) == config.prompts:
                 break
+            # Prompts that leave no room are passed over, as with a target that is loaded.
             if not 0 < len(example.prompt) <= self.max_positions - config.new_tokens:
                 continue
             text_T = self.source.text_of(example)
             if text_T is None or self._reaches(
                 text_T.tolist(), len(example.prompt), config.new_tokens
             ):
-                found.append(example)
+                answerable.append(example)
             elif self.source.greedy:
                 raise ValueError(
                     f"no answer of {config.new_tokens} tokens (eval.new_tokens) to the held-out"
                     f" conversation {example.conversation} is stored; {FILL}, or lower eval.prompts"
                     " or eval.new_tokens"
                 )
-        if not found:
+        if not answerable:
             raise ValueError(
                 f"none of the {len(held_out)} held-out conversations has an answer of"
                 f" {config.new_tokens} tokens (eval.new_tokens) whose states are stored; lower"
                 " eval.new_tokens or hold out more"
             )
-        return found
+        return answerable
 
     def unknown(self, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
-        found: dict[tuple[int, ...], Tensor] = {}
+        lacking: dict[tuple[int, ...], Tensor] = {}  # a prompt that comes twice is listed once
         for prompt_T in prompts:
             prompt = tuple(prompt_T.tolist())
             text = self.texts.get(prompt)
             if text is None or not self._reaches(text.tolist(), len(prompt), new_tokens):
-                found[prompt] = prompt_T
-        return list(found.values())
+                lacking[prompt] = prompt_T
+        return list(lacking.values())
 
     def learn(
         self,
@@ -244,7 +249,7 @@ class StoredReplay(ReplayTarget):
         new_tokens: int,
         observers: Sequence[RoundObserver] = (),
     ) -> None:
-        """Ask the source for the answers to prompts of which none is known yet."""
+        """Ask the source for the answers to those prompts that are not known yet."""
         for prompt_T in self.unknown(prompts, new_tokens):
             prompt = tuple(prompt_T.tolist())
             room = self.max_positions - len(prompt)
@@ -255,22 +260,24 @@ class StoredReplay(ReplayTarget):
             self.keep(prompt_T, text_T)
 
     def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
-        found: list[Tensor] = []
+        # In the order of `ReplayTarget`'s rows: by length of the prompt.
+        rows: list[Tensor] = []
         for prompt in sorted(self.texts, key=len):
             states_TLD = self._states[prompt].to(self.device)
             features_TF, _ = chosen_states(
                 self.source, self.original, layers, states_TLD, self.dtype
             )
-            found.append(features_TF)
-        return pad_sequence(found, batch_first=True)
+            rows.append(features_TF)
+        return pad_sequence(rows, batch_first=True)
 
     def probe(self, head: DraftHead) -> dict[str, list[float]] | None:
-        """Drafts as `probe_drafts` makes them; None where the states of its text are not known."""
+        """Draft as `probe_drafts` does; None where the states of its text are not known."""
         if head.max_depth > PROBE_TOKENS - PROBE_ENDS[-1]:
             return None
         text_T = probe_text(self.info.vocab_size, PROBE_TOKENS)
         text = tuple(text_T.tolist())
         if text not in self.texts:
+            # The probe's text is a prompt without an answer.
             known = self.source.probe(text_T)
             if known is None:
                 return None

@@ -39,6 +39,8 @@ class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):
 
     def _submit_async_write(self, pending: Any) -> None:
         """Copy a request's states from the cache, before its blocks are freed, and write them."""
+        # Slots of the request's blocks in the cache: blocks 3 and 1 of 4 slots are 12 13 14 15 and
+        # 4 5 6 7.
         offsets = torch.arange(self._block_size)
         slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + offsets).flatten()
         states_TLD = extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))

@@ -25,7 +25,7 @@ def main() -> None:
     """Generate greedily, in float32, with each head as draft model."""
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    # one process, so that several runs import once
+    # One process, so that several runs import once.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -34,16 +34,19 @@ def main() -> None:
     for run in request["runs"]:
         try:
             answers.append(answer(vllm, request, run))
-        except Exception as error:  # whatever vLLM raises is its answer
+        # Whatever vLLM raises is its answer.
+        except Exception as error:
             answers.append({"error": f"{type(error).__name__}: {error}"})
-        found = {"version": vllm.__version__, "runs": answers}
-        Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+        # Written after each run: the next one may end the process.
+        so_far = {"version": vllm.__version__, "runs": answers}
+        Path(sys.argv[2]).write_text(json.dumps(so_far), encoding="utf-8")
+        # The next engine needs the memory.
         gc.collect()
         cleanup_dist_env_and_memory()
 
 
 def answer(vllm: Any, request: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """The answer of one run."""
+    """Answer the prompts of one run."""
     speculative = None
     if run["head"] is not None:
         speculative = {
@@ -62,26 +65,26 @@ def answer(vllm: Any, request: dict[str, Any], run: dict[str, Any]) -> dict[str,
         speculative_config=speculative,
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=request["max_new_tokens"])
-    before = counts(llm)  # metrics are the process's, not the engine's
+    # Metrics count over the whole process, not over one engine: take differences.
+    drafts_before, accepted_before = counts(llm)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling)
     drafts, accepted = counts(llm)
+    accepted_before = accepted_before or [0] * len(accepted)
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-        "drafts": drafts - before[0],
+        "drafts": drafts - drafts_before,
         "accepted": [
-            count - old
-            for count, old in zip(accepted, before[1] or [0] * len(accepted), strict=True)
+            count - before for count, before in zip(accepted, accepted_before, strict=True)
         ],
     }
 
 
 def counts(llm: Any) -> tuple[int, list[int]]:
-    """Drafts made, and drafts accepted by position."""
+    """Return the drafts made, and the drafts accepted by position, since the process began."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
-    return (
-        metrics[DRAFTS].value if DRAFTS in metrics else 0,
-        list(metrics[ACCEPTED].values) if ACCEPTED in metrics else [],
-    )
+    drafts = metrics[DRAFTS].value if DRAFTS in metrics else 0
+    accepted = list(metrics[ACCEPTED].values) if ACCEPTED in metrics else []
+    return drafts, accepted
 
 
 if __name__ == "__main__":

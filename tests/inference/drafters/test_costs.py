@@ -107,7 +107,7 @@ def test_nothing_is_measured_while_another_thread_generates(tiny_target, monkeyp
     held = []
     table = RoundCosts(TABLE.forward, 0.0)
     monkeypatch.setattr(
-        costs, "_measured", lambda *_: held.append(target.lock._is_owned()) or table
+        costs, "_measured", lambda *_: held.append(target.lock._lock._is_owned()) or table
     )
     measured_costs(target)
     assert held == [True]
