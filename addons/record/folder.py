@@ -181,7 +181,10 @@ def _costs_in(folder: Path) -> dict[str, Any]:
     path = folder / COSTS
     if not path.exists():
         return {}
-    costs = read_json(path)
+    try:
+        costs = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it") from error
     if not isinstance(costs, dict):
         raise ValueError(f"{path} does not hold costs of rounds; remove it")
     return costs

@@ -11,7 +11,9 @@ from ..tuning.round_costs import RoundCosts
 from ..tuning.tree_search import by_speed, chain_length, default_dynamic_tree, default_length
 
 CANDIDATE_SIZES = (2, 4, 8, 16, 32, 60)
-"""Nodes of the trees and chains that may be tried, the root counted: each twice as large."""
+"""Nodes of the trees that may be tried, the root counted: each twice as large."""
+CANDIDATE_LENGTHS = (1, 2, 3, 5, 7)
+"""Tokens of the chains that are tried where trees do not pay."""
 BEST_RATE = 0.8
 """Acceptance rate at every depth at which a candidate must pay: probing a hopeless one is a
 loss."""
@@ -22,10 +24,10 @@ def candidate_trees(
 ) -> list[TreePolicy]:
     """The trees to choose from where none is named, the most promising first.
 
-    They are a chain of one token, and dynamic trees.
-    The size of `hint`, a tree that was fast on another machine, replaces the nearest. A head that
-    estimates its acceptance rate also offers a chain that ends, or a round without drafts, where
-    one token more is less likely to be accepted than the share of a plain step that it costs.
+    They are a chain of one token, and dynamic trees. The size of `hint`, a tree that was fast on
+    another machine, replaces the nearest. A head that estimates its acceptance rate also offers a
+    chain that ends, or a round without drafts, where one token more is less likely to be accepted
+    than the share of a plain step that it costs.
     """
     sizes = list(CANDIDATE_SIZES)
     if hint is not None and 2 <= hint.size <= sizes[-1]:
@@ -50,7 +52,7 @@ def candidate_trees(
 
 def candidate_chains(head: DraftHead, costs: RoundCosts) -> list[TreePolicy]:
     """The chains to choose from where trees do not pay, the most promising first."""
-    lengths = sorted({min(size - 1, head.max_depth) for size in CANDIDATE_SIZES})
+    lengths = sorted({min(length, head.max_depth) for length in CANDIDATE_LENGTHS})
     return _promising([TreeShape.chain(length) for length in lengths], costs)
 
 
