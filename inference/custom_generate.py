@@ -3,7 +3,7 @@
 model.generate(**inputs, custom_generate=custom_generate(head="examples/smollm2-135m-eagle3"))
 model.generate(**inputs, custom_generate="user/head", trust_remote_code=True)
 
-The model stays untouched: the engine of each model is kept here, and freed with the model.
+The model stays untouched: the decoder of each model is kept here, and freed with it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DecodingMethod:
         self, model: PreTrainedModel, *args: Any, **inputs: Any
     ) -> Tensor | GenerateDictOutput:
         call = Call(RandomSampler(self.generator), self.streamer, as_transformers=True)
-        method = engine_of(model, self, self.options).decoding_method(call)
+        method = decoder_of(model, self, self.options).decoding_method(call)
         return cast(Tensor | GenerateDictOutput, method(model, *args, **inputs))
 
 
@@ -131,20 +131,18 @@ def generate_from(
             " custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place"
             " into that file; `headstart push` writes the repository's name"
         )
-    # 1. The engine for this model, kept since the last call.
+    # 1. The decoder for this model, kept since the last call.
     options = {"head": head, "compile": compile, "dtype": dtype, "allow_adapter": allow_adapter}
     options |= {"head_revision": revision}
     options |= {name: settings.pop(name) for name in HUB_OPTIONS if name in settings}
-    engine = engine_of(model, generate_from, options)
+    lm = decoder_of(model, generate_from, options)
     # 2. What needs the tokenizer, which `model.generate` passes to this function but not to a
     #    decoding method.
     inputs = settings.pop("inputs", None)
     input_ids = settings.pop("input_ids", None)
     mask = settings.pop("attention_mask", None)
     prompts = Prompts(input_ids if inputs is None else inputs, mask)
-    prompts, settings = with_tokenizer(
-        engine.target, prompts, settings, generation_config, tokenizer
-    )
+    prompts, settings = with_tokenizer(lm.target, prompts, settings, generation_config, tokenizer)
     # 3. The same call again, with a decoding method in place of the folder.
     generate = cast(Any, model).generate  # mixed into the model's class, which no annotation says
     return generate(
@@ -152,37 +150,35 @@ def generate_from(
         attention_mask=prompts.attention_mask,
         generation_config=generation_config,
         streamer=streamer,
-        custom_generate=engine.decoding_method(
-            Call(RandomSampler(), streamer, as_transformers=True)
-        ),
+        custom_generate=lm.decoding_method(Call(RandomSampler(), streamer, as_transformers=True)),
         **settings,
     )
 
 
-Engines = WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]
-"""The latest engine for each caller, with its options."""
-_ENGINES: WeakKeyDictionary[PreTrainedModel, Engines] = WeakKeyDictionary()
-"""The engines of each model. They hold the model weakly, so that they are freed with it."""
+Decoders = WeakKeyDictionary[Callable[..., Any], tuple[dict[str, Any], SpeculativeLM]]
+"""The latest decoder for each caller, with its options."""
+_DECODERS: WeakKeyDictionary[PreTrainedModel, Decoders] = WeakKeyDictionary()
+"""The decoders of each model. They hold the model weakly, so that they are freed with it."""
 
 
-def engine_of(
+def decoder_of(
     model: PreTrainedModel, caller: Callable[..., Any], options: dict[str, Any]
 ) -> SpeculativeLM:
-    """The engine that was loaded for this model, caller and options; a new one if there is none."""
-    engines = _ENGINES.setdefault(model, WeakKeyDictionary())
-    if caller in engines:
+    """The decoder that was loaded for this model, caller and options; else a new one."""
+    decoders = _DECODERS.setdefault(model, WeakKeyDictionary())
+    if caller in decoders:
         # A model that has been moved or converted since needs a new one.
-        old_options, engine = engines[caller]
-        same_model = (model.dtype, model.device) == (engine.target.dtype, engine.target.device)
+        old_options, lm = decoders[caller]
+        same_model = (model.dtype, model.device) == (lm.target.dtype, lm.target.device)
         if old_options == options and same_model:
-            return engine
-    engine = SpeculativeLM.from_pretrained(model, **options)
-    engine.target.hold_weakly()  # else the table's value would keep its own key alive
-    engines[caller] = options, engine
-    return engine
+            return lm
+    lm = SpeculativeLM.from_pretrained(model, **options)
+    lm.target.hold_weakly()  # else the table's value would keep its own key alive
+    decoders[caller] = options, lm
+    return lm
 
 
 def refresh(model: PreTrainedModel) -> None:
-    """Call `SpeculativeLM.refresh` of every engine that is kept for a model."""
-    for _, engine in _ENGINES.get(model, {}).values():
-        engine.refresh()
+    """Call `SpeculativeLM.refresh` of every decoder that is kept for a model."""
+    for _, lm in _DECODERS.get(model, {}).values():
+        lm.refresh()

@@ -10,7 +10,7 @@ from typing import Any
 from ..heads.base import DraftHead
 from .drafters.base import BatchDrafter
 from .drafters.by_name import DrafterSource, make_drafter
-from .drafters.tree_policies import draft_models
+from .drafters.tree_policies import model_rows
 from .engines.target import Target
 from .rounds.verification import Verification
 from .trees.tree_spec import TreeSpec
@@ -62,7 +62,7 @@ class Drafting:
     @property
     def head_in_engine(self) -> DraftHead | None:
         """The head as it drafts, which may be a copy in the target's engine; None without one."""
-        for rows in draft_models(self.drafter):
+        for rows in model_rows(self.drafter):
             if isinstance(rows.model, DraftHead):
                 return rows.model
         return None
@@ -103,7 +103,7 @@ class Recipe:
         )
         drafter = with_tree(self.tree)
         self.target.check_layers(drafter.feature_layers)
-        for rows in draft_models(drafter):
+        for rows in model_rows(drafter):
             rows.use(self.target.engine)
         # 3. The rule, which must fit the drafter's trees.
         return Drafting.by_rule(

@@ -31,7 +31,7 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants
 from .drafters.costs import measured_costs
-from .drafters.tree_policies import draft_models
+from .drafters.tree_policies import model_rows
 from .drafters.validated import validated
 from .drafting import Drafting, Recipe
 from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
@@ -267,7 +267,7 @@ class SpeculativeLM:
         """
         with as_loaded(self.target.model):
             self.target.compile(mode)
-        for rows in draft_models(self.drafter):
+        for rows in model_rows(self.drafter):
             rows.use(self.target.engine)
         return self
 
@@ -284,7 +284,7 @@ class SpeculativeLM:
         with self.target.lock:
             self.target.refresh()
             for drafting in (self.drafting, *self._of_calls.values()):
-                for rows in draft_models(drafting.drafter):
+                for rows in model_rows(drafting.drafter):
                     rows.renew(force=True)
         return self
 
@@ -604,7 +604,7 @@ class SpeculativeLM:
             target.check_decoding()
             # Weights that changed since the last call are copied again, where copies compute.
             target.renew()
-            for rows in draft_models(drafter):
+            for rows in model_rows(drafter):
                 rows.use(target.engine)
                 rows.renew()
             check_size(target, drafter, prompts, new_tokens, together)

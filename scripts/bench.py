@@ -182,9 +182,9 @@ def _draft_vocabulary(fast: SpeculativeLM) -> Tensor | None:
     """Return the tokens that the head can draft; None if these are all, or there is no head."""
     import torch
 
-    from headstart.inference.drafters.tree_policies import draft_models
+    from headstart.inference.drafters.tree_policies import model_rows
 
-    heads = [rows.model for rows in draft_models(fast.drafter)]
+    heads = [rows.model for rows in model_rows(fast.drafter)]
     if not heads or heads[0].draft_vocab_size >= fast.target.info.vocab_size:
         return None
     return heads[0].target_tokens(

@@ -25,7 +25,7 @@ from ...heads.base import DraftHead, dtype_name
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...inference.drafters.model_rows import DraftModel
 from ...inference.drafters.round import Round
-from ...inference.drafters.tree_policies import draft_models
+from ...inference.drafters.tree_policies import model_rows
 from ...inference.rounds.observers import ObservedCall, RoundObserver
 from ...inference.trees.sampling import PositionSampler, RandomSampler, Sampler, finest, sampler_by
 from ...inference.trees.stats import PARTS, RoundRecord, Stats
@@ -174,7 +174,7 @@ class Recorder:
         """The draft vocabulary as the target's tokens, and the index of each of the target's tokens
         in it or -1."""
         self._watching = ExitStack()
-        for rows in draft_models(call.drafter):
+        for rows in model_rows(call.drafter):
             if self._model is None:
                 self._model = rows.model
             self._watching.enter_context(rows.watched(self._watch))
@@ -373,7 +373,7 @@ class Recorder:
 
 def decoding_data(call: ObservedCall) -> dict[str, Any]:
     """Target, drafter and rule of a generation."""
-    heads = [rows.model for rows in draft_models(call.drafter)]
+    heads = [rows.model for rows in model_rows(call.drafter)]
     return {
         "target": call.target.name,
         "head": type(heads[0]).__name__ if heads and isinstance(heads[0], DraftHead) else None,

@@ -262,7 +262,7 @@ class AdaptiveDrafter(BatchDrafter):
             depth = tree.depth if isinstance(tree, HeadDrafter) else 0
             seconds.append(costs.seconds(tree.max_nodes, depth))
             tokens.append(default_length(_shape(tree)))
-        return expected_record(seconds, tokens)
+        return expected_record(seconds, tokens, 0 if self.plain else None)
 
 
 def _shape(tree: BatchDrafter) -> TreePolicy:

@@ -46,7 +46,7 @@ from .specs import (
     SmallerModel,
     drafter_spec,
 )
-from .tree_policies import DynamicTree, HeadDrafter, StaticTree, draft_models
+from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
 from .validated import validated
 
 DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
@@ -196,7 +196,7 @@ def _head_drafter(
 
 def assistants(drafter: BatchDrafter) -> list[Target]:
     """The smaller models that draft in a drafter."""
-    models = [rows.model for rows in draft_models(drafter)]
+    models = [rows.model for rows in model_rows(drafter)]
     return [model.model for model in models if isinstance(model, AssistantModel)]
 
 

@@ -193,18 +193,17 @@ def answer_begins(record: Record) -> Record:
     return replace(record, credit=min(record.credit, CREDIT), probe_left=0)
 
 
-def expected_record(seconds: Sequence[float], tokens: Sequence[float]) -> Record:
+def expected_record(seconds: Sequence[float], tokens: Sequence[float], plain: int | None) -> Record:
     """The record before any step: expected seconds and tokens per step of each candidate."""
     candidates = [Candidate(*pair) for pair in zip(seconds, tokens, strict=True)]
-    plain = None
-    for number, candidate in enumerate(candidates):
-        if candidate.tokens == 1:
-            plain = number
     return Record(tuple(candidates), plain)
 
 
 def for_other_rows(record: Record) -> Record:
-    """A first record for another number of rows or other texts: what was measured is expected."""
+    """Start a record for another number of rows, or for sampling in place of greedy decoding.
+
+    Seconds that were measured there are the expected seconds here; nothing counts as timed.
+    """
     candidates = []
     for number, candidate in enumerate(record.candidates):
         candidates.append(replace(candidate, expected_seconds=record.seconds(number), timed=()))

@@ -55,7 +55,7 @@ class Round:
     """A finished speculation round."""
 
     proposed: DraftTree
-    """The tree as the drafter made it."""
+    """The tree as the drafter made it; in a repeated round the root alone."""
     verified: DraftTree
     """The tree that the target read."""
     nodes: Sequence[int] | None

@@ -180,7 +180,7 @@ class HeadDrafter(BatchDrafter):
         return self.head.target_tokens(sampled_BWR), probs_BWV
 
 
-def draft_models(drafter: BatchDrafter) -> list[ModelRows]:
+def model_rows(drafter: BatchDrafter) -> list[ModelRows]:
     """The draft models in a drafter, each once."""
     models: list[ModelRows] = []
     for part in drafter.nested():

@@ -2,10 +2,13 @@
 
     device  compile  engine              its runner   what runs the target's layers
     CPU     True     CpuEngine           Runner       PackedDecoder (C++), for Llama-like layers
-    CPU     True     packed ModelEngine  Runner       the model, its linear layers in our kernels
+    CPU     True     packed ModelEngine  Planless...  the model, its linear layers in our kernels
     CUDA    True     ModelEngine         GraphRunner  FusedDecoder, for Llama-like layers, or the
                                                       model
-    any     False    ModelEngine         as it is     the model
+    any     False    ModelEngine         Planless...  the model
+
+A `Runner` calls functions; a `PlanlessRunner` does so with kernels that start at once for every
+shape; a `GraphRunner` records and replays them.
 
 Models whose layers keep a state, that count positions by their cache, or that have an encoder bring
 engines of their own in place of `ModelEngine`: see `engines.target`.

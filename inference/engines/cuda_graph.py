@@ -6,10 +6,11 @@ inputs of some shapes, is recorded at the second such call, in about the time of
 replayed from then on. Numbers that it takes from the host are part of the key of a recording.
 Inputs are copied to where the recording reads them.
 
-A round replays four of them, each with memory of its own, so that a result is valid until its
-function's next call:
+A round replays these, each with memory of its own, so that a result is valid until its function's
+next call:
 
     draft        StaticTree.draft, DynamicTree.draft     drafters.tree_policies
+                 or ModelRows.expand, once a level, for trees that are drawn or end early
     forward      ModelEngine._tree_forward               engines.model_engine
     verdict      Verification.verify_and_compact         rounds.verification
     observe      the head's `observe`                    drafters.model_rows

@@ -243,9 +243,9 @@ def verify_round(
     """Run steps 2 to 6 of a round: cut the tree, verify it in one forward, commit what it accepts.
 
     A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`.
-    Attention multiplies by 0 what a node does not see, and 0 x NaN is NaN: so a draft whose keys or
-    values are not finite, in this tree or left in the cache by an earlier one, spoils all nodes. It
-    never makes wrong scores that are finite.
+    One draft with NaN or infinite keys or values turns the scores of all nodes into NaN, even of
+    those that do not attend to it, because 0 x NaN is NaN; so does an old one that is left in the
+    cache. Such scores are always NaN, never finite and wrong: NaN is a complete test.
 
     Returns None if the round must be repeated: a row got no token, or some sampled drafts could not
     be verified. The result of a repeated round (`fallback` is "not_finite") is final.

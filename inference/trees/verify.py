@@ -283,26 +283,30 @@ class Rule:
     verify: AcceptanceRule
     kinds: frozenset[TreeKind]
     """Kinds of trees for which the rule is exact."""
-    lossy: bool = False
-    top_down: bool = True
+    top_down: bool
     """Whether a node's verdict depends on the scores of the node and its ancestors alone."""
+    lossy: bool = False
 
 
 ANY: frozenset[TreeKind] = frozenset(
     ("top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement")
 )
 RULES: dict[str, Rule] = {
-    "point_mass": Rule(point_mass, ANY),
-    "token": Rule(without_replacement, frozenset(("sampled_chain",))),
-    "with_replacement": Rule(with_replacement, frozenset(("sampled_chain", "sampled_independent"))),
+    "point_mass": Rule(point_mass, ANY, top_down=True),
+    "token": Rule(without_replacement, frozenset(("sampled_chain",)), top_down=True),
+    "with_replacement": Rule(
+        with_replacement, frozenset(("sampled_chain", "sampled_independent")), top_down=True
+    ),
     "without_replacement": Rule(
-        without_replacement, frozenset(("sampled_chain", "sampled_without_replacement"))
+        without_replacement,
+        frozenset(("sampled_chain", "sampled_without_replacement")),
+        top_down=True,
     ),
     "block": Rule(traversal, frozenset(("sampled_chain",)), top_down=False),
     "traversal": Rule(
         traversal, frozenset(("sampled_chain", "sampled_without_replacement")), top_down=False
     ),
-    "typical": Rule(typical, ANY, lossy=True, top_down=False),
+    "typical": Rule(typical, ANY, top_down=False, lossy=True),
 }
 """Acceptance rules for sampling by name; greedy decoding has one rule, whatever the tree."""
 BEST: dict[TreeKind, str] = {

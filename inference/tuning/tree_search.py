@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from ..trees.tree_spec import DynamicShape, SampledShape, TreePolicy, TreeShape
+from ..trees.tree_spec import DynamicShape, EarlyExitShape, SampledShape, TreePolicy, TreeShape
 from .round_costs import RoundCosts
 
 GPU_TOKENS = 128
@@ -113,7 +113,8 @@ def default_length(policy: TreePolicy) -> float:
         return default_length(best_static_tree(default_accuracy(policy.depth), policy.size))
     if isinstance(policy, SampledShape):
         return default_length(policy.shape)
-    return default_length(TreeShape.chain(policy.depth))  # with early exit: as if it never ended
+    assert isinstance(policy, EarlyExitShape)  # as if it never ended early
+    return default_length(TreeShape.chain(policy.depth))
 
 
 @lru_cache(maxsize=256)

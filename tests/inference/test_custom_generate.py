@@ -15,7 +15,7 @@ from helpers import build_model
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
-from headstart.inference.custom_generate import _ENGINES
+from headstart.inference.custom_generate import _DECODERS
 
 PROMPT = torch.arange(1, 6)[None]
 SETTINGS = {
@@ -94,7 +94,7 @@ def test_a_model_is_left_untouched(head, loaded, entrance):
 def test_packed_weights_are_freed_with_the_model(head, loaded, entrance):
     generate, model = entrance(head), build_model(layers=3, dtype=torch.float32)
     generate(model)
-    (engine,) = [weakref.ref(engine) for _, engine in _ENGINES[model].values()]
+    (engine,) = [weakref.ref(engine) for _, engine in _DECODERS[model].values()]
     assert engine().target.compiled
     del model
     gc.collect()
@@ -105,7 +105,7 @@ def test_an_engine_is_freed_with_what_asked_for_it(head, loaded):
     model = build_model(layers=3)
     generate = by_function(head)
     generate(model)
-    engine = weakref.ref(next(iter(_ENGINES[model].values()))[1])
+    engine = weakref.ref(next(iter(_DECODERS[model].values()))[1])
     assert engine() is not None
     del generate
     gc.collect()

@@ -211,8 +211,8 @@ def test_at_another_number_of_rows_what_was_measured_is_expected() -> None:
 
 
 def test_the_candidate_that_is_expected_to_emit_one_token_is_a_plain_step() -> None:
-    assert expected_record([1.0, 1.5], [1.0, 2.0]).plain == 0
-    assert expected_record([1.5, 1.8], [1.5, 2.0]).plain is None
+    assert expected_record([1.0, 1.0, 1.5], [1.0, 1.0, 2.0], 0).plain == 0, "and not the root alone"
+    assert expected_record([1.5, 1.8], [1.5, 2.0], None).plain is None
 
 
 # Answers on a machine of the test's own: seconds in plain steps.
@@ -271,7 +271,7 @@ def three(candidate: int, written: int) -> int:
 
 
 def test_drafts_that_pay_run_but_for_probes_of_plain_steps() -> None:
-    _, seconds, steps = answer(expected_record([1.0, 1.5], [1.0, 2.0]), [1.0, 1.5], three, 600)
+    _, seconds, steps = answer(expected_record([1.0, 1.5], [1.0, 2.0], 0), [1.0, 1.5], three, 600)
     assert spans(steps)[0][0] == TREE
     assert spans(steps)[1] == (PLAIN, PROBE_STEPS)
     assert seconds <= 1.02 * 300
@@ -280,7 +280,7 @@ def test_drafts_that_pay_run_but_for_probes_of_plain_steps() -> None:
 @pytest.mark.parametrize("cost", [1.2, 2.0, 5.0])
 def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: float) -> None:
     tokens = 20_000
-    known = expected_record([1.0, cost], [1.0, 2.0])
+    known = expected_record([1.0, cost], [1.0, 2.0], 0)
     _, seconds, steps = answer(known, [1.0, cost], never, tokens)
     assert seconds - tokens <= PROBE_SHARE * tokens + CREDIT + 2 * cost
     assert steps.count(TREE) * (cost - 1) >= 0.5 * PROBE_SHARE * tokens
@@ -288,7 +288,7 @@ def test_drafts_that_never_pay_are_probed_on_their_share_of_the_tokens(cost: flo
 
 def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up() -> None:
     """Each rejected step of a tree that costs two plain steps loses one token."""
-    known = expected_record([1.0, 2.0], [1.0, 2.2])
+    known = expected_record([1.0, 2.0], [1.0, 2.2], 0)
     known, _, _ = answer(known, [1.0, 2.0], lambda *_: 4, 600)
     known, seconds, steps = answer(known, [1.0, 2.0], never, 128)
     assert spans(steps)[0] == (TREE, int(CREDIT))
@@ -300,7 +300,7 @@ def test_drafts_that_cease_to_pay_run_until_their_credit_is_used_up() -> None:
 def test_the_fastest_of_several_trees_is_learned() -> None:
     """The larger tree pays from the second answer on."""
     costs = [1.0, 1.25, 1.75]
-    known = expected_record(costs, [1.0, 1.4, 2.0])
+    known = expected_record(costs, [1.0, 1.4, 2.0], 0)
     known, _, _ = answer(known, costs, lambda number, _: [1, 2, 2][number], 600)
     for _ in range(3):
         known, _, steps = answer(known, costs, lambda number, _: [1, 2, 4][number], 600)
@@ -312,7 +312,7 @@ def test_the_fastest_of_several_trees_is_learned() -> None:
 def test_a_machine_that_changes_its_speed_is_measured_anew(
     factor: float, tokens: int, ideal: float
 ) -> None:
-    known = expected_record([1.0, 1.5], [1.0, 2.0])
+    known = expected_record([1.0, 1.5], [1.0, 2.0], 0)
     for speed in (1.0, factor, factor):
         costs = [speed, 1.5 * speed]
         known, seconds, _ = answer(known, costs, lambda *_: tokens, 1000)
@@ -323,7 +323,7 @@ def test_a_machine_that_changes_its_speed_is_measured_anew(
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_pause_does_not_decide(when: int, tokens: int) -> None:
     """One step takes fifty times as long, whichever it is."""
-    known = expected_record([1.0, 1.5], [1.0, 2.0])
+    known = expected_record([1.0, 1.5], [1.0, 2.0], 0)
     steps = []
     for number in range(400):
         choice = choose(known)
@@ -357,7 +357,7 @@ def test_no_answer_is_slower_than_0_95_of_plain_steps(cost: float, seed: int) ->
     """
     chance = random.Random(seed)
     costs = [1.0, cost, 1.2 * cost]
-    known = expected_record(costs, [1.0, 2.0, 2.5])
+    known = expected_record(costs, [1.0, 2.0, 2.5], 0)
     known, _, _ = answer(known, costs, never, 128)
     for _ in range(25):
         rates = [chance.choice([0.0, 0.0, 0.3, 0.6, 0.9]) for _ in range(3)]
