@@ -61,6 +61,7 @@ class TargetInfo:
 
         The ValueError names every dimension that differs.
         """
+        # The other dimensions describe the target's own layers, which a head need not share.
         differing = [
             f"{name.replace('_', ' ')} {getattr(self, name)} (head) and {getattr(other, name)}"
             " (target)"
@@ -106,10 +107,11 @@ class TargetModules:
         `weight` and `bias` are rows of the LM head; without `weight` it is the LM head itself.
         """
         logits = self.lm_head(states) if weight is None else F.linear(states, weight, bias)
-        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
-        return (
-            logits if self.logit_cap is None else self.logit_cap * (logits / self.logit_cap).tanh()
-        )
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = self.logit_cap * (logits / self.logit_cap).tanh()
+        return logits
 
 
 @dataclass(frozen=True)
@@ -138,13 +140,13 @@ class TargetFeatures:
         """Position of each token in its sequence, packed or not."""
         if self.positions_BT is not None:
             return self.positions_BT
-        return torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device).expand_as(
-            self.tokens_BT
-        )
+        column_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+        return column_T.expand_as(self.tokens_BT)
 
     @property
     def sequences_BT(self) -> Tensor | None:
         """Number of each token's sequence in a packed row; None where every row is one sequence."""
+        # A sequence begins at position 0: positions [0, 1, 2, 0, 1] give numbers [1, 1, 1, 2, 2].
         return None if self.positions_BT is None else (self.positions_BT == 0).cumsum(1)
 
     @property
@@ -155,13 +157,15 @@ class TargetFeatures:
     @property
     def true_tokens_S(self) -> Tensor:
         """The token after each of these states; after the last token of the batch any."""
+        # A row's last state gets the first token of the next row. No draft is judged there.
         return self.tokens_BT.flatten().roll(-1)
 
     def next_tokens_BT(self, step: int) -> Tensor:
         """Return the token at t + 1 + step for each t: training-time test reads it at `step`."""
         time = self.tokens_BT.shape[1]
         column_T = torch.arange(time, device=self.tokens_BT.device)
-        # Past the end, where no draft is judged, the last token stands for the next ones.
+        # Past the end, where no draft is judged, the last token stands for the next ones. With
+        # T = 4, step 1 reads columns [2, 3, 3, 3].
         return self.tokens_BT[:, (column_T + 1 + step).clamp(max=time - 1)]
 
 
@@ -186,7 +190,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """Saved with a head's weights besides its options."""
+    """What a checkpoint holds in addition to a head's weights and options."""
 
     tree: str | list[list[int]] | None = None
     """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None
@@ -223,6 +227,7 @@ class DraftState:
 
     def select(self, rows_R: Tensor) -> Self:
         """The state of some rows."""
+        # Every tensor of a state, of a subclass too, has the batch first.
         chosen: dict[str, Any] = {
             name: value[rows_R] for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -291,8 +296,11 @@ class DraftTreeState(DraftState):
         if self.cache.window is None or tokens is None:
             return resumed
         assert self.first_B is not None
+        # The ring surely holds the newest window - 1 tokens before the crop, and nothing older
+        # than `first_B`. With 10 tokens and a window of 4: positions 7, 8 and 9.
         held_B = torch.maximum(self.first_B, self.lengths_B - self.cache.window + 1)
         cropped_B = resumed.lengths_B < self.lengths_B
+        # Cropped to 8 tokens, the row still has position 7; cropped to 5, it has no token left.
         first_B = torch.where(cropped_B, torch.minimum(held_B, resumed.lengths_B), self.first_B)
         return replace(resumed, first_B=first_B)
 
@@ -301,6 +309,8 @@ class DraftTreeState(DraftState):
 
         Row b commits the first `lengths_B[b]` of them.
         """
+        # The output at each row's newest token: index 2 of A for a row that commits 3. Clamped for
+        # a row that commits nothing.
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             self,
@@ -308,6 +318,7 @@ class DraftTreeState(DraftState):
             nodes=0,
             lengths_B=self.lengths_B + lengths_B,
             hidden_BWD=out_BAD.gather(1, last_B11.expand(-1, 1, out_BAD.shape[-1])),
+            # The root is a committed token: no cached node is on its path.
             paths_BWN=torch.zeros_like(self.paths_BWN[:, :1]),
         )
 
@@ -316,28 +327,39 @@ class DraftTreeState(DraftState):
 
         The state still lacks the frontier's outputs.
         """
-        device, width, cache = parents_BW.device, parents_BW.shape[1], self.cache
-        own_WN = counting(cache.nodes, device) == counting(width, device, self.nodes, column=True)
-        paths_BWN = (
-            self.paths_BWN.gather(1, parents_BW[:, :, None].expand(-1, -1, cache.nodes)) | own_WN
+        cache = self.cache
+        device = parents_BW.device
+        width = parents_BW.shape[1]
+
+        # 1. The new nodes take the next free slots. Each is on its own path: with 2 nodes cached
+        #    and a frontier of 2, rows [0, 0, 1, 0, ...] and [0, 0, 0, 1, ...].
+        itself_WN = counting(cache.nodes, device) == counting(
+            width, device, self.nodes, column=True
         )
+        # 2. The rest of a path is that of the parent.
+        parents_BWN = parents_BW[:, :, None].expand(-1, -1, cache.nodes)
+        paths_BWN = self.paths_BWN.gather(1, parents_BWN) | itself_WN
+        # 3. All nodes of a frontier have the same position. The committed tokens, the root last,
+        #    have positions 0 to lengths_B - 1; the root's children, at depth 1, follow.
         positions_BW = (self.lengths_B[:, None] + self.depth - 1).expand_as(parents_BW)
         state = replace(self, nodes=self.nodes + width, paths_BWN=paths_BWN)
+
+        # 4. What the nodes see: their paths, and the committed tokens.
         if cache.by_slots:
             sees = TreeSlots(paths_BWN, self.lengths_B, text_slot=cache.nodes, node_slot=0)
             return positions_BW, KVEntries(cache, None, None, self.nodes, sees=sees), state
         if cache.window is None:
-            text_B1S = (
-                counting(cache.attended_slots - cache.nodes, device) < self.lengths_B[:, None]
-            )[:, None]
-        else:  # all nodes of a frontier have the same position
+            text_slot_S = counting(cache.attended_slots - cache.nodes, device)
+            text_B1S = (text_slot_S < self.lengths_B[:, None])[:, None]
+        else:
             text_B1S = cache.window_mask(self.lengths_B, positions_BW[:, :1], self.first_B)
+        # Slots of nodes come first in the cache, then those of the text.
         mask_BWS = torch.cat([paths_BWN, text_B1S.expand(-1, width, -1)], dim=-1)
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
 
 SERVERS = ("vllm", "sglang", "llama.cpp")
-"""Projects whose reading of a head its model card tells."""
+"""Projects for which a model card says whether they read the head."""
 
 
 class DraftHead(nn.Module, ABC):
@@ -368,14 +390,14 @@ class DraftHead(nn.Module, ABC):
     window: int | None = None
     """Newest positions that its layers see, a token's own included; None for all of the text."""
     whole_layers: bool = True
-    """Whether nothing but its decoder layers' forward is called, which a kernel may then
-    replace."""
+    """Whether the head calls its decoder layers by `forward` only, so that a kernel may replace
+    it."""
     attends_by_slots: ClassVar[bool] = False
     """Whether its layers see what `DraftCache.commit` and `DraftTreeState.below` say and nothing
     else, so that these may say it by slots instead of by a mask."""
     computes: ClassVar[tuple[str, ...]] = ()
-    """Options with which the same weights compute something else: a head that starts from another
-    needs its own."""
+    """Options that change what the same weights compute: a head that starts from another must have
+    the same values."""
     estimates_acceptance: bool = False
     """Whether `expand` leaves an estimate of its tokens' acceptance rate in the state, as
     `confidence_BW`."""
@@ -390,7 +412,8 @@ class DraftHead(nn.Module, ABC):
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
-        self.config, self.target = config, target
+        self.config = config
+        self.target = target
         size = getattr(config, "draft_vocab_size", None)
         if size is not None and not 1 <= size <= target.vocab_size:
             raise ValueError(
@@ -402,6 +425,7 @@ class DraftHead(nn.Module, ABC):
         self.unread_by: dict[str, str] = {}
         """Servers (vllm, sglang, llama.cpp) that cannot read this head, with the reason, for its
         model card."""
+        # torch does not save a buffer that is None.
         self.register_buffer("token_map", None)
 
     @classmethod
@@ -503,7 +527,7 @@ class DraftHead(nn.Module, ABC):
         A row commits at most `capacity` tokens; a round makes at most `max_depth` calls of
         `expand`, for at most `nodes` nodes together.
         """
-        like = next(self.parameters())
+        like = next(self.parameters())  # for dtype and device
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
         return DraftTreeState(
             modules,
@@ -566,7 +590,8 @@ class DraftHead(nn.Module, ABC):
         slots = nodes + DraftCache.slots_for(capacity, self.window)
         size = (batch_size, self.shape.num_key_value_heads, slots, self.shape.head_dim)
         like = next(self.parameters())
-        keys, values = ([like.new_zeros(size) for _ in range(self.cached_layers)] for _ in range(2))
+        keys = [like.new_zeros(size) for _ in range(self.cached_layers)]
+        values = [like.new_zeros(size) for _ in range(self.cached_layers)]
         return DraftCache(nodes, keys, values, window=self.window)
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
@@ -574,10 +599,10 @@ class DraftHead(nn.Module, ABC):
         if not self.cached_layers:
             return 0
         width = self.shape.num_key_value_heads * self.shape.head_dim
-        tokens = DraftCache.slots_for(tokens, self.window)
-        return (
-            2 * self.cached_layers * rows * tokens * width * next(self.parameters()).element_size()
-        )
+        slots = DraftCache.slots_for(tokens, self.window)
+        element_bytes = next(self.parameters()).element_size()
+        # 2: keys and values
+        return 2 * self.cached_layers * rows * slots * width * element_bytes
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
         """Draft ids to target ids."""
@@ -615,6 +640,7 @@ class OffsetVocabularyHead(DraftHead):
     def choose_vocabulary(self, chosen_V: Tensor) -> None:
         """Take these sorted target ids."""
         chosen_V = chosen_V.to(self.d2t.device)
+        # Target ids [0, 3, 4] give d2t [0, 2, 2]: draft id 1 is target id 1 + 2.
         self.d2t.copy_(chosen_V - torch.arange(len(chosen_V), device=chosen_V.device))
         self.t2d.zero_()[chosen_V] = True
 
@@ -626,11 +652,9 @@ class OffsetVocabularyHead(DraftHead):
                 raise ValueError("d2t and t2d name different tokens")
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:
-        return (
-            draft_tokens
-            if self.config.draft_vocab_size is None
-            else draft_tokens + self.d2t[draft_tokens]
-        )
+        if self.config.draft_vocab_size is None:
+            return draft_tokens
+        return draft_tokens + self.d2t[draft_tokens]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

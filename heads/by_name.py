@@ -60,12 +60,15 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
         )
     hints = typing.get_type_hints(config_class)
     for option, value in options.items():
+        # int | None has the kinds int and NoneType.
         hint = hints[option]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if not all(isinstance(kind, type) for kind in kinds):
             continue  # a generic such as list[int], which the config class checks
+        # An integer is a number, but True is not, although Python's bool is an int.
         classes = (*kinds, int) if float in kinds else kinds
-        if not (bool in kinds if isinstance(value, bool) else isinstance(value, classes)):
+        fits = bool in kinds if isinstance(value, bool) else isinstance(value, classes)
+        if not fits:
             raise ValueError(f"{name} head option {option!r} is of type {hint}, not {value!r}")
     return config_class(**options)
 
@@ -82,8 +85,8 @@ def build_objective(name: str, options: dict[str, Any], changes: dict[str, Any])
         ValueError: an objective that the head cannot be trained on.
     """
     config = head_config(name, options)
-    given = {option: value for option, value in changes.items() if value is not None}
-    objective = dataclasses.replace(HEADS[name].default_objective(config), **given)
+    set_changes = {option: value for option, value in changes.items() if value is not None}
+    objective = dataclasses.replace(HEADS[name].default_objective(config), **set_changes)
     objective.check(name, HEADS[name].extra_losses(config))
     return objective
 

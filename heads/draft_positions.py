@@ -51,6 +51,9 @@ class DraftPositions:
 
         With `at_most`, that many positions of each sequence, chosen at random.
         """
+        # 1. Valid drafts: the tokens from the root at t + 1 to the draft's own at t + 2 + k all
+        #    belong to an answer. With loss mask [0, 1, 1, 1] and 2 depths, position 0 has both
+        #    drafts, position 1 the first, and the others none.
         loss_mask_BT = features.loss_mask_BT
         batch, time = loss_mask_BT.shape
         padded = F.pad(loss_mask_BT, (0, depths + 1))
@@ -60,6 +63,7 @@ class DraftPositions:
         valid_BTK = torch.stack(answers, dim=-1).cumprod(-1)[..., 1:].bool()
         has_draft_BT = valid_BTK[..., 0]
 
+        # 2. A random choice of them, if there is a limit.
         every = True
         if at_most is not None:
             documents_BT = features.documents_BT
@@ -69,6 +73,8 @@ class DraftPositions:
             every = torch.equal(chosen_BT, has_draft_BT)
             has_draft_BT = chosen_BT
 
+        # 3. Indices into the flattened batch: with T = 4, column 1 of row 2 is 9, and its drafts
+        #    are judged by states 10, 11, ...
         index_N = has_draft_BT.flatten().nonzero()[:, 0]
         depth_K = torch.arange(depths, device=index_N.device)
         # Past the end any row serves: no draft is valid there.
@@ -76,6 +82,9 @@ class DraftPositions:
         on_host = has_draft_BT.device.type == "cpu"
         per_row = tuple(has_draft_BT.sum(1).tolist()) if on_host else ()
         valid_NK = valid_BTK.flatten(0, 1)[index_N]
+
+        # 4. Where positions were left out, neighbours share fewer states: 3 positions judged by 9
+        #    distinct states have `judged_by` 3.
         on_host_NK = None
         judged_by = 1
         if not every:
@@ -90,6 +99,7 @@ class DraftPositions:
 
         They judge a model on its own next token.
         """
+        # Loss mask [0, 0, 1, 1] gives positions 1 and 2.
         before_BT = F.pad(features.loss_mask_BT[:, 1:], (0, 1))
         index_N = before_BT.flatten().nonzero()[:, 0]
         valid_N1 = torch.ones_like(index_N[:, None], dtype=torch.bool)
@@ -114,15 +124,21 @@ def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: in
     sequences_BT = documents_BT
     if sequences_BT is None:
         sequences_BT = torch.zeros(batch, time, dtype=torch.int64)
+
+    # 1. Drafts of each sequence, by its number, from 0 to T. Where none has too many, draw no
+    #    random number.
     zeros_BS = torch.zeros(batch, time + 1, dtype=torch.int64)
     counts_BS = zeros_BS.scatter_add(1, sequences_BT, has_draft_BT.long())
     if int(counts_BS.max()) <= at_most:
         return has_draft_BT
-    # Sort by sequence, then at random, with positions that have no draft last. The rank in the row
-    # minus the size of the sequences before is the rank in the sequence.
+
+    # 2. Sort by sequence, then at random, with positions that have no draft last: a draw is below
+    #    1, so sequence 1 has keys from 2 to 3. The double argsort turns an order into ranks.
     draws_BT = torch.rand(batch, time, dtype=torch.float32).masked_fill(~has_draft_BT, 1.0).double()
     order_BT = (2 * sequences_BT + draws_BT).argsort(1)
     ranks_BT = order_BT.argsort(1)
+
+    # 3. The rank in the row minus the size of the sequences before is the rank in the sequence.
     sizes_BS = zeros_BS.scatter_add(1, sequences_BT, torch.ones_like(ranks_BT))
     first_BS = sizes_BS.cumsum(1) - sizes_BS
     return has_draft_BT & (ranks_BT - first_BS.gather(1, sequences_BT) < at_most)

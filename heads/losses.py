@@ -16,7 +16,7 @@ With the target's distribution p and the draft's q over the draft vocabulary, pe
     confidence   cross-entropy of a head's estimate of its acceptance rate with sum min(p, q),
                  held constant (DSpark)
 
-tv, lk and confidence use p as it is: a token outside the draft vocabulary can never be accepted.
+tv, lk and confidence use p over all tokens: one outside the draft vocabulary is never accepted.
 The other losses need no target logits outside it, which are most of the cost. Positions whose true
 token lies outside carry no loss.
 
@@ -165,15 +165,22 @@ def depth_loss(
     Positions without a draft get a weight of 0: they are few, at the ends of answers, and to leave
     them out the host would have to wait for the accelerator.
     """
+    # 1. The draft's distribution q.
     logits_NV = draft.logits(modules)
     hits_I = _hits(logits_NV.detach(), truth, ranks)
     log_q_NV = logits_NV.log_softmax(-1)
+
+    # 2. The losses over the vocabulary, mixed by the objective's weights. The reported loss leaves
+    #    out the weights of positions and depths.
     loss_N = log_q_NV.new_zeros(len(log_q_NV))
     for name in objective.over_vocabulary:
         term_N = _loss(name, log_q_NV, truth.labels_N, truth.target)
         loss_N = loss_N + objective.loss[name] * term_N
     loss = (loss_N * truth.weights_N).sum()
     unweighted = (loss_N.detach() * truth.valid_N).sum()
+
+    # 3. The estimate of the acceptance rate, if the head makes one. It counts at every judged
+    #    position: the rate is known even where the true token cannot be drafted.
     if draft.confidence_N is not None:
         rate_N = _overlap(log_q_NV, truth.target).detach()
         confidence_N = draft.confidence_N.to(rate_N.dtype)
@@ -191,6 +198,7 @@ def _hits(logits_NV: Tensor, truth: Truth, ranks: int) -> Tensor:
     else:
         best_NI = logits_NV.topk(min(ranks, logits_NV.shape[-1]), dim=-1).indices
     hit_NI = (best_NI == truth.labels_N[:, None]) & truth.valid_N[:, None]
+    # Zeros for ranks beyond the size of the draft vocabulary.
     return F.pad(hit_NI.sum(0), (0, ranks - hit_NI.shape[1]))
 
 
@@ -222,16 +230,22 @@ def draft_loss(
     modules = features.modules
     device = hiddens[0].device
     depths = len(hiddens)
+
+    # 1. The tensors: `drafts` are in the graph of the head, `inputs` are their detached copies in
+    #    the dtype of the products, and `learning` are those of `drafts` that need gradients.
     drafts = _drafts(hiddens, lm_heads, modules, block)
     learning = _learning(drafts)
     gradients: dict[Tensor, Tensor] = {}
     inputs = _in_product_dtype(drafts)
 
+    # 2. Positions of a chunk. The target's logits of a chunk serve all depths: with `judged_by` 3,
+    #    a draft position needs those of 3 states on average.
     draft_vocab_size = max(len(weight_VD) for weight_VD in lm_heads)
     target_logits = objective.target_logits(len(modules.lm_head.weight), draft_vocab_size)
     target = TargetDistribution.of(features, vocabulary_V, objective) if target_logits else None
     size = positions_at_once(device, max(target_logits * positions.judged_by, draft_vocab_size))
 
+    # 3. Loss and gradients, chunk by chunk and depth by depth.
     dtype = at_least_fp32(hiddens[0][:0]).dtype
     loss = torch.zeros((), dtype=dtype, device=device)
     losses_K = torch.zeros(depths, dtype=dtype, device=device)
@@ -244,14 +258,16 @@ def draft_loss(
         for k in range(depths):
             tensors = drafts[k].tensors()
             learned = [name for name, tensor in tensors.items() if tensor in learning]
-            value, metrics, found = _value_and_gradients(
+            value, metrics, chunk_gradients = _value_and_gradients(
                 chunk[k], learned, truths[k], objective, modules, ranks
             )
-            _add(gradients, tensors, found, rows)
-            del found  # as large as an LM head
+            _add(gradients, tensors, chunk_gradients, rows)
+            del chunk_gradients  # as large as an LM head
             loss += value
             losses_K[k] += metrics.loss
             hits_KI[k] += metrics.hits_I
+
+    # 4. Attach the gradients to the loss, so that `backward` continues from them into the head.
     for tensor in learning:
         # Zeros where a batch has nothing to learn: every rank must give every parameter a gradient.
         gradient = gradients.pop(tensor, None)
@@ -282,8 +298,9 @@ def with_feature_loss(
     losses = []
     for k, hidden_ND in enumerate(hiddens):
         true_ND = true_SD[positions.rows_NK[:, k]]
-        apart_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), true_ND, reduction="none")
-        losses.append(share * (apart_ND.mean(-1) * positions.valid_NK[:, k]).sum())
+        distance_ND = F.smooth_l1_loss(at_least_fp32(hidden_ND), true_ND, reduction="none")
+        losses.append(share * (distance_ND.mean(-1) * positions.valid_NK[:, k]).sum())
+        # D numbers a position are few: autograd keeps this loss's graph.
         loss = loss + objective.decay**k * losses[-1]
     return output._replace(loss=loss, losses_K=output.losses_K + torch.stack(losses).detach())
 
@@ -325,12 +342,14 @@ def _learning(drafts: list[Draft]) -> dict[Tensor, None]:
 def _add(
     gradients: dict[Tensor, Tensor],
     tensors: dict[str, Tensor],
-    found: dict[str, Tensor],
+    chunk_gradients: dict[str, Tensor],
     rows: slice,
 ) -> None:
     """Add a chunk's gradients by the fields of a draft to those of the chunks before."""
-    for name, gradient in found.items():
+    for name, gradient in chunk_gradients.items():
         tensor = tensors[name]
+        # The first gradient of an LM head, or the only chunk: take it over instead of adding it to
+        # zeros.
         if tensor not in gradients and gradient.shape == tensor.shape:
             gradients[tensor] = gradient.to(tensor.dtype)
             continue
@@ -338,7 +357,7 @@ def _add(
             gradients[tensor] = torch.zeros_like(tensor)
         total = gradients[tensor]
         part = total[rows] if name in BY_POSITION else total
-        part += gradient
+        part += gradient  # in place: `part` is a view
 
 
 def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
@@ -346,19 +365,18 @@ def _in_product_dtype(drafts: list[Draft]) -> list[Draft]:
 
     They are cast once, not once for each chunk.
     """
-    cast: dict[Tensor, Tensor] = {}
-    found = []
+    cast: dict[Tensor, Tensor] = {}  # depths share the LM head
+    cast_drafts = []
     for draft in drafts:
         changed: dict[str, Any] = {}
         for name, tensor in draft.tensors().items():
             if tensor not in cast:
+                detached = tensor.detach()
                 # The confidence is not multiplied with anything.
-                cast[tensor] = (
-                    tensor.detach() if name == "confidence_N" else _autocast(tensor.detach())
-                )
+                cast[tensor] = detached if name == "confidence_N" else _autocast(detached)
             changed[name] = cast[tensor]
-        found.append(replace(draft, **changed))
-    return found
+        cast_drafts.append(replace(draft, **changed))
+    return cast_drafts
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -385,7 +403,9 @@ def _value_and_gradients(
     leaves = {name: getattr(draft, name).detach().requires_grad_() for name in learned}
     with torch.set_grad_enabled(bool(learned)):
         loss, metrics = depth_loss(replace(draft, **leaves), truth, objective, modules, ranks)
-    if not learned or not loss.requires_grad:  # a loss that is not computed here
+    # No graph in evaluation, nor where the objective has only losses that are added elsewhere
+    # (smooth_l1).
+    if not learned or not loss.requires_grad:
         return loss.detach(), metrics, {}
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     return loss.detach(), metrics, dict(zip(learned, gradients, strict=True))
@@ -420,17 +440,23 @@ def _truths(
     objective: Objective,
 ) -> list[Truth]:
     """The truth at a chunk of positions, by depth."""
+    # 1. The true tokens, their weights, and where there is a loss.
     rows_NK = positions.rows_NK[rows]
     judged_NK = positions.valid_NK[rows]
     true_NK = features.true_tokens_S[rows_NK]
     labels_NK = draft_ids(true_NK, vocabulary_V)
     valid_NK = judged_NK & (labels_NK >= 0)
     weights_NK = _depth_weights(chunk, labels_NK, valid_NK, objective, features.modules)
+
+    # 2. The target's distributions. Depths of neighbouring positions are judged by the same states,
+    #    so each of the U states is computed once.
     probs_by_depth: list[TargetProbs | None] = [None] * len(chunk)
     if target is not None:
-        judging_U, places = _judging(positions, rows)
+        judging_U, indices_by_depth = _judging(positions, rows)
         probs_U = target.at(judging_U)
-        probs_by_depth = [probs_U.at(places_N) for places_N in places]
+        probs_by_depth = [probs_U.at(index_N) for index_N in indices_by_depth]
+
+    # 3. One `Truth` for each depth.
     truths = []
     for k, probs in enumerate(probs_by_depth):
         truth = Truth(
@@ -454,11 +480,15 @@ def _judging(positions: DraftPositions, rows: slice) -> tuple[Tensor, list[slice
     count, depths = rows_NK.shape
     device = rows_NK.device
     if positions.on_host_NK is None:
+        # Draft k of position n is judged where draft 0 of position n + k is. Positions 4 to 7 and 3
+        # depths: the states of positions 4 to 9, of which depth 2 reads the last four.
         index_U = torch.arange(rows.start, rows.stop + depths - 1, device=device)
         judging_U = rows_NK[index_U.clamp(max=count - 1), 0]
         return judging_U, [slice(k, k + rows.stop - rows.start) for k in range(depths)]
-    judging_U, places_NK = positions.on_host_NK[rows].unique(return_inverse=True)
-    return upload(judging_U, device), list(upload(places_NK, device).unbind(1))
+    # Where positions were left out: rows [[5, 6], [6, 7]] give states [5, 6, 7] and indices
+    # [[0, 1], [1, 2]]. On the host, since the number of states is a shape.
+    judging_U, indices_NK = positions.on_host_NK[rows].unique(return_inverse=True)
+    return upload(judging_U, device), list(upload(indices_NK, device).unbind(1))
 
 
 @torch.no_grad()
@@ -471,18 +501,25 @@ def _depth_weights(
 ) -> Tensor:
     """Weights [N, K] of the loss at each draft position and depth, 0 where there is no loss."""
     depths = len(chunk)
+
+    # decay: 1, 0.8, 0.64, ... at every position
     if objective.depth_weights == "decay":
         dtype = at_least_fp32(chunk[0].hidden_ND[:0]).dtype
         depth_K = torch.arange(depths, device=valid_NK.device)
         decay_K = torch.full_like(depth_K, objective.decay, dtype=dtype).pow(depth_K)
         return decay_K * valid_NK
+
+    # d_pace: q_k, the draft's probability of the true token at each depth
     true_probs = []
     for k, draft in enumerate(chunk):
         log_q_NV = draft.logits(modules).log_softmax(-1)
         true_probs.append((-_loss("ce", log_q_NV, labels_NK[:, k], None)).exp())
-    least = objective.d_pace_smoothing
-    smoothed_NK = least + (1 - least) * torch.stack(true_probs, dim=1)
+    smoothing = objective.d_pace_smoothing
+    smoothed_NK = smoothing + (1 - smoothing) * torch.stack(true_probs, dim=1)
+    # Probability that the draft path reaches each depth: q [0.5, 0.4, 0.5] gives
+    # [0.5, 0.2, 0.1].
     reach_NK = torch.where(valid_NK, smoothed_NK, 0).cumprod(-1)
+    # Sum over this depth and all deeper ones, by a cumulative sum from the end: [0.8, 0.3, 0.1].
     return reach_NK.flip(-1).cumsum(-1).flip(-1) * valid_NK
 
 
@@ -507,6 +544,8 @@ class TargetDistribution:
         modules = features.modules
         weight_VD: Tensor = modules.lm_head.weight.detach()
         bias_V: Tensor | None = modules.lm_head.bias
+        # Without the mass of the draft vocabulary, logits outside of it are not needed: take its
+        # rows of the LM head.
         if vocabulary_V is not None and not objective.needs_mass:
             weight_VD = weight_VD[vocabulary_V]
             bias_V = None if bias_V is None else bias_V[vocabulary_V]
@@ -517,11 +556,15 @@ class TargetDistribution:
     def at(self, rows_U: Tensor) -> TargetProbs:
         """Probabilities at some of the states, for all depths."""
         losses = self.objective.over_vocabulary
+        # 1. Logits, of the whole vocabulary if the losses need the mass.
         states_UD = self.states_SD[rows_U].to(self.weight_VD.dtype)
         logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
         all_U1 = None
         if self.objective.needs_mass:
             all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True)
+
+        # 2. The part that drafts are compared with: the draft vocabulary, or its T likeliest
+        #    tokens.
         if self.vocabulary_V is not None:
             logits_UV = logits_UV.index_select(1, self.vocabulary_V)
         tokens_UT = None
@@ -532,14 +575,17 @@ class TargetDistribution:
         mass_U1 = None
         if all_U1 is not None:
             mass_U1 = (logits_UT.logsumexp(-1, keepdim=True) - all_U1).exp()
+
+        # 3. Probabilities, renormalised on that part, and what else the losses need.
         log_UT = logits_UT.log_softmax(-1)
         probs_UT = log_UT.exp()
-        log_UT = log_UT.clamp_(min=math.log(torch.finfo(log_UT.dtype).tiny))  # 0 log 0 is 0
+        # Finite even where p is 0: then p log p is 0, not NaN.
+        log_UT = log_UT.clamp_(min=math.log(torch.finfo(log_UT.dtype).tiny))
         plogp_U = None
         if not NEED_ENTROPY.isdisjoint(losses):
             plogp_U = torch.linalg.vecdot(probs_UT, log_UT)
-        kept_log_UT = log_UT if "reverse_kl" in losses else None
-        return TargetProbs(probs_UT, tokens_UT, kept_log_UT, plogp_U, mass_U1)
+        needed_log_UT = log_UT if "reverse_kl" in losses else None
+        return TargetProbs(probs_UT, tokens_UT, needed_log_UT, plogp_U, mass_U1)
 
 
 def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | None) -> Tensor:
@@ -563,6 +609,7 @@ def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | N
     if name == "lk_alpha":
         return -overlap_N.clamp(min=torch.finfo(log_q_NV.dtype).tiny).log()
     assert name == "lk_lambda", name
+    # No overlap: kl alone. Full overlap: 5 % kl, 95 % tv.
     share_N = (-3 * overlap_N.detach()).exp()
     kl_N = _loss("kl", log_q_NV, labels_N, target)
     return share_N * kl_N + (1 - share_N) * (1 - overlap_N)
@@ -571,7 +618,7 @@ def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | N
 def _overlap(log_q_NV: Tensor, target: TargetProbs | None) -> Tensor:
     """Sum min(p, q), the probability with which exact verification accepts a sampled draft."""
     assert target is not None and target.mass_N1 is not None
-    probs_NT = target.renormalised_NT * target.mass_N1
+    probs_NT = target.renormalised_NT * target.mass_N1  # p itself, which need not sum to 1
     return torch.minimum(probs_NT, _of_target_tokens(log_q_NV, target).exp()).sum(-1)
 
 

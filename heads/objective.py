@@ -45,13 +45,15 @@ class Objective:
 
     @property
     def needs_mass(self) -> bool:
-        """Whether a loss uses the target's probabilities as they are, not renormalised."""
+        """Whether a loss uses the target's probabilities without renormalising them."""
         return any(self.loss.get(name, 0) > 0 for name in NEED_MASS)
 
     def target_logits(self, vocab_size: int, draft_vocab_size: int) -> int:
         """Number of the target's logits that are computed at a position."""
+        # The mass of the draft vocabulary takes the logits of all tokens to compute.
         if self.needs_mass:
             return vocab_size
+        # ce reads the true tokens only.
         if self.over_vocabulary in ([], ["ce"]):
             return 0
         return draft_vocab_size
@@ -66,6 +68,7 @@ class Objective:
         Raises:
             ValueError: a loss that the head cannot have, or a value that is out of range.
         """
+        # 1. The losses and their weights.
         known = (*LOSSES, *extra)
         valid = ", ".join(known)
         for name, weight in self.loss.items():
@@ -83,6 +86,8 @@ class Objective:
                 )
         if not any(self.loss.values()):
             raise ValueError(f"{head} needs a loss with a weight above 0; choose from {valid}")
+
+        # 2. The weights of depths.
         if self.depth_weights not in ("decay", "d_pace"):
             raise ValueError(
                 f"unknown {head} depth_weights {self.depth_weights!r}; choose from decay, d_pace"
@@ -93,6 +98,8 @@ class Objective:
             )
         if self.decay <= 0:
             raise ValueError(f"{head} decay must be above 0, not {self.decay}")
+
+        # 3. The target's distribution.
         if self.target_top_k is not None and self.target_top_k < 1:
             raise ValueError(
                 f"{head} target_top_k must be at least 1, or null for all, not {self.target_top_k}"

@@ -66,6 +66,7 @@ def export_head(
     Raises:
         ValueError: the project has no such head, or no way to express one of its options; named.
     """
+    # 1. What the project has no words for.
     if project not in PROJECTS:
         raise ValueError(f"unknown project {project!r}; choose from {', '.join(PROJECTS)}")
     if project == "speculators" and isinstance(head, MtpHead):
@@ -83,24 +84,33 @@ def export_head(
             "speculators has no biases of queries, keys and values without one of attention's"
             " output"
         )
+
+    # 2. The config, in its words.
     if project == "speculators":
         config = _speculators_config(head, architectures)
+    elif project == "safeailab":
+        config = _safeailab_config(head)
     else:
-        config = _safeailab_config(head) if project == "safeailab" else _fasterdecoding_config(head)
+        config = _fasterdecoding_config(head)
+
+    # 3. The tensors, each under its name there.
     form = FORMATS[name]
-    found = list(places(form, head))
-    missing = head.state_dict().keys() - {place.ours for place in found}
+    tensor_places = list(places(form, head))
+    missing = head.state_dict().keys() - {place.ours for place in tensor_places}
     if missing:
         raise ValueError(f"{project} has no place for {', '.join(sorted(missing))}")
-    tensors = {place.theirs: place.tensor.cpu().contiguous() for place in found}
+    tensors = {place.theirs: place.tensor.cpu().contiguous() for place in tensor_places}
     if "embed_tokens.weight" not in tensors and name in ("speculators", "eagle3", "eagle"):
         if embedding_VD is None:
             raise ValueError(f"{project} keeps the target's embedding in the file: it is needed")
         tensors["embed_tokens.weight"] = (
             embedding_VD.to(next(head.parameters()).dtype).cpu().contiguous()
         )
+    # What is written here must be readable by `import_formats`, which knows these keys.
     unknown = config.keys() - form.keys.keys()
     assert not unknown, unknown
+
+    # 4. The files.
     config = public(config)
     with new_folder(folder, earlier_export(project, config)) as partial:
         (partial / CONFIG_FILE).write_text(
@@ -138,9 +148,13 @@ def _safeailab_config(head: DraftHead) -> dict[str, Any]:
         return config
     assert isinstance(head, Eagle3Head)
     lacks = [name for name in SAFEAILAB_LACKS if getattr(head.config, name)]
-    lacks += ["num_layers above 1"] if head.config.num_layers > 1 else []
-    blocks, layers = head.target.num_layers, list(head.feature_layers)
-    lacks += [f"feature_layers {layers}"] if layers != [1, blocks // 2 - 1, blocks - 4] else []
+    if head.config.num_layers > 1:
+        lacks.append("num_layers above 1")
+    # Its code computes the feature layers from the number of blocks and reads none.
+    blocks = head.target.num_layers
+    layers = list(head.feature_layers)
+    if layers != [1, blocks // 2 - 1, blocks - 4]:
+        lacks.append(f"feature_layers {layers}")
     if lacks:
         raise ValueError(f"SafeAILab's code has no {lacks[0]}")
     return config
@@ -170,14 +184,22 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
         name: value for name, value in native.items() if name in LLAMA.keys() - {"architectures"}
     }
     layer["model_type"] = "qwen3" if head.shape.qk_norm else "llama"
+
+    # 1. What differs by head.
     if isinstance(head, Eagle3Head):
-        kind, version, classes = "eagle3", "0.3.0", ["Eagle3DraftModel"]
-        own = {name: native[name] for name in EAGLE3}
+        kind = "eagle3"
+        version = "0.3.0"
+        classes = ["Eagle3DraftModel"]
+        head_keys = {name: native[name] for name in EAGLE3}
     elif isinstance(head, DFlashHead):
-        kind, version, classes = "dflash", "0.9.0", ["DFlashSpeculator"]
+        kind = "dflash"
+        version = "0.9.0"
+        classes = ["DFlashSpeculator"]
         if isinstance(head, DSparkHead):
-            kind, classes = "dspark", ["DSparkSpeculator"]
-        own = {name: native[name] for name in DFLASH | DSPARK if name in native} | {
+            kind = "dspark"
+            classes = ["DSparkSpeculator"]
+        head_keys = {name: native[name] for name in DFLASH | DSPARK if name in native} | {
+            # counted by a block's input
             "aux_hidden_state_layer_ids": [layer + 1 for layer in head.feature_layers],
             "mask_token_id": head.mask_token,
             # Without windows it means nothing in speculators, and vLLM would take a false for
@@ -185,12 +207,16 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
             "sliding_window_non_causal": not (any(head.sliding) and head.config.sliding_causal),
         }
     else:
-        kind, version, classes = "eagle", "0.3.0", ["EagleSpeculator", "LlamaDecoderLayer"]
-        own = {
+        kind = "eagle"
+        version = "0.3.0"
+        classes = ["EagleSpeculator", "LlamaDecoderLayer"]
+        head_keys = {
             "layernorms": False,
             "fusion_bias": native["bias"],
             "transformer_layer_architecture": classes[1],
         }
+
+    # 2. What all have.
     return {
         "architectures": classes,
         "speculators_model_type": kind,
@@ -204,5 +230,5 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
         "transformer_layer_config": layer,
         "torch_dtype": dtype_name(next(head.parameters()).dtype),
         "tie_word_embeddings": False,
-        **own,
+        **head_keys,
     }

@@ -36,8 +36,8 @@ OF_BROKEN_PICKLES = (
     ValueError,
     struct.error,
 )
-"""What torch's reader of pickles raises for a file with a changed byte, besides errors of its
-own."""
+"""What torch's reader of pickles raises for a file with a changed byte, in addition to
+`UnpicklingError`."""
 CONFIG_LIMIT = 2**22
 """Most bytes of a JSON file."""
 INDEX_LIMIT = 2**27
@@ -61,12 +61,13 @@ def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
     if size > limit:
         raise ValueError(f"{path} has {size:,} bytes, and {path.name} may have at most {limit:,}")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+    # RecursionError: lists within lists, thousands deep
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} and no JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} and no JSON object")
+    return value
 
 
 def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[str, Tensor]:
@@ -74,11 +75,11 @@ def read_weights(folder: Path, names: tuple[str, ...] = WEIGHT_FILES) -> dict[st
     parts, index = weight_files(folder, names)
     if index is None:
         return _read_file(folder, parts[0])
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for part in parts:
-        found |= _read_file(folder, part)
-    _check_index(folder, index, found.keys())
-    return found
+        tensors |= _read_file(folder, part)
+    _check_index(folder, index, tensors.keys())
+    return tensors
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -146,9 +147,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return parts
 
 
-def _check_index(folder: Path, index: str, found: Any) -> None:
+def _check_index(folder: Path, index: str, names: Any) -> None:
     """Refuse files that hold other tensors than their index says."""
-    wrong = sorted(found ^ _weight_map(folder / index).keys())
+    wrong = sorted(names ^ _weight_map(folder / index).keys())
     if wrong:
         raise ValueError(f"{folder / index} and its files differ by tensor {wrong[0]!r}")
 
@@ -156,9 +157,10 @@ def _check_index(folder: Path, index: str, found: Any) -> None:
 def leads_out(folder: Path, path: Path) -> bool:
     """Whether a path in a folder is, or goes through, a link to a place outside of it."""
     home = folder.resolve()
-    # Files in the Hub's cache are links into a folder beside the snapshots.
+    # In the Hub's cache models--A--B/snapshots/REVISION/config.json is a link into
+    # models--A--B/blobs.
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    return not any(path.resolve().is_relative_to(place) for place in allowed)
+    return not any(path.resolve().is_relative_to(root) for root in allowed)
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -173,11 +175,10 @@ def _inside(folder: Path, name: str) -> Path:
 def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
     path = _inside(folder, name)
     try:
-        found = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, "cpu", weights_only=True)
-        )
+        if path.suffix == ".safetensors":
+            tensors: Any = load_file(path)
+        else:
+            tensors = torch.load(path, "cpu", weights_only=True)
     except (SafetensorError, EOFError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
@@ -185,11 +186,11 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
             f"{path} is a pickle that holds more than tensors, which could run anything: it is not"
             " opened. Ask its author for safetensors"
         ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(tensor, Tensor) for tensor in found.values()
+    if not isinstance(tensors, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in tensors.values()
     ):
         raise ValueError(f"{path} holds no tensors by name")
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,14 @@ class Contents:
 
         `whole` is False for a folder that a killed process left half-written.
         """
-        found = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
-        if whole and found and not self.written_here(folder):
-            return found
-        return [
-            name for name in found if not any(fnmatchcase(name, pattern) for pattern in self.files)
-        ]
+        names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
+        if whole and names and not self.written_here(folder):
+            return names
+        foreign = []
+        for name in names:
+            if not any(fnmatchcase(name, pattern) for pattern in self.files):
+                foreign.append(name)
+        return foreign
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -294,25 +297,28 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
 
     What was there before must be earlier `contents`, see `refuse_foreign`.
     """
+    # 1. Clear away what a killed process has left: for head, head.partial and head.replaced.
     final = Path(at_home(final)).resolve()
     refuse_foreign(final, contents)
-    partial, replaced = (
-        final.with_name(f"{final.name}.{suffix}") for suffix in ("partial", "replaced")
-    )
+    partial = final.with_name(f"{final.name}.partial")
+    replaced = final.with_name(f"{final.name}.replaced")
     finish_replacing(final)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        # 2. The caller writes.
         yield partial
+        # 3. Two renames. Killed between them, `finish_replacing` undoes the first.
         _refuse(final, contents)  # once more: somebody may have put a file there meanwhile
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-    except BaseException:
+    except BaseException:  # an interrupt too
         finish_replacing(final)
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    # 4. The new folder is in place: drop the old one.
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -54,6 +54,7 @@ def local_folder(
     reason.
     """
     assert hub.keys() <= set(HUB_OPTIONS)
+    # A folder wins over a repository of the same name.
     folder = Path(at_home(source))
     if folder.is_dir():
         return folder

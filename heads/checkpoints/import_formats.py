@@ -46,6 +46,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def recognise(config: dict[str, Any], names: set[str]) -> str:
     """The row of `FORMATS` that a config.json and the names of its tensors belong to."""
+    # 1. speculators names the kind in config.json.
     kind = config.get("speculators_model_type")
     if kind == "peagle" or any(name.endswith("mask_hidden") for name in names):
         raise ValueError(
@@ -61,6 +62,9 @@ def recognise(config: dict[str, Any], names: set[str]) -> str:
                 f"speculators_model_type {kind!r} is not supported; choose from {', '.join(forms)}"
             )
         return forms[kind]
+
+    # 2. Others have a key that no other format has, or a tensor. The order counts: DSpark's files
+    #    have DFlash's tensors too, and most have an `fc`.
     for form, key in {"dspark": "markov_rank", "dflash": "dflash_config"}.items():
         if key in config:
             return form
@@ -100,6 +104,7 @@ def import_head(
         ValueError: anything in it that is unknown, missing, contradictory or impossible here;
             named.
     """
+    # 1. The format, and what is left of a file that holds more than a head.
     form = recognise(config, set(tensors))
     parts = parts or TargetParts()
     remarks: list[str] = []
@@ -111,14 +116,13 @@ def import_head(
                 " model"
             )
             tensors = {name: tensor for name, tensor in tensors.items() if name[0].isdigit()}
+
+    # 2. The config. Where a head has no decoder layer, keys of one describe the target: a whole
+    #    model's config.json lies beside it.
     unread: dict[str, Any] = {}
-    # Where a head has no decoder layer, keys of one describe the target: a whole model's
-    # config.json lies beside it.
-    described = (
-        {}
-        if form not in LAYERLESS
-        else {name: config[name] for name in LLAMA.keys() & config.keys()}
-    )
+    described = {}
+    if form in LAYERLESS:
+        described = {name: config[name] for name in LLAMA.keys() & config.keys()}
     keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
     source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
     options = {} if form == "speculators-mtp" else READERS[form](source)
@@ -129,6 +133,8 @@ def import_head(
         )
     if form == "speculators-mtp":
         return _import_mtp(source), source
+
+    # 3. The tensors that a head may share with its target, and the draft vocabulary.
     _take_lm_head(source, options)
     embedding = _take_embedding(source, options)
     _sort_draft_vocab(source, options)
@@ -138,10 +144,11 @@ def import_head(
         tensors = {
             re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()
         }
+
+    # 4. The head. Without weights first: only after its shapes were compared with the file's is
+    #    memory taken for it.
     name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
     options = {key: value for key, value in options.items() if value is not None}
-    # Without weights first: only after its shapes were compared with the file's is memory taken for
-    # a head.
     state = _matched(build_unloaded(name, options, target, len(tensors)), source, tensors)
     head = build_head(name, options, target)
     take_dtypes(head, state)
@@ -154,15 +161,14 @@ def _import_mtp(source: Source) -> DraftHead:
     keys = source.keys
     layer = dict(keys["transformer_layer_config"])
     where = f"{keys.where}: transformer_layer_config"
-    for name, own in {
-        "hidden_size": source.target.hidden_size,
-        "vocab_size": source.target.vocab_size,
-    }.items():
-        if layer.get(name) not in (None, own):
+    for name in ("hidden_size", "vocab_size"):
+        expected = getattr(source.target, name)
+        if layer.get(name) not in (None, expected):
             raise ValueError(
                 f"{where} has {name} {layer[name]!r}, and the target {source.target.name!r} has"
-                f" {own!r}"
+                f" {expected!r}"
             )
+    # A recurrent layer drafts to any depth: at least as far as its config says.
     methods = keys["speculators_config"].get("proposal_methods") or [{}]
     depth = methods[0].get("speculative_tokens")
     count = keys["num_nextn_predict_layers"]
@@ -180,13 +186,15 @@ def _take_lm_head(source: Source, options: dict[str, Any]) -> None:
 
     The omitted LM head is the target's, or the head's embedding if they are tied.
     """
-    name, tensors, remarks = "lm_head.weight", source.tensors, source.remarks
-    layer = (
-        source.keys
-        if source.form == "eagle3"
-        else source.keys.get("transformer_layer_config", source.keys)
-    )
+    name = "lm_head.weight"
+    tensors = source.tensors
+    remarks = source.remarks
+    layer: Any = source.keys
+    if source.form != "eagle3":
+        layer = source.keys.get("transformer_layer_config", source.keys)
     tied = bool(source.keys.get("tie_word_embeddings") or layer.get("tie_word_embeddings"))
+
+    # 1. EAGLE-3 has an LM head of its own. A file may omit it for the whole vocabulary.
     if source.form in ("eagle3", "speculators"):
         whole = options["draft_vocab_size"] in (None, source.target.vocab_size)
         if name in tensors and tied:
@@ -195,20 +203,22 @@ def _take_lm_head(source: Source, options: dict[str, Any]) -> None:
                 " read"
             )
         elif name not in tensors and whole:
-            meant = (
-                tensors.get("embed_tokens.weight", source.parts.embedding_VD)
-                if tied
-                else source.parts.lm_head_VD
-            )
-            if meant is not None:
-                tensors[name] = (
-                    meant.to(tensors["fc.weight"].dtype) if "fc.weight" in tensors else meant
-                )
+            lm_head_VD = source.parts.lm_head_VD
+            if tied:
+                lm_head_VD = tensors.get("embed_tokens.weight", source.parts.embedding_VD)
+            if lm_head_VD is not None:
+                if "fc.weight" in tensors:
+                    lm_head_VD = lm_head_VD.to(tensors["fc.weight"].dtype)
+                tensors[name] = lm_head_VD
                 whose = "its embedding, as tie_word_embeddings says" if tied else "the target's"
                 remarks.append(f"the file holds no LM head: {whose} is taken")
         return
+
+    # 2. Other heads draft by the target's LM head, unless they have a draft vocabulary. A copy in
+    #    the file must be the same.
     shared = "lm_head.weight" in FORMATS[source.form].tensors or source.form == "eagle"
-    own_VD, target_VD = tensors.get(name), source.parts.lm_head_VD
+    own_VD = tensors.get(name)
+    target_VD = source.parts.lm_head_VD
     if (
         not shared
         or own_VD is None
@@ -239,6 +249,7 @@ def _take_embedding(source: Source, options: dict[str, Any]) -> dict[str, Tensor
     ):
         source.remarks.append("its embedding is the target's and left out")
     elif "embed_tokens.weight" in FORMATS[source.form].tensors:
+        # A head of another width has an embedding of its own in any case.
         options["own_embedding"] = options["hidden_size"] is None
         return {"embed_tokens.weight": own_VD}
     elif target_VD is not None:
@@ -254,7 +265,8 @@ def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
 
     Draft vocabularies are sorted here.
     """
-    tensors, vocab_size = source.tensors, source.target.vocab_size
+    tensors = source.tensors
+    vocab_size = source.target.vocab_size
 
     def distinct(ids_V: Tensor) -> bool:
         return bool(
@@ -262,6 +274,7 @@ def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
         )
 
     offsets_V = tensors.get("d2t")
+    # 1. The whole vocabulary: no offsets but 0.
     if options.get("draft_vocab_size") == vocab_size:
         options["draft_vocab_size"] = None
         if offsets_V is not None and offsets_V.any():
@@ -270,6 +283,7 @@ def _sort_draft_vocab(source: Source, options: dict[str, Any]) -> None:
             )
         for name in ("d2t", "t2d"):
             tensors.pop(name, None)
+    # 2. A part of it: offsets [3, 0, 3] lead to target ids [3, 1, 5], which become [1, 3, 5].
     elif offsets_V is not None:
         ids_V = torch.arange(len(offsets_V)) + offsets_V.long()
         if not distinct(ids_V):
@@ -295,14 +309,18 @@ def _matched(head: DraftHead, source: Source, tensors: dict[str, Tensor]) -> dic
     Each must be in the table, and in the file with the head's own shape.
     """
     form = FORMATS[source.form]
-    state, problems, rest, sizes = {}, [], dict(tensors), False
+    state = {}
+    problems = []
+    rest = dict(tensors)
+    sizes = False  # whether a shape differs: then the config's sizes help to see why
     for place in places(form, head):
         tensor = rest.pop(place.theirs, None)
         if tensor is None:
             problems.append(f"missing tensor {place.theirs!r} ({place.meaning})")
         elif tensor.shape != place.tensor.shape:
-            shape, own = tuple(tensor.shape), tuple(place.tensor.shape)
-            problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {own}")
+            shape = tuple(tensor.shape)
+            expected = tuple(place.tensor.shape)
+            problems.append(f"tensor {place.theirs!r} of shape {shape} instead of {expected}")
             sizes = True
         elif place.tensor.is_floating_point() and tensor.dtype not in FLOATS:
             problems.append(

@@ -140,10 +140,13 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
 
     `section` is the `headstart` section of its config.json, `listing` its entry on the Hub.
     """
+    # 1. The target by two names: the one for servers, and the one that it was trained with.
     listing = listing or Listing()
     known = PACKAGES.get(section["target"]["name"], Listing())
     target = listing.base_model or known.base_model or section["target"]["name"]
     trained = listing.base_model or section["target"]["name"]
+
+    # 2. The metadata, which the Hub shows and searches.
     license_ = listing.license or known.license
     front: dict[str, Any] = {
         "library_name": "headstart",
@@ -154,6 +157,8 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         front |= {"base_model": target, "base_model_relation": "adapter"}
     if license_:
         front["license"] = license_
+
+    # 3. The text.
     return _CARD.format(
         front=yaml.safe_dump(front, sort_keys=False),
         target=target,
@@ -196,9 +201,13 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     reason = section.get("unread_by", {}).get(server)
     if reason is not None:
         return f"does not read this head: {reason}."
-    kind, depth = section["head"], served_depth(section["options"])
+    kind = section["head"]
+    depth = served_depth(section["options"])
     adapted = " (of a model into which `adapter/` was merged)" if section["adapted"] else ""
-    trained, name, note = section["target"]["name"], target, ""
+    trained = section["target"]["name"]
+    name = target
+    note = ""
+    # The command needs a model in transformers' form: no Python package and no GGUF file.
     if target.startswith("package:") or target.lower().endswith(".gguf"):
         name = MODEL
         note = (
@@ -233,7 +242,8 @@ def _recipe(training: dict[str, Any]) -> str:
     """Duration and config of the training run."""
     if "config" not in training:
         return "Nothing was written down: the head was not trained by headstart."
-    tokens, minutes = training.get("answer_tokens"), training.get("seconds", 0.0) / 60
+    tokens = training.get("answer_tokens")
+    minutes = training.get("seconds", 0.0) / 60
     steps = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
     # Trackers and their names do not help to repeat the run.
     options = {name: value for name, value in training["config"].items() if name != "tracking"}
@@ -258,6 +268,7 @@ def _measured_table(measured: dict[str, Any]) -> str:
     rows = []
     for name, row in trees.items():
         values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
+        # null in JSON stands for NaN: a mean over nothing
         length, low, high, *rates = ("-" if value is None else f"{value:.2f}" for value in values)
         rows.append(f"| {name} | {row['nodes']} | {length} ({low} to {high}) | {' '.join(rates)} |")
     header = (
@@ -271,7 +282,8 @@ def _measured_table(measured: dict[str, Any]) -> str:
     )
     if "speedup" not in measured:
         return table
-    times, hardware = measured["speedup"], measured["hardware"]
+    times = measured["speedup"]
+    hardware = measured["hardware"]
     return (
         f"{table}\n\nThe faster of them: {times:.2f} times plain decoding by the same engine, on"
         f" {hardware}."

@@ -25,7 +25,7 @@ def public_url(address: str) -> str:
     if not parts.netloc:
         return address.partition("?")[0].rpartition("@")[2]
     host = parts.hostname or ""
-    host = f"[{host}]" if ":" in host else host
+    host = f"[{host}]" if ":" in host else host  # IPv6
     return urlunsplit((parts.scheme, host + port, parts.path, "", ""))
 
 
@@ -60,6 +60,7 @@ def _public_address(match: re.Match[str]) -> str:
 
 def _last_part(path: str) -> str:
     """The last part of a path: what its owner calls it."""
+    # /home/ann/models/chat becomes chat, C:\models\chat too.
     path = path.removeprefix("file://").rstrip("/\\")
     name = PureWindowsPath(path).name if re.match(r"[A-Za-z]:[\\/]|.*\\", path) else Path(path).name
     return name if name not in ("", ".", "..", "~") else "local"

@@ -28,7 +28,7 @@ from .tables import (
 
 @dataclass(frozen=True)
 class TargetParts:
-    """Parts of a target, besides its dimensions, for what a head's files leave out."""
+    """Parts of a target that stand in for what a head's files leave out."""
 
     embedding_VD: Tensor | None = None
     lm_head_VD: Tensor | None = None
@@ -69,11 +69,17 @@ class Keys(ChainMap[str, Any]):
         inherited: Mapping[str, Any] | None = None,
         unread: dict[str, Any] | None = None,
     ) -> None:
+        # Lookups go to the config first, then to the table's defaults.
         super().__init__(config, {name: key.default for name, key in table.items()})
-        self.config, self.where = config, where
+        self.config = config
+        self.where = where
+
+        # 1. Keys that the table does not have.
         aside = unknown_keys(table, config, where, tensors, inherited or {})
         if unread is not None:
             unread.update(aside)
+
+        # 2. Values of those that it has: there, allowed, and of the right kind.
         for name, key in table.items():
             if self[name] is NEEDED or (self[name] is None and key.default is NEEDED):
                 raise ValueError(f"{where}: config key {name!r} ({key.meaning}) is missing or null")
@@ -92,10 +98,10 @@ class Keys(ChainMap[str, Any]):
     def check_target(self, target: TargetInfo, *names: str) -> None:
         """Refuse a value that must be the target's and is not."""
         for name in names:
-            own = getattr(target, name)
-            if self[name] not in (None, own):
+            expected = getattr(target, name)
+            if self[name] not in (None, expected):
                 raise ValueError(
-                    f"{self.where}: {name} is {self[name]!r}, and {own!r} in the target"
+                    f"{self.where}: {name} is {self[name]!r}, and {expected!r} in the target"
                     f" {target.name!r}"
                 )
 
@@ -113,6 +119,7 @@ def unknown_keys(
     """
     unknown = {name: config[name] for name in sorted(config.keys() - table.keys())}
     for name, value in unknown.items():
+        # The head's config began as a copy of the target's.
         if name in inherited and inherited[name] == value:
             continue
         if may_compute(name, value, tensors):
@@ -129,6 +136,7 @@ def count_of(tensors: dict[str, Tensor], pattern: str) -> int:
 
     The group is empty for a layer without a number.
     """
+    # layers.0.mlp.weight, layers.0.norm.weight and layers.1.norm.weight are 2 layers.
     return len({int(match[1] or 0) for name in tensors if (match := re.fullmatch(pattern, name))})
 
 
@@ -149,9 +157,11 @@ def layers_in_file(source: Source, keys: Keys, pattern: str) -> int:
 
     A config made from the target's states the target's number of blocks; this is not an error.
     """
-    held, stated = count_of(source.tensors, rf"{pattern}.*"), keys["num_hidden_layers"]
+    held = count_of(source.tensors, rf"{pattern}.*")
+    stated = keys["num_hidden_layers"]
     if "num_hidden_layers" not in keys.config or stated == held or not held:
         return held or stated
+    # They differ. The target's own number was inherited; any other is a contradiction.
     if stated != source.target.num_layers:
         matches = (re.match(pattern, name) for name in source.tensors)
         names = sorted({match[0].rstrip(".") for match in matches if match})
@@ -174,10 +184,16 @@ def attention_bias(source: Source) -> bool:
         name for name in source.tensors if re.search(r"self_attn\.[qkv]_proj\.bias$", name)
     )
     keys = source.keys
-    given = keys.config if source.form in ("eagle", "eagle3") else keys["transformer_layer_config"]
+    if source.form in ("eagle", "eagle3"):
+        layer_config = keys.config
+    else:
+        layer_config = keys["transformer_layer_config"]
     flags = {
-        name: given[name] for name in ("qkv_bias", "attention_bias") if given.get(name) is not None
+        name: layer_config[name]
+        for name in ("qkv_bias", "attention_bias")
+        if layer_config.get(name) is not None
     }
+    # A flag may be absent, but not contradict the tensors.
     if any(flags.values()) and not held:
         name = next(name for name, value in flags.items() if value)
         raise ValueError(
@@ -197,19 +213,19 @@ def layer_keys(source: Source) -> Keys:
 
     Absent keys have the defaults of the layer's class.
     """
-    given = dict(source.keys["transformer_layer_config"])
     where = "transformer_layer_config"
+    layer_config = dict(source.keys[where])
     classes = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-    kind = given.get("model_type")
+    kind = layer_config.get("model_type")
     if kind not in classes:
         raise ValueError(
             f"{source.keys.where}: {where} has model_type {kind!r}, by which its defaults are"
             f" chosen; it must be {' or '.join(classes)}"
         )
     # Before the class adds keys of its own.
-    aside = unknown_keys(LLAMA, given, where, source.tensors, source.parts.config)
+    aside = unknown_keys(LLAMA, layer_config, where, source.tensors, source.parts.config)
     source.unread.update(aside)
-    known = {name: value for name, value in given.items() if name not in aside}
+    known = {name: value for name, value in layer_config.items() if name not in aside}
     try:
         full = classes[kind](**known).to_dict()
     except (StrictDataclassError, TypeError, KeyError) as error:
@@ -229,8 +245,10 @@ def llama_options(keys: Keys, source: Source, windows: bool = False) -> dict[str
 
     `windows`: layers may have a sliding one.
     """
-    target, remarks = source.target, source.remarks
-    heads, width = keys["num_attention_heads"], keys["hidden_size"]
+    target = source.target
+    remarks = source.remarks
+
+    # 1. Refuse what a layer here cannot do.
     keys.check_target(target, "vocab_size")
     kinds = keys["layer_types"] or []
     if not windows and (keys["use_sliding_window"] or set(kinds) - {"full_attention"}):
@@ -238,6 +256,10 @@ def llama_options(keys: Keys, source: Source, windows: bool = False) -> dict[str
             f"{keys.where}: layer_types are {kinds}, use_sliding_window is"
             f" {keys['use_sliding_window']}; a head of this kind has full_attention alone"
         )
+
+    # 2. Dimensions.
+    heads = keys["num_attention_heads"]
+    width = keys["hidden_size"]
     sizes = {
         "hidden_size": width,
         "intermediate_size": _mlp_width(keys, source),
@@ -252,8 +274,11 @@ def llama_options(keys: Keys, source: Source, windows: bool = False) -> dict[str
     options["num_layers"] = layers_in_file(
         source, keys, LAYERS.get(source.form, r"layers\.(\d+)\.")
     )
+    # 1e-06 in one file and 9.999999974752427e-07 (float32) in the other are the same.
     eps = keys["rms_norm_eps"]
     options["rms_norm_eps"] = None if abs(eps / target.rms_norm_eps - 1) < 1e-3 else eps
+
+    # 3. Rotary positions, in any of three spellings: the later ones win.
     rope = {
         "rope_theta": keys["rope_theta"],
         **(keys["rope_scaling"] or {}),
@@ -271,16 +296,14 @@ def llama_options(keys: Keys, source: Source, windows: bool = False) -> dict[str
             f"{keys.where}: rotary positions differ by layer, {', '.join(parts)}: no head here has"
             " that"
         )
-    own = {"rope_type": "default", **target.rope_parameters}
-    options["rope_parameters"] = None if rope == own else rope
-    if rope["rope_theta"] != own["rope_theta"]:
-        given = (
-            ""
-            if "rope_theta" in keys.config or keys["rope_parameters"]
-            else " (none is written: the default)"
-        )
+    target_rope = {"rope_type": "default", **target.rope_parameters}
+    options["rope_parameters"] = None if rope == target_rope else rope
+    if rope["rope_theta"] != target_rope["rope_theta"]:
+        is_written = "rope_theta" in keys.config or keys["rope_parameters"]
+        origin = "" if is_written else " (none is written: the default)"
         remarks.append(
-            f"rotary base {rope['rope_theta']}{given}, and {own['rope_theta']} in the target: kept"
+            f"rotary base {rope['rope_theta']}{origin}, and {target_rope['rope_theta']} in the"
+            " target: kept"
         )
     return options
 
@@ -309,10 +332,11 @@ def feature_layers(
     remarks: list[str],
     where: str = "eagle_config",
 ) -> list[int]:
-    """Feature layers by the block's output, as they are counted here, from either way of counting.
+    """Return feature layers counted by the block's output, from either way of counting.
 
     `where` names the key that counts outputs.
     """
+    # 1. From either key: inputs [2, 8, 13] are outputs [1, 7, 12].
     if inputs is not None and outputs is not None and [layer - 1 for layer in inputs] != outputs:
         raise ValueError(
             f"aux_hidden_state_layer_ids are {inputs} at the top level, which counts inputs of"
@@ -327,6 +351,8 @@ def feature_layers(
             " taken"
         )
     layers = outputs if outputs is not None else [layer - 1 for layer in inputs or ()]
+
+    # 2. Refuse those that are not there: an input of the first block is the embedding.
     if min(layers, default=0) < 0:
         raise ValueError(
             f"feature layers {inputs or outputs} begin before the first block: no head here reads"

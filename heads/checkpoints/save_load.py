@@ -78,8 +78,8 @@ def generate_source(head: str) -> str:
 
 
 FEW_LAYERS = 64
-"""Layers, or heads, that are built in no time, so that a file with too few tensors is told which it
-lacks."""
+"""Layers, or heads, that are quick to build: up to this number the error for a file with too few
+tensors names those that are missing."""
 
 
 def load_head(
@@ -98,15 +98,20 @@ def load_head(
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that
             is missing, extra or of another shape; each named.
     """
+    # 1. config.json, which anybody may have written, and the target that it names.
     folder = local_folder(source, revision, **hub)
     config = _read_config(folder)
     section = config["headstart"]
     saved_target = TargetInfo(**section["target"])
     if target is not None:
         saved_target.check(target)
+
+    # 2. Compare shapes by the headers of the files before memory is taken for the head.
     _check_weights(section, saved_target, folder)
     head = build_head(section["head"], _architecture(section), saved_target)
     _check_server_keys(head, config, folder)
+
+    # 3. The weights, in the saved dtypes.
     saved = read_weights(folder, (WEIGHTS_FILE,))
     for name in head.served_names:  # copies of the target's tensors, for servers
         saved.pop(name, None)
@@ -116,6 +121,8 @@ def load_head(
         head.check_loaded()
     except ValueError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+
+    # 4. The metadata.
     metadata = CheckpointMetadata(**{name: section[key] for name, key in SECTION_KEYS.items()})
     head.metadata = metadata
     head.folder = folder
@@ -130,6 +137,7 @@ def save_head(
     `folder` changes only when everything has been written.
     """
     assert metadata.adapted == (adapter is not None)
+    # 1. Everything that is written, before the disk is touched.
     section = json_ready(
         {
             "head": head_name(head),
@@ -142,6 +150,8 @@ def save_head(
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     dtype = dtype_name(next(head.parameters()).dtype)
     config = {**head.server_config(), "torch_dtype": dtype, "headstart": section}
+
+    # 2. The files, in a folder beside the final one that takes its place at the end of the block.
     with new_folder(folder, HEAD) as partial:
         try:
             save_torch_state_dict(state, partial, max_shard_size=SHARD)
@@ -149,10 +159,10 @@ def save_head(
             raise OSError(f"{partial / WEIGHTS_FILE} cannot be written: {error}") from error
         _write_json(partial / CONFIG_FILE, config)
         (partial / CARD_FILE).write_text(model_card(section), encoding="utf-8")
+        # It names the final folder, not `partial`.
+        home = str(Path(at_home(folder)).resolve())
         (partial / GENERATE_FILE).parent.mkdir()
-        (partial / GENERATE_FILE).write_text(
-            generate_source(str(Path(at_home(folder)).resolve())), encoding="utf-8"
-        )
+        (partial / GENERATE_FILE).write_text(generate_source(home), encoding="utf-8")
         if adapter is not None:
             adapter.save_pretrained(partial / ADAPTER_FOLDER)
 
@@ -169,6 +179,7 @@ def save_tree(
     section["tree"] = tree
     section["measured"]["calibration"] = json_ready(calibration)
     section["measured"].setdefault("fastest", {})[machine] = tree
+    # Serialise first: a value that JSON cannot hold must not leave a new card with an old config.
     contents = json.dumps(config, indent=2, allow_nan=False) + "\n"
     write_whole(Path(folder) / CARD_FILE, model_card(section))
     write_whole(Path(folder) / CONFIG_FILE, contents)
@@ -179,19 +190,27 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
 
     Tokens that the other cannot draft get rows by `with_trained_rows`.
     """
-    weights, own = other.state_dict(), head.state_dict()
-    places_V = draft_ids(head.vocabulary(), other.vocabulary())
-    common_V = places_V >= 0
-    for name in own.keys() & weights.keys():
-        if _by_token(head, name) and own[name].shape[1:] == weights[name].shape[1:]:
-            trained_KD = weights[name][places_V[common_V]].to(own[name].device)
-            weights[name] = with_trained_rows(own[name], common_V, trained_KD)
+    weights = dict(other.state_dict())
+    new_weights = head.state_dict()
+
+    # 1. Rows by token move to their places in the new draft vocabulary. Target ids [0, 3, 4] here
+    #    and [3, 4, 9] there: the other's draft ids are [-1, 0, 1].
+    ids_V = draft_ids(head.vocabulary(), other.vocabulary())
+    common_V = ids_V >= 0
+    for name in new_weights.keys() & weights.keys():
+        if _by_token(head, name) and new_weights[name].shape[1:] == weights[name].shape[1:]:
+            trained_KD = weights[name][ids_V[common_V]].to(new_weights[name].device)
+            weights[name] = with_trained_rows(new_weights[name], common_V, trained_KD)
+
+    # 2. The draft vocabulary itself stays the new head's.
     vocabulary = ("token_map", "d2t", "t2d")
-    kept = {name: own[name] for name in vocabulary if name in own}
-    load_exactly(head, {name: weights[name] for name in weights if name not in vocabulary} | kept)
+    for name in vocabulary:
+        weights.pop(name, None)
+        if name in new_weights:
+            weights[name] = new_weights[name]
+    load_exactly(head, weights)
 
 
-@torch.no_grad()
 def _by_token(head: DraftHead, name: str) -> bool:
     """Whether a tensor has a row for each token of the draft vocabulary."""
     return any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
@@ -199,11 +218,11 @@ def _by_token(head: DraftHead, name: str) -> bool:
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:
     """Describe each entry of the target's provenance that differs between training and use."""
+    # The same weights may lie in another folder or revision. Their hash is compared instead.
     ignored = {"target", "revision"}
-    if "float16" in (trained.get("dtype"), used.get("dtype")) and trained.get("dtype") != used.get(
-        "dtype"
-    ):
-        # their hash is over values rounded to bfloat16, which float16 rounds before
+    dtypes = (trained.get("dtype"), used.get("dtype"))
+    if "float16" in dtypes and dtypes[0] != dtypes[1]:
+        # The hash is over values rounded to bfloat16; float16 has rounded them once before.
         ignored.add("weights")
     return [
         f"{name.replace('_', ' ')} {trained[name]!r} (trained against) and {used[name]!r} (in use)"
@@ -223,6 +242,7 @@ def publishable(
     Returns:
         One phrase for each file of the source that is left out.
     """
+    # 1. Copy the weights and the adapter; everything else is written anew or left out.
     config = _read_config(source)
     section = config["headstart"]
     parts, index = weight_files(source, (WEIGHTS_FILE,))
@@ -237,6 +257,8 @@ def publishable(
             )
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, folder / name)
+
+    # 2. config.json: the target by its name on the Hub, and no path of this machine.
     if listing.base_model is not None:
         section["target"]["name"] = listing.base_model
         verifier = config.get("speculators_config", {}).get("verifier")
@@ -247,6 +269,8 @@ def publishable(
     config = public(config)
     section = config["headstart"]
     _write_json(folder / CONFIG_FILE, config)
+
+    # 3. The adapter's config, the card, and the file for `custom_generate`.
     if section["adapted"]:
         adapter = folder / ADAPTER_FOLDER / ADAPTER_FILES[0]
         described = public(read_json(adapter))
@@ -255,6 +279,8 @@ def publishable(
     (folder / CARD_FILE).write_text(model_card(section, listing), encoding="utf-8")
     (folder / GENERATE_FILE).parent.mkdir()
     (folder / GENERATE_FILE).write_text(generate_source(listing.repo), encoding="utf-8")
+
+    # 4. The target's tensors beside the head's: the weight files are written again.
     if shared:
         saved = read_weights(folder, (WEIGHTS_FILE,))
         dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
@@ -294,9 +320,9 @@ def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:
     """Convert a head's parameters to the dtypes of the saved ones.
 
     Raises:
-        ValueError: names those that are no floating-point numbers.
+        ValueError: names saved tensors that are not of a floating-point type.
     """
-    parameters = {name: own for name, own in head.named_parameters() if name in saved}
+    parameters = {name: parameter for name, parameter in head.named_parameters() if name in saved}
     packed = [
         f"tensor {name!r} of {saved[name].dtype}, not of a floating-point type"
         for name in parameters
@@ -360,7 +386,7 @@ def build_unloaded(
                 " each"
             )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes without memory
             return build_head(name, options, target)
     except ValueError:
         raise
@@ -389,7 +415,7 @@ def _check_weights(section: dict[str, Any], target: TargetInfo, folder: Path) ->
 
 
 def _architecture(section: dict[str, Any]) -> dict[str, Any]:
-    """The options of the head itself: older checkpoints tell there what it was trained on, too."""
+    """The options of the head itself. Older checkpoints have the training objective among them."""
     options = section["options"]
     return {name: value for name, value in options.items() if name not in OBJECTIVE_OPTIONS}
 
@@ -406,8 +432,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     missing = {"head", "options", "target", *SECTION_KEYS.values()} - section.keys()
     if missing:
         raise ValueError(f"{path}: the 'headstart' section lacks {', '.join(sorted(missing))}")
-    names, given = {key.name for key in dataclasses.fields(TargetInfo)}, section["target"]
-    if not isinstance(given, dict) or set(given) != names:
+    names = {key.name for key in dataclasses.fields(TargetInfo)}
+    target = section["target"]
+    if not isinstance(target, dict) or set(target) != names:
         raise ValueError(f"{path}: the section's target needs exactly {', '.join(sorted(names))}")
     problem = _section_problem(section)
     if problem:
@@ -416,8 +443,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 LARGEST = {"num_layers": 2**12}
-"""Largest dimensions of a target, 2^31 for those that are not here: larger ones are mistakes, or
-made to harm."""
+"""Largest dimensions of a target; 2^31 for all others. Larger values are mistakes or attacks."""
 
 
 def _section_problem(section: dict[str, Any]) -> str | None:
@@ -425,6 +451,7 @@ def _section_problem(section: dict[str, Any]) -> str | None:
 
     Returns None if all values fit. Anybody may have written the section.
     """
+    # 1. The section's own entries.
     objects = ("options", "training", "measured", "origin")
     for name in objects:
         if not isinstance(section[name], dict):
@@ -439,6 +466,8 @@ def _section_problem(section: dict[str, Any]) -> str | None:
     for tree in (section["tree"], *fastest.values()):
         if tree is not None and not isinstance(tree, (str, list)):
             return f"the tree {tree!r} is neither a spec nor a list of paths"
+
+    # 2. The target's dimensions, by the types of `TargetInfo`. True is an int in Python.
     for name, hint in typing.get_type_hints(TargetInfo).items():
         value = section["target"][name]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -461,7 +490,8 @@ def _check_server_keys(head: DraftHead, config: dict[str, Any], folder: Path) ->
     """Refuse a checkpoint whose server keys describe another head than its `headstart` section."""
     expected = {**json_ready(head.server_config()), "torch_dtype": config.get("torch_dtype")}
     for name in sorted(expected.keys() | config.keys() - {"headstart"}):
-        ours, theirs = expected.get(name, "absent"), config.get(name, "absent")
+        ours = expected.get(name, "absent")
+        theirs = config.get(name, "absent")
         if name not in config and ours in (None, False):
             continue  # written before the option existed: servers read the same
         if ours != theirs:

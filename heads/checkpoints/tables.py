@@ -82,12 +82,15 @@ def may_compute(name: str, value: Any, tensors: Collection[str]) -> bool:
     By its name, unless its value says that it is off. Whatever adds weights shows in the tensors of
     a file, of which each must have its place.
     """
+    # 0 and 1 change nothing: a scale of 1, no bias.
     off = not value if isinstance(value, bool) else value in (None, 0, 1, "", "none", [], {})
     if off or MAY_COMPUTE.search(name) is None or OF_TENSORS.search(name) is not None:
         return False
-    for flag, tensor in EVIDENCE.items():
+    # A flag that is set shows in the tensors, each of which is checked: qkv_bias in names that end
+    # in `.bias`.
+    for flag, pattern in EVIDENCE.items():
         if value is True and re.search(flag, name):
-            return not any(re.search(tensor, each) for each in tensors)
+            return not any(re.search(pattern, tensor) for tensor in tensors)
     return True
 
 
@@ -227,7 +230,7 @@ def places(form: Format, head: DraftHead) -> Iterator[Place]:
     """Every tensor of a head that a format has a name for."""
     state = head.state_dict()
     for theirs, row in form.tensors.items():
-        # {h} to (?P<h>\d+)
+        # "blocks.{h}.join" becomes the pattern blocks\.(?P<h>\d+)\.join
         pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours)))
         for ours, tensor in state.items():
             if match := pattern.fullmatch(ours):
@@ -235,7 +238,7 @@ def places(form: Format, head: DraftHead) -> Iterator[Place]:
                 name = theirs.format(
                     **numbers, next=numbers.get("l", 0) + 1, blocks=head.config.num_layers
                 )
-                # Hydra++ counts the dropout before each module
+                # Hydra++ counts the dropout before each module: 0, 1, 2 become 1, 3, 5.
                 if getattr(head.config, "prefix_layer", False):
                     name = re.sub(
                         r"^(hydra_mlp\.\d+)\.(\d+)",

@@ -62,9 +62,8 @@ class DFlashConfig(BlocksConfig):
                 f"{self.name} sliding_window must be at least 1, or null for none, not"
                 f" {self.sliding_window}"
             )
-        if (self.sliding_window is None and sliding) or not set(sliding) <= set(
-            range(self.num_layers)
-        ):
+        in_range = set(sliding) <= set(range(self.num_layers))
+        if (self.sliding_window is None and sliding) or not in_range:
             raise ValueError(
                 f"{self.name} sliding_layers {sliding} need a sliding_window, and are numbers from"
                 f" 0 to {self.num_layers - 1}"

@@ -110,7 +110,12 @@ FORMATS: dict[str, Format] = {
 
 def dflash_options(source: Source) -> dict[str, Any]:
     """Return the options of a DFlash head from its config.json and tensors."""
-    keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
+    keys = source.keys
+    tensors = source.tensors
+    target = source.target
+    remarks = source.remarks
+
+    # 1. The decoder layers, as wide as the target.
     native = not source.form.startswith("speculators")
     options = llama_options(keys if native else layer_keys(source), source, windows=True)
     if options.pop("hidden_size") is not None or keys.get("target_hidden_size") not in (
@@ -121,26 +126,26 @@ def dflash_options(source: Source) -> dict[str, Any]:
             f"{keys.where}: a DFlash head is as wide as its target, which is {target.hidden_size}"
             " wide"
         )
+
+    # 2. Keys that a DFlash file may have twice: at the top level and in `dflash_config`.
     nested = keys
     if source.form == "dflash":
         nested = source.read(DFLASH_CONFIG, keys["dflash_config"], "dflash_config")
-    size = keys["draft_vocab_size"]
-    if size is None and "lm_head.weight" in tensors:
-        size = len(tensors["lm_head.weight"])
 
     def agreed(name: str) -> Any:
         """A key's value; where dflash_config has it too, they must not contradict each other."""
-        own, other = keys.config.get(name), nested.config.get(name)
-        if own is not None and other is not None and own != other:
+        top = keys.config.get(name)
+        other = nested.config.get(name)
+        if top is not None and other is not None and top != other:
             raise ValueError(
-                f"{keys.where}: {name} is {own!r} at the top level, and {other!r} in {nested.where}"
+                f"{keys.where}: {name} is {top!r} at the top level, and {other!r} in {nested.where}"
             )
-        return next((value for value in (own, other, keys[name]) if value is not None), None)
+        # The first that is set; the last is the table's default.
+        return next((value for value in (top, other, keys[name]) if value is not None), None)
 
-    inputs, outputs = (
-        keys.get("aux_hidden_state_layer_ids"),
-        (agreed("target_layer_ids") if native else None),
-    )
+    # 3. Feature layers, by blocks' inputs under two names or by their outputs.
+    inputs = keys.get("aux_hidden_state_layer_ids")
+    outputs = agreed("target_layer_ids") if native else None
     again = keys.get("eagle_aux_hidden_state_layer_ids")
     if again is not None and inputs not in (None, again):
         raise ValueError(
@@ -152,13 +157,17 @@ def dflash_options(source: Source) -> dict[str, Any]:
             f"{keys.where}: num_target_layers is {keys['num_target_layers']}, and"
             f" {target.num_layers} in the target {target.name!r}"
         )
-    layer = (
-        keys
-        if native
-        else ChainMap(
-            keys["transformer_layer_config"], {"layer_types": None, "sliding_window": None}
-        )
-    )
+
+    # 4. The sliding window, which speculators describes with the layers.
+    layer: Mapping[str, Any] = keys
+    if not native:
+        absent: dict[str, Any] = {"layer_types": None, "sliding_window": None}
+        layer = ChainMap(keys["transformer_layer_config"], absent)
+
+    # 5. The draft vocabulary, by the rows of the LM head where no size is written.
+    size = keys["draft_vocab_size"]
+    if size is None and "lm_head.weight" in tensors:
+        size = len(tensors["lm_head.weight"])
     return (
         options
         | _window_options(layer, keys, nested)
@@ -182,7 +191,8 @@ def _window_options(
 
     `nested` is dflash_config, whose keys decide in vLLM too.
     """
-    kinds, causal = layer["layer_types"] or [], not keys.get("sliding_window_non_causal", False)
+    kinds = layer["layer_types"] or []
+    causal = not keys.get("sliding_window_non_causal", False)
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(
@@ -192,10 +202,13 @@ def _window_options(
     sliding: list[int] | None = [
         number for number, kind in enumerate(kinds) if kind == "sliding_attention"
     ]
+    # Without sliding layers by type, `use_swa` makes all layers slide, with slots that see all of
+    # their block.
     if not sliding:
         if not nested.get("use_swa"):
             return {}
-        sliding, causal = None, False
+        sliding = None
+        causal = False
     if False in (keys.get("is_causal"), nested.get("causal")):
         causal = False
     window = nested.get("swa_window_size") or layer["sliding_window"]

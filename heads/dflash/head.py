@@ -1,4 +1,4 @@
-"""DFlash (arXiv:2602.06036): a block of drafts in one pass, from mask tokens behind the root.
+"""DFlash (arXiv:2602.06036): a block of drafts in one pass, from mask tokens after the root.
 
 With g_t the target's features after some of its blocks, and x_p the root, the newest token:
 
@@ -11,7 +11,7 @@ With g_t the target's features after some of its blocks, and x_p the root, the n
 Slots attend to the whole context and to the whole block; in a layer with a sliding window w to the
 w newest tokens of the context, and, unless `sliding_causal` is off, to the slots before them. Slot
 k drafts x_{p+k}, slot 0 nothing; with `sample_from_anchor` slot k drafts x_{p+k+1}. Training draws
-anchors a, the roots, among the answers' positions; the block behind an anchor attends to the
+anchors a, the roots, among the answers' positions; the block after an anchor attends to the
 context before it and is judged by the target's distributions along the text. Tensor names are those
 that vLLM and SGLang read.
 """
@@ -77,10 +77,12 @@ class DFlashHead(OffsetVocabularyHead):
 
     def __init__(self, config: DFlashConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
+
+        # 1. The block: 8 slots draft 7 tokens, or 8 if the root's own slot drafts too.
         self.max_depth = config.block_size - (not config.sample_from_anchor)
-        self.mask_token = (
-            target.vocab_size - 1 if config.mask_token_id is None else config.mask_token_id
-        )
+        self.mask_token = target.vocab_size - 1
+        if config.mask_token_id is not None:
+            self.mask_token = config.mask_token_id
         if not 0 <= self.mask_token < target.vocab_size:
             raise ValueError(
                 f"{config.name} mask_token_id {self.mask_token} is out of range: choose one of the"
@@ -91,15 +93,20 @@ class DFlashHead(OffsetVocabularyHead):
                 f"{config.name} block_size {config.block_size} is larger than the target's"
                 f" {target.max_positions} positions"
             )
+
+        # 2. The layers, each with or without a sliding window.
         self.feature_layers = _feature_layers(config, target)
-        self.shape, self.cached_layers = LayerShape.of(target, config), config.num_layers
-        windows = (
-            range(config.num_layers) if config.sliding_layers is None else config.sliding_layers
-        )
+        self.shape = LayerShape.of(target, config)
+        self.cached_layers = config.num_layers
+        sliding_layers = config.sliding_layers
+        if sliding_layers is None:
+            sliding_layers = list(range(config.num_layers))
         self.sliding = [
-            config.sliding_window is not None and i in windows for i in range(config.num_layers)
+            config.sliding_window is not None and i in sliding_layers
+            for i in range(config.num_layers)
         ]
-        width, eps = target.hidden_size, self.shape.rms_norm_eps
+        width = target.hidden_size
+        eps = self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(config.num_layers))
@@ -107,6 +114,8 @@ class DFlashHead(OffsetVocabularyHead):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(target, self.shape.head_dim, config.rope_parameters)
+
+        # 3. The servers that cannot read it.
         self.unread_by = {"sglang": "heads of this kind have not been tried there"}
         if not config.qk_norm:
             self.unread_by |= dict.fromkeys(
@@ -123,13 +132,17 @@ class DFlashHead(OffsetVocabularyHead):
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
-        taken, unused = int(token_counts_V[self.mask_token]), (token_counts_V == 0).nonzero()[:, 0]
-        if self.config.mask_token_id is not None and taken and len(unused):
+        # 1. A mask token that the answers contain would mean two things.
+        uses = int(token_counts_V[self.mask_token])
+        unused = (token_counts_V == 0).nonzero()[:, 0]
+        if self.config.mask_token_id is not None and uses and len(unused):
             raise ValueError(
-                f"{self.config.name} mask_token_id {self.mask_token} stands {taken} times in the"
+                f"{self.config.name} mask_token_id {self.mask_token} stands {uses} times in the"
                 f" answers; choose a token that they do not hold, such as {int(unused[0])}, or"
                 " better one that no text holds"
             )
+
+        # 2. Draft vocabulary, LM head and final norm.
         if self.config.draft_vocab_size is not None:
             self.choose_vocabulary(
                 most_frequent(token_counts_V, self.draft_vocab_size, self.config.name)
@@ -140,18 +153,19 @@ class DFlashHead(OffsetVocabularyHead):
             self.norm.weight.copy_(gain_D)
         if self.config.start == "random":
             return
-        count = len(self.layers)
-        first = (
-            self.target.num_layers - count
-            if self.config.start == "last"
-            else int(self.config.start)
-        )
+
+        # 3. The layers: as many consecutive blocks of the target, the last ones by default.
+        first = self.target.num_layers - len(self.layers)
+        if self.config.start != "last":
+            first = int(self.config.start)
         for number, layer in enumerate(self.layers):
             block = target_layer_weights(
                 modules.blocks, first + number, self.target, self.config.name
             )
             start_layer(layer, block, f"layer {number}", self.config.name)
-        self.fc.weight.zero_()  # the identity on the last feature
+
+        # 4. `fc` [D, F]: the identity on the deepest feature, zero on the others.
+        self.fc.weight.zero_()
         self.fc.weight[:, -self.target.hidden_size :].copy_(
             torch.eye(self.target.hidden_size, dtype=torch.float32)
         )
@@ -171,21 +185,29 @@ class DFlashHead(OffsetVocabularyHead):
         In training the positions are limited to the anchors that are drawn. The outputs are
         final-norm states [N, K, D].
         """
-        positions = DraftPositions.of(
-            features, self.max_depth, self.config.max_anchors if self.training else None
-        )
+        # 1. Draft positions, as row and column: with T = 10, index 23 is row 2, column 3.
+        max_anchors = self.config.max_anchors if self.training else None
+        positions = DraftPositions.of(features, self.max_depth, max_anchors)
         time = features.tokens_BT.shape[1]
-        rows_N, times_N = positions.index_N // time, positions.index_N % time
+        rows_N = positions.index_N // time
+        times_N = positions.index_N % time
+
+        # 2. The context, whose keys and values all blocks of a row share, and what each block sees
+        #    of it: its own sequence, up to the feature before its root.
         context = self._context(features.features_BTF, features.position_ids_BT)
         seen_NT = counting(time, rows_N.device) <= times_N[:, None]
         if features.sequences_BT is not None:
-            own_NT = features.sequences_BT[rows_N]
-            seen_NT = seen_NT & (own_NT == own_NT.gather(1, times_N[:, None]))
+            sequences_NT = features.sequences_BT[rows_N]
+            same_sequence_NT = sequences_NT == sequences_NT.gather(1, times_N[:, None])
+            seen_NT = seen_NT & same_sequence_NT
+
+        # 3. The blocks: the root is the token after the draft position.
         roots_N = features.tokens_BT.flatten()[positions.index_N + 1]
         first_N = features.position_ids_BT.flatten()[positions.index_N] + 1
         views: dict[bool, KVView] = {False: AnchorView(context, seen_NT, positions.per_row)}
         if any(self.sliding):
             assert self.config.sliding_window is not None
+            # Window 3 at column 5: columns 3, 4 and 5.
             near_NT = seen_NT & (
                 counting(time, rows_N.device) > times_N[:, None] - self.config.sliding_window
             )
@@ -224,6 +246,7 @@ class DFlashHead(OffsetVocabularyHead):
     ) -> DFlashState:
         assert isinstance(state, DFlashState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
+        # Committed tokens give keys and values only: no query runs on them.
         for number, (key, value) in enumerate(self._context(features_BAF, positions_BA)):
             kv.store(number, key, value)
         return replace(state, depth=0, lengths_B=state.lengths_B + lengths_B)
@@ -232,23 +255,30 @@ class DFlashHead(OffsetVocabularyHead):
         self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
     ) -> tuple[Tensor, DFlashState]:
         assert isinstance(state, DFlashState)
+        # The round's first call drafts the whole block; later calls read its slots.
         if state.depth == 0:
-            cache, device = state.cache, tokens_BW.device
-            slots = cache.keys[0].shape[2]
-            attended = slots if cache.attended is None else min(slots, cache.attended)
-            slot_S, ends_B1 = counting(attended, device), cache.nodes + state.lengths_B[:, None]
-            # the block, and the context
+            cache = state.cache
+            device = tokens_BW.device
+            # The cache holds the block in its first slots (`nodes` is the block size), then the
+            # context. A block of 3 after 2 tokens: slots 0 to 2, and 3 to 4.
+            slot_S = counting(cache.attended_slots, device)
+            ends_B1 = cache.nodes + state.lengths_B[:, None]
             seen_BKS = (slot_S < ends_B1)[:, None].expand(-1, cache.nodes, -1)
             views: dict[bool, KVView] = {False: KVEntries(cache, seen_BKS, None)}
             if any(self.sliding):
                 assert self.config.sliding_window is not None
-                own_S, k_K1 = slot_S < cache.nodes, counting(cache.nodes, device, column=True)
-                near_BS = own_S | (slot_S >= ends_B1 - self.config.sliding_window)
-                before_KS = (slot_S <= k_K1) | ~own_S if self.config.sliding_causal else slot_S >= 0
-                views[True] = KVEntries(cache, seen_BKS & near_BS[:, None] & before_KS, None)
-            state = replace(
-                state, slots_BKD=self._block(tokens_BW[:, 0], state.lengths_B, views, state.modules)
-            )
+                in_block_S = slot_S < cache.nodes
+                near_BS = in_block_S | (slot_S >= ends_B1 - self.config.sliding_window)
+                sliding_BKS = seen_BKS & near_BS[:, None]
+                if self.config.sliding_causal:
+                    # Slot k sees the slots of its block up to itself, and the context.
+                    k_K1 = counting(cache.nodes, device, column=True)
+                    sliding_BKS = sliding_BKS & ((slot_S <= k_K1) | ~in_block_S)
+                views[True] = KVEntries(cache, sliding_BKS, None)
+            # The root's position is the number of committed tokens.
+            slots_BKD = self._block(tokens_BW[:, 0], state.lengths_B, views, state.modules)
+            state = replace(state, slots_BKD=slots_BKD)
+        # One slot drafts for all nodes of a depth, [B, 1, D]: it does not see the path.
         hidden_B1D = state.slots_BKD[:, state.depth : state.depth + 1]
         whole = self.config.draft_vocab_size is None
         logits_B1V = state.modules.logits(hidden_B1D) if whole else self.lm_head(hidden_B1D)
@@ -260,17 +290,17 @@ class DFlashHead(OffsetVocabularyHead):
         cos_B1TE, sin_B1TE = (
             part[:, None] for part in self.rotary(positions_BT, context_BTD.dtype)
         )
-        found = []
+        keys_and_values = []
         for layer in self.layers:
+            # As in `Attention.forward`, without queries.
             assert isinstance(layer, DecoderLayer)
             attention = layer.self_attn
-            key, value = (
-                projection(context_BTD).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
-                for projection in (attention.k_proj, attention.v_proj)
-            )
+            heads = (-1, attention.head_dim)
+            key = attention.k_proj(context_BTD).unflatten(-1, heads).transpose(1, 2)
+            value = attention.v_proj(context_BTD).unflatten(-1, heads).transpose(1, 2)
             key = attention.k_norm(key)
-            found.append((key * cos_B1TE + rotate_half(key) * sin_B1TE, value))
-        return found
+            keys_and_values.append((key * cos_B1TE + rotate_half(key) * sin_B1TE, value))
+        return keys_and_values
 
     def _block(
         self,
@@ -287,12 +317,14 @@ class DFlashHead(OffsetVocabularyHead):
         if there are any.
         """
         size = self.config.block_size
+        # [root, MASK, MASK, ...] in each block
         tokens_NK = torch.full((len(roots_N), size), self.mask_token, device=roots_N.device)
         tokens_NK[:, 0] = roots_N
         state_NKD = modules.embed(tokens_NK).to(self.norm.weight.dtype)
         rotary = self.rotary(positions_N[:, None] + counting(size, roots_N.device), state_NKD.dtype)
         for number, layer in enumerate(self.layers):
             state_NKD = layer(state_NKD, rotary, views[self.sliding[number]], number)
+        # Without the root's slot, unless it drafts too.
         return self.norm(state_NKD[:, size - self.max_depth :])
 
     def server_config(self) -> dict[str, Any]:
@@ -328,12 +360,12 @@ def _feature_layers(config: DFlashConfig, target: TargetInfo) -> tuple[int, ...]
     The default spreads them from the second block to the third from the end, and takes the middle
     block for one layer.
     """
-    blocks, count = target.num_layers, config.num_layers
-    spread = (
-        [round(1 + i * (blocks - 4) / (count - 1)) for i in range(count)]
-        if count > 1
-        else [blocks // 2]
-    )
+    blocks = target.num_layers
+    count = config.num_layers
+    # 16 blocks and 5 layers: 1, 4, 7, 10 and 13
+    spread = [blocks // 2]
+    if count > 1:
+        spread = [round(1 + i * (blocks - 4) / (count - 1)) for i in range(count)]
     # fewer where the target has few blocks
     default = sorted({min(max(layer, 0), blocks - 2) for layer in spread})
     layers = tuple(default if config.feature_layers is None else config.feature_layers)
@@ -372,34 +404,47 @@ class AnchorView:
 
         In a `causal` block a slot sees itself and the slots before it.
         """
-        self.context, self.seen_NT, self.per_row, self.causal = context, seen_NT, per_row, causal
+        self.context = context
+        self.seen_NT = seen_NT
+        self.per_row = per_row
+        self.causal = causal
 
     def attend(
         self, layer: int, query_NHKE: Tensor, key_NGKE: Tensor, value_NGKE: Tensor
     ) -> Tensor:
         """Attention output [N, H, K, E]; all queries of a row read its context in one product."""
         keys_BGTE, values_BGTE = self.context[layer]
-        heads, time = query_NHKE.shape[1] // key_NGKE.shape[1], keys_BGTE.shape[2]
-        query_NGXE = (
-            (query_NHKE * query_NHKE.shape[-1] ** -0.5).unflatten(1, (-1, heads)).flatten(2, 3)
-        )
-        own_NGXK = query_NGXE @ key_NGKE.transpose(-1, -2)
+        heads = query_NHKE.shape[1] // key_NGKE.shape[1]
+        time = keys_BGTE.shape[2]
+
+        # 1. Scores within each block. X = heads * K: the query heads of a group side by side.
+        scaled_NHKE = query_NHKE * query_NHKE.shape[-1] ** -0.5
+        query_NGXE = scaled_NHKE.unflatten(1, (-1, heads)).flatten(2, 3)
+        block_scores_NGXK = query_NGXE @ key_NGKE.transpose(-1, -2)
         if self.causal:
-            slots, device = key_NGKE.shape[2], own_NGXK.device
+            slots = key_NGKE.shape[2]
+            device = block_scores_NGXK.device
             later_KK = counting(slots, device) > counting(slots, device, column=True)
-            own_NGXK = own_NGXK.masked_fill(later_KK.repeat(heads, 1), -torch.inf)
-        blocks = (query_NGXE, own_NGXK, value_NGKE, self.seen_NT)
-        found = []
-        for row, parts in enumerate(
-            zip(*(each.split(self.per_row) for each in blocks), strict=True)
-        ):
-            query_GNXE, own_GNXK, value_GNKE = (part.transpose(0, 1) for part in parts[:3])
+            block_scores_NGXK = block_scores_NGXK.masked_fill(later_KK.repeat(heads, 1), -torch.inf)
+
+        # 2. Row by row: scores with the row's context, one softmax over context and block. From
+        #    here on N counts the blocks of one row.
+        outputs = []
+        by_row = zip(
+            query_NGXE.split(self.per_row),
+            block_scores_NGXK.split(self.per_row),
+            value_NGKE.split(self.per_row),
+            self.seen_NT.split(self.per_row),
+            strict=True,
+        )
+        for row, (query, block_scores, value, seen_NT) in enumerate(by_row):
+            query_GNXE = query.transpose(0, 1)
             scores_GNXT = query_GNXE @ keys_BGTE[row, :, None].transpose(-1, -2)
-            scores_GNXT = scores_GNXT.masked_fill(~parts[3][:, None], -torch.inf)
-            scores = torch.cat([scores_GNXT, own_GNXK], dim=-1)
+            scores_GNXT = scores_GNXT.masked_fill(~seen_NT[:, None], -torch.inf)
+            scores = torch.cat([scores_GNXT, block_scores.transpose(0, 1)], dim=-1)
             weights = scores.softmax(-1, dtype=at_least_fp32(scores[:0]).dtype).to(scores.dtype)
-            out_GNXE = (
-                weights[..., :time] @ values_BGTE[row, :, None] + weights[..., time:] @ value_GNKE
-            )
-            found.append(out_GNXE.transpose(0, 1))
-        return torch.cat(found).unflatten(2, (heads, -1)).flatten(1, 2)
+            # The first T weights are those of the context, the last K those of the block.
+            context_GNXE = weights[..., :time] @ values_BGTE[row, :, None]
+            out_GNXE = context_GNXE + weights[..., time:] @ value.transpose(0, 1)
+            outputs.append(out_GNXE.transpose(0, 1))
+        return torch.cat(outputs).unflatten(2, (heads, -1)).flatten(1, 2)

@@ -89,6 +89,7 @@ FORMATS: dict[str, Format] = {
 
 def dspark_options(source: Source) -> dict[str, Any]:
     """Return the options of a DSpark head from its config.json and tensors."""
+    # DFlash's options, and those of the correction and the estimate.
     keys = source.keys
     return dflash_options(source) | {
         "markov": keys["markov_head_type"],

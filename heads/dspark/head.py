@@ -47,7 +47,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DSparkConfig, target: TargetInfo, draft_vocab_size: int) -> None:
         super().__init__()
-        rank, width = config.markov_rank, target.hidden_size
+        rank = config.markov_rank
+        width = target.hidden_size
         self.markov_w1 = nn.Embedding(target.vocab_size, rank)
         nn.init.normal_(self.markov_w1.weight, std=0.01)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
@@ -64,18 +65,15 @@ class MarkovHead(nn.Module):
 
         The input is [..., W, R].
         """
-        if self.memory:
-            gate_WR, new_WR, out_WR = self.joint_proj(
-                torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)
-            ).chunk(3, -1)
-            kept_WR = gate_WR.sigmoid()
-            return out_WR.tanh(), kept_WR * memory_WR + (1 - kept_WR) * new_WR.tanh()
-        if hasattr(self, "gate_proj"):
-            return (
-                self.gate_proj(torch.cat([hidden_WD, embed_WR], dim=-1)).sigmoid() * embed_WR,
-                memory_WR,
-            )
-        return embed_WR, memory_WR
+        if self.memory:  # rnn
+            joined = torch.cat([memory_WR, embed_WR, hidden_WD], dim=-1)  # [..., W, 2 R + D]
+            gate_WR, new_WR, out_WR = self.joint_proj(joined).chunk(3, -1)
+            share_WR = gate_WR.sigmoid()
+            return out_WR.tanh(), share_WR * memory_WR + (1 - share_WR) * new_WR.tanh()
+        if hasattr(self, "gate_proj"):  # gated
+            gate_WR = self.gate_proj(torch.cat([hidden_WD, embed_WR], dim=-1)).sigmoid()
+            return gate_WR * embed_WR, memory_WR
+        return embed_WR, memory_WR  # vanilla
 
 
 class DSparkHead(DFlashHead):
@@ -95,7 +93,8 @@ class DSparkHead(DFlashHead):
         if config.confidence:
             width = target.hidden_size + config.confidence_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
-        if config.qk_norm:  # what DFlash lacks there DSpark has
+        # What rules out DFlash in these two servers does not rule out DSpark.
+        if config.qk_norm:
             self.unread_by.pop("llama.cpp", None)
             self.unread_by.pop("vllm", None)
         if config.confidence and not config.confidence_with_markov:
@@ -103,8 +102,8 @@ class DSparkHead(DFlashHead):
                 "its estimate of the acceptance rate sees the token before the draft"
             )
         if config.markov != "vanilla":
-            told = f"its DSpark is vanilla, and this head's markov is {config.markov}"
-            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), told)
+            reason = f"its DSpark is vanilla, and this head's markov is {config.markov}"
+            self.unread_by |= dict.fromkeys(("vllm", "llama.cpp"), reason)
 
     @classmethod
     def default_objective(cls, config: DSparkConfig) -> Objective:
@@ -121,8 +120,10 @@ class DSparkHead(DFlashHead):
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
     ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
+        # 1. The backbone's outputs for all depths, as in DFlash.
         positions, slots_NKD = self.training_blocks(features)
-        # before the first draft it is the root
+
+        # 2. The correction by the true token before each draft: before the first it is the root.
         true_before_NK = features.tokens_BT.flatten()[positions.rows_NK]
         embed_NKR = self.markov_head.markov_w1(true_before_NK)
         memory_NR = embed_NKR.new_zeros(len(embed_NKR), self.markov_head.memory)
@@ -130,8 +131,11 @@ class DSparkHead(DFlashHead):
         for k in range(self.max_depth):
             latent_NR, memory_NR = self.markov_head(embed_NKR[:, k], slots_NKD[:, k], memory_NR)
             latents.append(latent_NR)
-        asked = self.config.confidence and objective.loss.get("confidence", 0) > 0
-        confidences = list(self._confidence(slots_NKD, embed_NKR).unbind(1)) if asked else []
+
+        # 3. The estimate of the acceptance rate, if it is trained.
+        confidences: list[Tensor] = []
+        if self.config.confidence and objective.loss.get("confidence", 0) > 0:
+            confidences = list(self._confidence(slots_NKD, embed_NKR).unbind(1))
         block = BlockTerms(latents, self.markov_head.markov_w2.weight, confidences)
         heads = self._lm_heads(slots_NKD, features)
         return draft_loss(*heads, features, positions, objective, ranks, block)
@@ -158,12 +162,16 @@ class DSparkHead(DFlashHead):
     def expand(
         self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
     ) -> tuple[Tensor, DSparkState]:
+        # DFlash's logits are the same for all nodes of a depth; what is added below is not.
         logits_B1V, state = super().expand(state, tokens_BW, parents_BW)
         assert isinstance(state, DSparkState)
+        # That call has raised the depth: the slot in use is the one before.
         hidden_BWD = state.slots_BKD[:, state.depth - 1 : state.depth].expand(
             -1, tokens_BW.shape[1], -1
         )
         embed_BWR = self.markov_head.markov_w1(tokens_BW)
+        # Each node goes on from its parent's memory; the root's parent, -1, is clamped to the one
+        # memory there is.
         width = state.memory_BWR.shape[-1]
         memory_BWR = state.memory_BWR.gather(
             1, parents_BW.clamp(min=0)[..., None].expand(-1, -1, width)

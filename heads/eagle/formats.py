@@ -61,7 +61,9 @@ FORMATS: dict[str, Format] = {
 
 def eagle_options(source: Source) -> dict[str, Any]:
     """Return the options of an EAGLE head from its config.json and tensors."""
-    keys, tensors, remarks = source.keys, source.tensors, source.remarks
+    keys = source.keys
+    tensors = source.tensors
+    remarks = source.remarks
     native = source.form == "eagle"
     options = llama_options(keys if native else layer_keys(source), source)
     options["attention_bias"] = attention_bias(source)
@@ -71,6 +73,7 @@ def eagle_options(source: Source) -> dict[str, Any]:
             f"{keys.where}: hidden_size is {width}, and an EAGLE-1 head is as wide as its target "
             f"{source.target.name!r}, {source.target.hidden_size}"
         )
+    # SafeAILab's `fc` has a bias by default. One of zeros is left out: vLLM reads none.
     name, key = ("fc.bias", "bias") if native else ("fusion_fc.bias", "fusion_bias")
     bias = tensors.get(name)
     if bias is not None and not bias.any():

@@ -66,8 +66,10 @@ class EagleHead(DraftHead):
         self.feature_layers = (-1,)
         # without norms of queries and keys: servers read a plain Llama layer
         shape = LayerShape.of(target, config)
-        self.shape, self.cached_layers = shape, config.num_layers
+        self.shape = shape
+        self.cached_layers = config.num_layers
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=config.fc_bias)
+        # The first layer reads features, not a residual stream, and has no input norm.
         self.layers = nn.ModuleList(
             DecoderLayer(shape, input_norm=i > 0) for i in range(config.num_layers)
         )
@@ -89,19 +91,27 @@ class EagleHead(DraftHead):
         # Every layer starts as the target's block, turned from the residual stream x to features:
         # with g the final norm's gain and s the size of the stream, f = g x / s. `fc` starts as the
         # identity on f.
+
+        # 1. The block's weights, and g, with gains near 0 raised to 0.01: it is divided by.
         number = -1 if self.config.start == "last" else int(self.config.start)
         weights = target_layer_weights(modules.blocks, number, self.target, "eagle")
         where = f"eagle cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
         block = {name: at_least_fp32(tensor) for name, tensor in weights.items()}
+
+        # 2. Outputs are added to f, not to x: times g, row by row.
         into_D = block["input_layernorm.weight"] / gain_D
         for name in OUTPUTS:
             block[name] = gain_D[:, None] * block[name]
+        # 3. Norms read f, not x: divided by g, at the same size.
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            # f, not x, is normalised
             block[name] = block[name] / gain_D * gain_D.square().mean().sqrt()
+        # 4. The first layer has no input norm: its gain goes into queries, keys and values, column
+        #    by column.
         without_norm = {f"self_attn.{kind}_proj.weight": into_D for kind in "qkv"}
+
+        # 5. `fc` [D, 2 D] and the layers.
         self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.hidden_size :].copy_(
             torch.eye(self.shape.hidden_size, dtype=torch.float32)
@@ -121,6 +131,7 @@ class EagleHead(DraftHead):
 
         This divides them by s, the size of the residual stream, which the weights do not show.
         """
+        # 64 features as the target's final norm would leave them: g times unit normal numbers.
         draw = torch.Generator().manual_seed(0)
         features_BTD = gain_D.cpu() * torch.randn(
             1, 64, len(gain_D), generator=draw, dtype=torch.float32
@@ -168,6 +179,7 @@ class EagleHead(DraftHead):
         """
         state_BTD = features.features_BTF
         if self.training and self.config.noise > 0:  # from torch's global generator, as published
+            # Uniform in (-reach, reach), smaller in longer rows.
             reach = self.config.noise * 512 / state_BTD.shape[1]
             state_BTD = state_BTD + (2 * torch.rand_like(state_BTD) - 1) * reach
         return test.outputs(self._run, features, state_BTD, steps, self.recompute)
@@ -185,6 +197,8 @@ class EagleHead(DraftHead):
     ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:  # `observe` has run the root's own step
+            # Each node reads its parent's feature: with parents [0, 0, 1] the three nodes read
+            # features 0, 0 and 1 of the previous frontier.
             fed_BWD = state.hidden_BWD.gather(
                 1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1])
             )

@@ -107,6 +107,7 @@ FORMATS: dict[str, Format] = {
 def _one_window(layer: Keys) -> int | None:
     """The sliding window of all layers of an EAGLE-3 head; None without one."""
     kinds = set(layer["layer_types"] or [])
+    # Without `layer_types`, `use_sliding_window` does not say which layers: refused below.
     if kinds <= {"full_attention"} and not (layer["use_sliding_window"] and not kinds):
         return None
     window: int | None = layer["sliding_window"]
@@ -122,29 +123,39 @@ def _one_window(layer: Keys) -> int | None:
 
 def eagle3_options(source: Source) -> dict[str, Any]:
     """Return the options of an EAGLE-3 head from its config.json and tensors."""
-    keys, tensors, target, remarks = source.keys, source.tensors, source.target, source.remarks
+    keys = source.keys
+    tensors = source.tensors
+    target = source.target
+    remarks = source.remarks
+
+    # 1. The decoder layers: at the top level of config.json, or in an object of speculators'.
     native = source.form == "eagle3"
-    nested = source.read(EAGLE_CONFIG, (native and keys["eagle_config"]) or {}, "eagle_config")
+    eagle_config = (keys["eagle_config"] or {}) if native else {}
+    nested = source.read(EAGLE_CONFIG, eagle_config, "eagle_config")
     layer = keys if native else layer_keys(source)
     options = llama_options(layer, source, windows=True)
     options["sliding_window"] = _one_window(layer)
     options["attention_bias"] = attention_bias(source)
+    options["qk_norm"] = any(name.endswith("q_norm.weight") for name in tensors)
+
+    # 2. The draft vocabulary, by the rows of the LM head where no size is written.
     size = keys["draft_vocab_size"]
     if size is None and "lm_head.weight" in tensors:
         size = len(tensors["lm_head.weight"])
     options["draft_vocab_size"] = size
-    options["qk_norm"] = any(name.endswith("q_norm.weight") for name in tensors)
-    options |= {
-        name: bool(keys[name])
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    }
+
+    # 3. Norms.
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        options[name] = bool(keys[name])
     options["norm_before_fc"] = options["norm_before_fc"] or nested["norm_before_fc"]
-    inputs, outputs = (
-        keys["eagle_aux_hidden_state_layer_ids"],
-        nested["eagle_aux_hidden_state_layer_ids"],
-    )
+
+    # 4. Feature layers, counted by inputs at the top level and by outputs in `eagle_config`; their
+    #    number and width must fit the target and `fc`.
+    inputs = keys["eagle_aux_hidden_state_layer_ids"]
+    outputs = nested["eagle_aux_hidden_state_layer_ids"]
     options["feature_layers"] = feature_layers(inputs, outputs, target, remarks)
-    width, count = keys["target_hidden_size"], len(options["feature_layers"])
+    width = keys["target_hidden_size"]
+    count = len(options["feature_layers"])
     if width not in (None, target.hidden_size):
         raise ValueError(
             f"target_hidden_size is {width}, and {target.hidden_size} in the target {target.name!r}"
@@ -160,6 +171,7 @@ def eagle3_options(source: Source) -> dict[str, Any]:
             f"fc.weight reads {weight.shape[1]} values, and {count} feature layers of the target"
             f" {target.name!r} are {count} x {target.hidden_size}"
         )
+    # 5. A default on which the projects disagree.
     if not native and "norm_before_residual" not in keys.config:
         remarks.append(
             "norm_before_residual is missing: read as false, speculators' own default; vLLM reads"

@@ -62,7 +62,8 @@ class FusionLayer(nn.Module):
     def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        width, eps = shape.hidden_size, shape.rms_norm_eps
+        width = shape.hidden_size
+        eps = shape.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps)
         self.hidden_norm = RMSNorm(width, eps=eps)
         self.self_attn = Attention(shape, 2 * width)
@@ -74,9 +75,11 @@ class FusionLayer(nn.Module):
     ) -> Tensor:
         """The residual stream after the layer, at the positions that `kv` returns."""
         normed_BTD = self.hidden_norm(state_BTD)
-        both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)
+        both = torch.cat([self.input_layernorm(embeds_BTD), normed_BTD], dim=-1)  # [B, T, 2 D]
         out_BTD = self.self_attn(both, rotary, kv, 0)
         residual_BTD = normed_BTD if self.norm_before_residual else state_BTD
+        # In training the last layer returns the draft positions only, [1, N, D]. Take the residual
+        # stream at the same positions.
         if out_BTD.shape != residual_BTD.shape:
             residual_BTD = residual_BTD.flatten(0, 1)[kv.drafts_N][None]
         state_BTD = residual_BTD + out_BTD
@@ -94,12 +97,15 @@ class Eagle3Head(OffsetVocabularyHead):
     def __init__(self, config: Eagle3Config, target: TargetInfo) -> None:
         super().__init__(config, target)
         self.max_depth = config.depth
-        blocks, last = target.num_layers, target.num_layers - 2
-        layers = (
-            (1, blocks // 2 - 1, blocks - 4)
-            if config.feature_layers is None
-            else tuple(config.feature_layers)
-        )
+
+        # 1. The target layers that it reads. No head reads the state after the last block, before
+        #    the final norm: with 16 blocks, layers are 0 to 14, and -1.
+        blocks = target.num_layers
+        last = blocks - 2
+        if config.feature_layers is None:
+            layers: tuple[int, ...] = (1, blocks // 2 - 1, blocks - 4)
+        else:
+            layers = tuple(config.feature_layers)
         if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
             default = " (1, L/2 - 1 and L - 4)" if config.feature_layers is None else ""
             raise ValueError(
@@ -107,14 +113,19 @@ class Eagle3Head(OffsetVocabularyHead):
                 f" {target.name!r} with {blocks} blocks; choose different numbers from 0 to {last}"
                 " for a block's output, or -1 for the state after the final norm"
             )
-        if [layer % blocks for layer in layers] != sorted(layer % blocks for layer in layers):
+        # Modulo the number of blocks, -1 becomes the deepest layer.
+        depths = [layer % blocks for layer in layers]
+        if depths != sorted(depths):
             raise ValueError(
                 f"eagle3 feature_layers {list(layers)} are not in order: servers join features by"
                 " depth"
             )
         self.feature_layers = layers
+
+        # 2. The modules. Attribute names are the tensor names of published checkpoints.
         shape = LayerShape.of(target, config)
-        self.shape, self.cached_layers = shape, config.num_layers
+        self.shape = shape
+        self.cached_layers = config.num_layers
         self.window = config.sliding_window
         fused = len(self.feature_layers)
         if config.fc_norm:
@@ -131,16 +142,13 @@ class Eagle3Head(OffsetVocabularyHead):
         )
         self.norm = RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, self.draft_vocab_size, bias=False)
+        # The target's embedding only fits a head of the same width.
         self.own_embedding = config.own_embedding or shape.hidden_size != target.hidden_size
         if self.own_embedding:
             self.embed_tokens = nn.Embedding(target.vocab_size, shape.hidden_size)
         self.rotary = Rotary(target, shape.head_dim, config.rope_parameters)
-        unknown = [
-            name
-            for name in ("norm_before_fc", "norm_before_residual", "qk_norm")
-            if getattr(config, name)
-        ]
-        unknown += ["num_layers above 1"] if config.num_layers > 1 else []
+
+        # 3. The servers that cannot read it. Two options rule out all of them.
         if -1 in layers:
             self.unread_by = dict.fromkeys(SERVERS, "it reads no features after the final norm")
             return
@@ -149,49 +157,66 @@ class Eagle3Head(OffsetVocabularyHead):
                 SERVERS, "it has no biases of queries, keys and values alone"
             )
             return
-        if unknown:
-            self.unread_by["sglang"] = f"it does not know {', '.join(unknown)}"
+        unknown_to_sglang = [
+            name
+            for name in ("norm_before_fc", "norm_before_residual", "qk_norm")
+            if getattr(config, name)
+        ]
+        if config.num_layers > 1:
+            unknown_to_sglang.append("num_layers above 1")
+        if unknown_to_sglang:
+            self.unread_by["sglang"] = f"it does not know {', '.join(unknown_to_sglang)}"
         elif config.sliding_window is not None:
             self.unread_by["sglang"] = (
                 "it reads no window from a checkpoint; a version that has the option needs "
                 f"--speculative-draft-window-size {config.sliding_window}"
             )
-        unknown = [
+        unknown_to_llama_cpp = [
             name
             for name in ("fc_norm", "norm_output", "qk_norm", "sliding_window")
             if getattr(config, name)
         ]
-        unknown += ["num_layers above 1"] if config.num_layers > 1 else []
-        unknown += [f"{fused} feature_layers, where it has 3"] if fused != 3 else []
-        if unknown:
-            self.unread_by["llama.cpp"] = f"it does not know {', '.join(unknown)}"
+        if config.num_layers > 1:
+            unknown_to_llama_cpp.append("num_layers above 1")
+        if fused != 3:
+            unknown_to_llama_cpp.append(f"{fused} feature_layers, where it has 3")
+        if unknown_to_llama_cpp:
+            self.unread_by["llama.cpp"] = f"it does not know {', '.join(unknown_to_llama_cpp)}"
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
+        # 1. The draft vocabulary: the most frequent tokens of the answers.
         if self.config.draft_vocab_size is not None:
             self.choose_vocabulary(most_frequent(token_counts_V, self.draft_vocab_size, "eagle3"))
+
+        # 2. Embedding and LM head, copied from the target where the widths agree.
         same_width = self.shape.hidden_size == self.target.hidden_size
         if self.config.own_embedding and same_width:
             tokens_V = torch.arange(self.target.vocab_size, device=self.embed_tokens.weight.device)
             self.embed_tokens.weight.copy_(modules.embed(tokens_V))
         if self.config.start_lm_head and same_width:
             self.lm_head.weight.copy_(modules.lm_head_rows(self.vocabulary_V))
+            # The LM head was made for states that the target's final norm has scaled.
             gain_D = norm_gain(modules.norm, self.target.hidden_size)
             if gain_D is not None:
                 self.norm.weight.copy_(gain_D)
         if self.config.start == "random":
             return
+
+        # 3. The layers, each a copy of one of the target's blocks.
         number = -1 if self.config.start == "last" else int(self.config.start)
         block = target_layer_weights(modules.blocks, number, self.target, "eagle3")
         fusion = {**block, "hidden_norm.weight": block["input_layernorm.weight"]}
         for name in [f"self_attn.{kind}_proj.weight" for kind in "qkv"]:
             # The half that reads the state is the target's; the half that reads the embedding
-            # starts silent.
+            # starts silent: [out, D] becomes [out, 2 D].
             fusion[name] = torch.cat([torch.zeros_like(block[name]), block[name]], dim=1)
         start_layer(self.midlayer, fusion, "the first layer", "eagle3")
         for name, layer in self.layers.items():
             start_layer(layer, block, f"layer {name}", "eagle3")
-        self.fc.weight.zero_()  # the identity on the last fused feature
+
+        # 4. `fc` [D, 3 D]: the identity on the deepest feature, zero on the others.
+        self.fc.weight.zero_()
         self.fc.weight[:, -self.shape.hidden_size :].copy_(
             torch.eye(self.shape.hidden_size, dtype=torch.float32)
         )
@@ -204,6 +229,7 @@ class Eagle3Head(OffsetVocabularyHead):
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
     ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
+        # Training may unroll fewer steps than decoding drafts; evaluation judges every depth.
         steps = self.test_steps if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         test = TrainingTimeTest(
@@ -212,8 +238,9 @@ class Eagle3Head(OffsetVocabularyHead):
             positions.index_N,
             self.config.sliding_window,
         )
+        # [N, D] of each step, at the N draft positions of the whole batch
         hiddens = [self.norm(state_1ND[0]) for state_1ND in self.drafts(features, test, steps)]
-        heads = [self.lm_head.weight] * steps
+        heads = [self.lm_head.weight] * steps  # one LM head for all depths
         return draft_loss(hiddens, heads, self.vocabulary_V, features, positions, objective, ranks)
 
     def drafts(self, features: TargetFeatures, test: TrainingTimeTest, steps: int) -> list[Tensor]:
@@ -230,6 +257,8 @@ class Eagle3Head(OffsetVocabularyHead):
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> DraftTreeState:
         assert isinstance(state, DraftTreeState)
+        # The cache takes all A tokens of every row. Row b counts its first lengths_B[b]; the rest
+        # is padding that the next commit overwrites.
         positions_BA, kv = state.cache.commit(
             state.lengths_B, next_tokens_BA.shape[1], state.first_B
         )
@@ -243,6 +272,8 @@ class Eagle3Head(OffsetVocabularyHead):
     ) -> tuple[Tensor, DraftTreeState]:
         assert isinstance(state, DraftTreeState)
         if state.depth > 0:  # `observe` has run the root's own step
+            # Each node reads its parent's output: with parents [0, 0, 1] the three nodes read
+            # outputs 0, 0 and 1 of the previous frontier.
             fed_BWD = state.hidden_BWD.gather(
                 1, parents_BW[..., None].expand(-1, -1, state.hidden_BWD.shape[-1])
             )
@@ -254,12 +285,13 @@ class Eagle3Head(OffsetVocabularyHead):
         return self.lm_head(self.norm(state.hidden_BWD)), replace(state, depth=state.depth + 1)
 
     def _fuse(self, features_BTF: Tensor) -> Tensor:
-        if self.config.fc_norm:
+        """Map the chosen layers' features [B, T, F] to one state [B, T, D]."""
+        if self.config.fc_norm:  # EAGLE-3.1: one norm for each layer's features
             parts = features_BTF.chunk(len(self.feature_layers), dim=-1)
             features_BTF = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
             )
-        elif self.config.norm_before_fc:
+        elif self.config.norm_before_fc:  # one norm for the features of all layers together
             features_BTF = self.input_norm(features_BTF)
         return self.fc(features_BTF)
 
@@ -272,19 +304,18 @@ class Eagle3Head(OffsetVocabularyHead):
         modules: TargetModules,
     ) -> Tensor:
         """One step of all decoder layers, on fused features or on the head's own output."""
-        embeds_BTD = (
-            self.embed_tokens(next_tokens_BT)
-            if self.own_embedding
-            else modules.embed(next_tokens_BT)
-        )
+        embed = self.embed_tokens if self.own_embedding else modules.embed
+        embeds_BTD = embed(next_tokens_BT)
         rotary = self.rotary(positions_BT, state_BTD.dtype)
         state_BTD = self.midlayer(embeds_BTD, state_BTD, rotary, kv)
+        # Only the first layer reads the embedding.
         for i, layer in enumerate(self.layers.values(), start=1):
             state_BTD = layer(state_BTD, rotary, kv, i)
         return state_BTD
 
     def server_config(self) -> dict[str, Any]:
-        layers, window = self.config.num_layers, self.config.sliding_window
+        layers = self.config.num_layers
+        window = self.config.sliding_window
         windowed = {} if window is None else sliding_keys(["sliding_attention"] * layers, window)
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -297,7 +328,8 @@ class Eagle3Head(OffsetVocabularyHead):
             "fc_norm": self.config.fc_norm,
             "norm_output": self.config.norm_output,
             "num_aux_hidden_states": len(self.feature_layers),
-            # Here layers are counted by a block's input, in `eagle_config` by its output.
+            # Here layers are counted by a block's input, in `eagle_config` by its output: layer 1
+            # is 2 here and 1 there.
             "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in self.feature_layers],
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),

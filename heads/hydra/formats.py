@@ -67,7 +67,8 @@ FORMATS: dict[str, Format] = {
 
 def hydra_options(source: Source) -> dict[str, Any]:
     """Return the options of a Hydra head from its config.json and tensors."""
-    tensors, blocks = source.tensors, source.keys["hydra_num_layers"]
+    tensors = source.tensors
+    blocks = source.keys["hydra_num_layers"]
     source.keys.check_target(source.target, "hidden_size", "vocab_size")
     prefix = source.keys["hydra_head_arch"] == "prefix-mlp"
     held = count_of(tensors, r"hydra_mlp\.0\.(\d+)\.linear\.weight")
@@ -76,6 +77,7 @@ def hydra_options(source: Source) -> dict[str, Any]:
             f"hydra_num_layers is {blocks}, and the file holds {held} of"
             " hydra_mlp.0.N.linear.weight"
         )
+    # The blocks after the first, which joins: 1, 2, ... or, with dropout between, 3, 5, ...
     if blocks > 2:
         later = [
             f"hydra_mlp.0.{2 * i + 3 if prefix else i + 1}.linear.weight" for i in range(blocks - 1)

@@ -81,11 +81,13 @@ class HydraHead(DraftHead):
 
     def __init__(self, config: HydraConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
-        size, width = config.draft_vocab_size, target.hidden_size
+        size = config.draft_vocab_size
+        width = target.hidden_size
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         if config.prefix_layer:
-            self.shape, self.cached_layers = LayerShape.of(target), 1
+            self.shape = LayerShape.of(target)
+            self.cached_layers = 1
             self.prefix = DecoderLayer(self.shape)
             # The layer starts as the identity, so that a new head is its LM head here too.
             nn.init.zeros_(self.prefix.self_attn.o_proj.weight)
@@ -94,6 +96,7 @@ class HydraHead(DraftHead):
             self.prefix_norm = (
                 RMSNorm(width, eps=self.shape.rms_norm_eps) if config.prefix_norm else nn.Identity()
             )
+        # Head i reads i + 2 vectors: the state, the root and the i tokens drafted before.
         self.blocks = nn.ModuleList(
             HydraBlocks(width, i + 2, config.num_layers, config.bias)
             for i in range(config.num_heads)
@@ -104,7 +107,7 @@ class HydraHead(DraftHead):
                 for _ in range(config.num_heads)
             )
         if size is not None:
-            self.token_map = torch.arange(size)
+            self.token_map = torch.arange(size)  # filled in by `initialize`
         self.unread_by = dict.fromkeys(("vllm", "sglang", "llama.cpp"), "it has no Hydra")
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
@@ -127,24 +130,34 @@ class HydraHead(DraftHead):
     ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
         positions = DraftPositions.of(features, self.max_depth)
-        index_N, tokens_BT, states_BTD = positions.index_N, features.tokens_BT, features.last_BTD
+        index_N = positions.index_N
+        tokens_BT = features.tokens_BT
+        states_BTD = features.last_BTD
+
+        # 1. The state that all heads read, at each draft position.
         if self.config.prefix_layer:
+            # The layer attends to all positions and returns the draft positions, [1, N, D].
             kv = TrainingTimeTest(1, features.sequences_BT, index_N).at(0)
             rotary = self.rotary(features.position_ids_BT, states_BTD.dtype)
             states_ND = self.prefix_norm(self.prefix(states_BTD, rotary, kv, 0))[0]
         else:
             states_ND = states_BTD.flatten(0, 1)[index_N]
-        # Past the end of a row any token serves: no such draft is judged.
+
+        # 2. The true tokens after it: head i reads the first i + 1. Past the end of a row any token
+        #    serves: no such draft is judged.
         rows_NK = index_N[:, None] + 1 + torch.arange(self.max_depth, device=tokens_BT.device)
         path_NK = tokens_BT.flatten()[rows_NK.clamp(max=tokens_BT.numel() - 1)]
         hiddens = [
             self._draft(i, states_ND, path_NK[:, : i + 1], features.modules)
             for i in range(self.max_depth)
         ]
+
+        # 3. The LM heads. `draft_loss` takes weights only, so a bias becomes the weight of a
+        #    constant input 1: [D] and [V, D] become [D + 1] and [V, D + 1].
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.weight for lm_head in lm_heads]
-        if self.config.bias and not shared:  # as the weight of a constant input 1
+        if self.config.bias and not shared:
             hiddens = [F.pad(hidden_ND, (0, 1), value=1.0) for hidden_ND in hiddens]
             heads = [
                 torch.cat([lm_head.weight, lm_head.bias[:, None]], dim=1) for lm_head in lm_heads
@@ -179,6 +192,7 @@ class HydraHead(DraftHead):
             positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
             rotary = self.rotary(positions_BA, features_BAF.dtype)
             out_BAD = self.prefix_norm(self.prefix(features_BAF, rotary, kv, 0))
+        # The newest state of each row: index 2 of A for a row that commits 3 tokens.
         last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
         return replace(
             state,
@@ -192,19 +206,23 @@ class HydraHead(DraftHead):
         self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
     ) -> tuple[Tensor, HydraState]:
         assert isinstance(state, HydraState)
-        # The root's parent is -1; its path is empty, so any index serves.
+        # A node's path is its parent's and its own token: paths [[7, 1], [7, 2]] with parents
+        # [0, 1, 1] and tokens [3, 4, 5] become [[7, 1, 3], [7, 2, 4], [7, 2, 5]]. The root's parent
+        # is -1; its path is empty, so any index serves.
         parents_BWP = parents_BW.clamp(min=0)[..., None].expand(-1, -1, state.depth)
         path_BWP = torch.cat([state.path_BWP.gather(1, parents_BWP), tokens_BW[..., None]], dim=-1)
+        # All nodes read the state at the last committed position.
         state_BWD = state.state_B1D.expand(-1, tokens_BW.shape[1], -1)
         hidden_BWD = self._draft(state.depth, state_BWD, path_BWP, state.modules)
-        lm_head = (
-            state.modules.logits if self.config.lm_head == "shared" else self.lm_heads[state.depth]
-        )
-        logits_BWV = lm_head(hidden_BWD)
+        if self.config.lm_head == "shared":
+            logits_BWV = state.modules.logits(hidden_BWD)
+        else:
+            logits_BWV = self.lm_heads[state.depth](hidden_BWD)
         return logits_BWV, replace(state, depth=state.depth + 1, path_BWP=path_BWP)
 
     def _draft(self, depth: int, state: Tensor, path: Tensor, modules: TargetModules) -> Tensor:
         """Return an LM head's input [..., D] from states [..., D] and paths [..., depth + 1]."""
+        # embeddings [..., depth + 1, D] side by side, [..., (depth + 1) D]
         tokens = modules.embed(path).flatten(-2).to(state.dtype)
         return self.blocks[depth](torch.cat([state, tokens], dim=-1))
 

@@ -37,7 +37,8 @@ def chunk_elements(device: torch.device, on_cpu: int) -> int:
         return on_cpu
     if not torch.cuda.is_available():
         return LARGEST
-    wanted = int(SHARE * _free_bytes(device) / 4)
+    wanted = int(SHARE * _free_bytes(device) / 4)  # 4 bytes of float32
+    # The largest power of two up to `wanted`: 1000 gives 512.
     return max(on_cpu, min(LARGEST, 1 << max(0, wanted.bit_length() - 1)))
 
 

@@ -48,22 +48,24 @@ def constants(make: Callable[Given, Result]) -> Callable[Given, Result]:
 
     Tensors that were made in the one do not fully work in the other.
     """
-    kept: dict[Hashable, Result] = {}
+    results: dict[Hashable, Result] = {}
 
     @functools.wraps(make)
-    def constant(*given: Given.args, **named: Given.kwargs) -> Result:
-        key = (given, tuple(named.items()), torch.is_inference_mode_enabled())
-        found = kept.get(key)
+    def constant(*arguments: Given.args, **named: Given.kwargs) -> Result:
+        key = (arguments, tuple(named.items()), torch.is_inference_mode_enabled())
+        result = results.get(key)
         used = getattr(_recording, "used", None)
-        if found is None:
-            found = make(*given, **named)
+        if result is None:
+            result = make(*arguments, **named)
+            # What is made while recording has no values before the first replay.
             if used is None:
-                if len(kept) >= KEPT:
-                    kept.clear()
-                kept[key] = found
+                if len(results) >= KEPT:
+                    results.clear()
+                results[key] = result
+        # A recorded graph reads this memory, even after `results` was cleared.
         if used is not None:
-            used.append(found)
-        return found
+            used.append(result)
+        return result
 
     return constant
 
@@ -88,6 +90,7 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     A copy from pageable memory waits on CUDA, whether or not it is said to be non-blocking.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
+    # torch keeps the pinned copy alive until the transfer has ended.
     if tensor.device.type == "cpu" and device.type in PINNED:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

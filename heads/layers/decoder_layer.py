@@ -28,7 +28,7 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 FLAGS = ("qk_norm", "attention_bias")
-"""Fields of `LayerShape` that are no dimensions of the target."""
+"""Fields of `LayerShape` that are not dimensions of the target."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,18 @@ class LayerShape:
 
         Flags come from `own` alone.
         """
+        # 1. Each dimension: the head's if it sets one, else the target's.
         chosen: dict[str, Any] = {}
         for name in [key.name for key in fields(cls) if key.name not in FLAGS]:
             value = getattr(own, name, None)
             chosen[name] = getattr(target, name) if value is None else value
+
+        # 2. Refuse what no layer can have.
         for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"):
             if chosen[name] < 1:
                 raise ValueError(f"{name} must be at least 1, not {chosen[name]}")
-        heads, groups = chosen["num_attention_heads"], chosen["num_key_value_heads"]
+        heads = chosen["num_attention_heads"]
+        groups = chosen["num_key_value_heads"]
         if heads < 1 or heads % groups:
             raise ValueError(
                 f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
@@ -70,6 +74,8 @@ class LayerShape:
                 f"unknown hidden_act {chosen['hidden_act']!r}; choose from"
                 f" {', '.join(sorted(ACT2FN))}"
             )
+
+        # 3. The flags, which a `TargetInfo` does not have.
         for name in FLAGS:
             chosen[name] = getattr(own, name, False)
         return cls(**chosen)
@@ -112,6 +118,7 @@ class Rotary(nn.Module):
         self, target: TargetInfo, head_dim: int, own: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
+        # One head as wide as the model: the embedding asks for nothing but the head size.
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,
@@ -119,7 +126,7 @@ class Rotary(nn.Module):
             max_position_embeddings=target.max_positions,
             rope_parameters=dict(own or target.rope_parameters),
         )
-        # In a list, so that it is no submodule: its frequencies must stay float32 and out of
+        # In a list, so that it is not a submodule: its frequencies must stay float32 and out of
         # checkpoints.
         self._embedding = [LlamaRotaryEmbedding(config)]
 
@@ -128,6 +135,7 @@ class Rotary(nn.Module):
         embedding = self._embedding[0]
         if embedding.inv_freq.device != positions_BT.device:
             embedding.to(positions_BT.device)
+        # transformers takes a tensor of which it reads dtype and device only.
         cos, sin = embedding(torch.empty(0, dtype=dtype, device=positions_BT.device), positions_BT)
         return cos, sin
 
@@ -138,30 +146,29 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, input_size: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        queries, keys = (
-            shape.num_attention_heads * shape.head_dim,
-            shape.num_key_value_heads * shape.head_dim,
-        )
-        self.q_proj = nn.Linear(input_size, queries, bias=shape.attention_bias)
-        self.k_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
-        self.v_proj = nn.Linear(input_size, keys, bias=shape.attention_bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.q_norm = (
-            RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            RMSNorm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else nn.Identity()
-        )
+        query_size = shape.num_attention_heads * shape.head_dim
+        key_size = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=shape.attention_bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=shape.attention_bias)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
 
     def forward(
         self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], kv: KVView, layer: int
     ) -> Tensor:
         """Attention output [B, T, D], at the positions that `kv` returns."""
+        # [B, T, H * E] to [B, H, T, E]; keys and values have G heads
         heads = (-1, self.head_dim)
         query = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads).transpose(1, 2))
         key = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads).transpose(1, 2))
         value = self.v_proj(x_BTD).unflatten(-1, heads).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
+        # The KV view stores the new keys and values and knows what they attend to.
         return self.o_proj(kv.attend(layer, query, key, value).transpose(1, 2).flatten(2))
 
 
@@ -180,7 +187,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama block; without its input norm where the input is no residual stream (EAGLE-1)."""
+    """A Llama block, without its input norm where the input is not a residual stream (EAGLE-1)."""
 
     def __init__(self, shape: LayerShape, input_norm: bool = True) -> None:
         super().__init__()
@@ -195,6 +202,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """The residual stream after the block, at the positions that `kv` returns."""
         out_BTD = self.self_attn(self.input_layernorm(x_BTD), rotary, kv, layer)
+        # In training the last layer returns the draft positions only, [1, N, D]. Take the residual
+        # stream at the same positions.
         if out_BTD.shape != x_BTD.shape:
             x_BTD = x_BTD.flatten(0, 1)[kv.drafts_N][None]
         x_BTD = x_BTD + out_BTD
@@ -219,6 +228,7 @@ def llama_config(
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
         "max_position_embeddings": target.max_positions,
+        # transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5 `rope_parameters`
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
         "rope_parameters": rope,

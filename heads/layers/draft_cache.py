@@ -74,21 +74,24 @@ class DraftCache:
         assert self.window is not None
         slot_S = counting(self.attended_slots - self.nodes, positions_BT.device)
         newest_B1 = ends_B[:, None] - 1
-        # The newest position of each row that lies in a slot; negative if there is none.
+        # The newest position of each row that lies in a slot; negative if there is none. In a ring
+        # of 4 with 6 tokens, slots 0 to 3 hold positions [4, 5, 2, 3]; with 2, [0, 1, -2, -1].
         held_BS = newest_B1 - (newest_B1 - slot_S) % (self.slots - self.nodes)
+        # An empty slot, or one from before a crop, gets a position before every window.
         first_B1 = 0 if first_B is None else first_B[:, None]
         held_B1S = torch.where(held_BS >= first_B1, held_BS, -1 - self.window)[:, None]
-        return (held_B1S <= positions_BT[..., None]) & (
-            held_B1S > positions_BT[..., None] - self.window
-        )
+        # A query at position p sees positions p - window + 1 to p.
+        position_BT1 = positions_BT[..., None]
+        return (held_B1S <= position_BT1) & (held_B1S > position_BT1 - self.window)
 
     def select(self, rows_R: Tensor) -> DraftCache:
-        """A cache of some rows, in place of this one, and where it lies if they are not more."""
+        """A cache of some rows, which replaces this one; in its memory if it has room for them."""
         rows = len(rows_R)
         if not self.keys or rows > len(self.keys[0]):
             keys = [states[rows_R] for states in self.keys]
             values = [states[rows_R] for states in self.values]
             return replace(self, keys=keys, values=values)
+        # `states[rows_R]` is a copy, so overlapping rows are safe. One layer at a time, for memory.
         for states in (*self.keys, *self.values):
             states[:rows] = states[rows_R]
         keys = [states[:rows] for states in self.keys]
@@ -97,19 +100,19 @@ class DraftCache:
 
     def replace(self, rows_R: Tensor, other: DraftCache) -> None:
         """Overwrite rows by those of a cache of the same capacity."""
-        for states, theirs in zip(
-            (*self.keys, *self.values), (*other.keys, *other.values), strict=True
-        ):
-            states[rows_R] = theirs
+        ours = (*self.keys, *self.values)
+        theirs = (*other.keys, *other.values)
+        for states, new_states in zip(ours, theirs, strict=True):
+            states[rows_R] = new_states
 
     def resized(self, capacity: int) -> DraftCache:
         """This cache, or a copy with room for `capacity` committed tokens in each row."""
         more = self.nodes + self.slots_for(capacity, self.window) - self.slots
         if more <= 0:
             return self
-        keys, values = (
-            [F.pad(states, (0, 0, 0, more)) for states in both] for both in (self.keys, self.values)
-        )
+        # Empty slots at the end of S, the last dimension but one.
+        keys = [F.pad(states, (0, 0, 0, more)) for states in self.keys]
+        values = [F.pad(states, (0, 0, 0, more)) for states in self.values]
         return replace(self, keys=keys, values=values)
 
     def commit(
@@ -121,18 +124,26 @@ class DraftCache:
         """
         assert self.window is None or new_tokens <= MOST_NEW_TOKENS, new_tokens
         device = lengths_B.device
+        # Rows of 5 and 2 committed tokens with 3 new ones: positions [[5, 6, 7], [2, 3, 4]].
         positions_BA = lengths_B[:, None] + counting(new_tokens, device)
+
+        # A ring: no node is seen, so the mask begins with False for their slots.
         if self.window is not None:
             slots_BA = self.nodes + positions_BA % (self.slots - self.nodes)
             seen_BAS = self.window_mask(lengths_B + new_tokens, positions_BA, first_B)
             return positions_BA, KVEntries(self, F.pad(seen_BAS, (self.nodes, 0)), slots_BA)
+
         # Padding after the end of a short prompt is overwritten later; it only must not lie
         # outside.
         slots_BA = (self.nodes + positions_BA).clamp(max=self.slots - 1)
+
+        # By slots: the new tokens are a chain of nodes that follows the committed ones.
         if self.by_slots:
             ancestors_BAA = seen_in_chain(new_tokens, device).expand(len(lengths_B), -1, -1)
             sees = TreeSlots(ancestors_BAA, lengths_B, text_slot=self.nodes)
             return positions_BA, KVEntries(self, None, slots_BA, sees=sees)
+
+        # By a mask: every slot of the text, up to the token's own.
         slot_S = counting(self.attended_slots, device)
         mask_BAS = (slot_S >= self.nodes) & (slot_S <= slots_BA[..., None])
         return positions_BA, KVEntries(self, mask_BAS, slots_BA)
@@ -165,6 +176,7 @@ class KVEntries:
                 states[:, :, self.first : self.first + new.shape[2]] = new
             else:  # not by `scatter_`, which would copy the whole cache on a CPU
                 rows_B1 = counting(len(new), new.device, column=True)
+                # [B, S, G, E] at [rows, slots] is [B, T, G, E]
                 states.transpose(1, 2)[rows_B1, self.slots_BT] = new.transpose(1, 2)
         return keys, values
 
@@ -175,6 +187,7 @@ class KVEntries:
         if self.sees is not None:
             return attend_to_slots(query_BHTE, keys, values, self.sees).transpose(1, 2)
         assert self.mask_BTS is not None
+        # Slots after the mask's end hold nothing that counts: do not read them.
         attended = self.mask_BTS.shape[-1]
         return masked_attention(
             query_BHTE, keys[:, :, :attended], values[:, :, :attended], self.mask_BTS[:, None]

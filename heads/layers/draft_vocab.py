@@ -22,6 +22,7 @@ def most_frequent(token_counts_V: Tensor, size: int, head: str) -> Tensor:
     Of tokens that are as frequent, the lower ids come first: tokenizers number tokens as they merge
     them, the most frequent ones first.
     """
+    # A token that never occurs would get no training.
     seen = int((token_counts_V > 0).sum())
     if seen < size:
         raise ValueError(
@@ -37,6 +38,7 @@ def favouring(token_counts_V: Tensor, vocabulary_V: Tensor) -> Tensor:
     Every token counts for something: a draft vocabulary may be larger than the earlier one and the
     data together.
     """
+    # Counts are whole numbers, so less than 1 changes no order but that of ties.
     favoured_V = token_counts_V.double() + 0.25
     favoured_V[vocabulary_V] += 0.5
     return favoured_V
@@ -60,6 +62,7 @@ def draft_ids(tokens: Tensor, vocabulary_V: Tensor | None) -> Tensor:
     """
     if vocabulary_V is None:
         return tokens
+    # Vocabulary [2, 5, 7]: token 5 is found at 1, and so is token 4, which is not there.
     ids = torch.searchsorted(vocabulary_V, tokens).clamp(max=len(vocabulary_V) - 1)
     return torch.where(vocabulary_V[ids] == tokens, ids, -1)
 
@@ -79,12 +82,15 @@ def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> 
         trained_KD: its rows of these, in their order.
 
     Returns:
-        All rows [V, D]: the trained ones as they are, the others changed by that function.
+        All rows [V, D]: the trained ones unchanged, the others changed by that function.
     """
-    found_VD = rows_VD.clone()
-    found_VD[common_V] = trained_KD.to(rows_VD)
+    # 1. The common rows are the trained ones.
+    extended_VD = rows_VD.clone()
+    extended_VD[common_V] = trained_KD.to(rows_VD)
     if common_V.all() or not common_V.any():
-        return found_VD
+        return extended_VD
+
+    # 2. Fit change = mean change + (row - centre) map to them, by ridge regression.
     before_KD = rows_VD[common_V].float()
     change_KD = trained_KD.float() - before_KD
     centre_D = before_KD.mean(0)
@@ -94,7 +100,9 @@ def with_trained_rows(rows_VD: Tensor, common_V: Tensor, trained_KD: Tensor) -> 
     # a single row has no variance
     products_DD.diagonal().add_(RIDGE * products_DD.diagonal().mean() + 1e-6)
     map_DD = torch.linalg.solve(products_DD, centred_KD.T @ (change_KD - mean_change_D))
+
+    # 3. Apply it to the U other rows.
     others_UD = rows_VD[~common_V].float()
     changed_UD = others_UD + mean_change_D + (others_UD - centre_D) @ map_DD
-    found_VD[~common_V] = changed_UD.to(rows_VD)
-    return found_VD
+    extended_VD[~common_V] = changed_UD.to(rows_VD)
+    return extended_VD

@@ -44,6 +44,7 @@ def silu_product(gate_BNI: Tensor, up_BNI: Tensor) -> Tensor:
 
 def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """`fused_reference.top_log_probs`."""
+    # The kernel finds one best token after another, and has no float64.
     fits = width <= MOST_BEST and logits_BWV.dtype in KERNEL_DTYPES["cuda"]
     operations = _operations(logits_BWV) if fits else fused_reference
     values_BWR, indices_BWR = operations.top_log_probs(logits_BWV, width)

@@ -44,10 +44,12 @@ def _add_norm(  # type: ignore[no-untyped-def]
     dtype = x.dtype.element_ty
     value = tl.load(x + row * x_row + column, mask=in_row, other=0.0).to(tl.float32)
     scale = tl.load(weight + column, mask=in_row, other=0.0).to(tl.float32)
+    # The sum is rounded before it is normed, as if it had been stored and read.
     if ADDS:
         value += tl.load(out + row * out_row + column, mask=in_row, other=0.0).to(tl.float32)
         value = _rounded(value, dtype)
         tl.store(sums + row * WIDTH + column, value.to(dtype), mask=in_row)
+    # Padded columns hold 0 and add nothing.
     mean = tl.sum(value * value, 0) / WIDTH
     scaled = _rounded(value * tl.rsqrt(mean + epsilon), dtype)
     tl.store(normed + row * WIDTH + column, (scale * scaled).to(dtype), mask=in_row)
@@ -104,6 +106,7 @@ def _rotated(  # type: ignore[no-untyped-def]
     dtype = states.dtype.element_ty
     column = tl.arange(0, PADDED)
     in_half = column < HALF
+    # The embedding turns number i of the first half with number i of the second.
     first = tl.load(states + at + column, mask=in_half, other=0.0).to(tl.float32)
     second = tl.load(states + at + HALF + column, mask=in_half, other=0.0).to(tl.float32)
     if NORM:
@@ -163,6 +166,7 @@ def _rotary_store(  # type: ignore[no-untyped-def]
     column = tl.arange(0, PADDED)
     in_half = column < HALF
     angles = batch * cos_batch + node * cos_node
+    # Program numbers of 4 query heads and 2 groups: 0 to 3 queries, 4 and 5 keys, 6 and 7 values.
     if head < HEADS:
         at = row.to(tl.int64) * query_row + head * 2 * HALF
         first, second = _rotated(
@@ -204,14 +208,15 @@ def rotary_store(
 ) -> Tensor:
     """`fused_reference.rotary_store`."""
     batch, nodes, width = projected.query_BNX.shape
-    groups, size = place.keys_BGSE.shape[1], place.keys_BGSE.shape[3]
+    groups = place.keys_BGSE.shape[1]
+    size = place.keys_BGSE.shape[3]
     heads = width // size
-    query_RX, key_RX, value_RX = (
-        states.reshape(batch * nodes, -1)
-        for states in (projected.query_BNX, projected.key_BNX, projected.value_BNX)
-    )
+    query_RX = projected.query_BNX.reshape(batch * nodes, -1)
+    key_RX = projected.key_BNX.reshape(batch * nodes, -1)
+    value_RX = projected.value_BNX.reshape(batch * nodes, -1)
     cos_BNE, sin_BNE = (part.expand(batch, nodes, size) for part in rotary)
     query_norm, key_norm = (None, None) if norms is None else norms
+    # The kernel takes one set of strides for cosines and sines, and one for keys and values.
     assert cos_BNE.stride() == sin_BNE.stride() and cos_BNE.stride(2) == 1
     assert place.keys_BGSE.stride() == place.values_BGSE.stride() and place.keys_BGSE.stride(3) == 1
     output_BNHE = torch.empty(
@@ -308,6 +313,7 @@ def _top_of_chunk(  # type: ignore[no-untyped-def]
     ).to(tl.float32)
     is_number = value < float("inf")  # neither NaN nor inf
     value = tl.where(is_number, value, float("-inf"))
+    # 1. The sum of exp(logit - highest), as a softmax over all chunks needs it.
     high = tl.max(value, 0)
     reference = tl.where(high == float("-inf"), 0.0, high)
     total = tl.sum(tl.exp(value - reference), 0)
@@ -316,6 +322,7 @@ def _top_of_chunk(  # type: ignore[no-untyped-def]
     place = row * CHUNKS + chunk
     tl.store(highest + place, high)
     tl.store(sums + place, total)
+    # 2. The best, one after another: each is taken out before the next is looked for.
     for rank in tl.static_range(WIDTH):
         at = tl.argmax(value, 0)  # the leftmost of equal ones, which lies in the row
         tl.store(best + place * WIDTH + rank, tl.max(value, 0))
@@ -345,15 +352,18 @@ def _top_of_row(  # type: ignore[no-untyped-def]
     is_chunk = chunk < CHUNKS
     high = tl.load(highest + row * CHUNKS + chunk, mask=is_chunk, other=float("-inf"))
     total = tl.load(sums + row * CHUNKS + chunk, mask=is_chunk, other=0.0)
+    # 1. The log-sum-exp of the row, from those of its chunks.
     reference = tl.max(high, 0)
     reference = tl.where(reference == float("-inf"), 0.0, reference)
     log_sum = reference + tl.log(tl.sum(total * tl.exp(high - reference), 0))
+    # 2. The best of the chunks' best.
     candidate = tl.arange(0, PADDED)
     is_candidate = candidate < CHUNKS * WIDTH
     value = tl.load(best + row * CHUNKS * WIDTH + candidate, mask=is_candidate, other=float("-inf"))
     for rank in tl.static_range(WIDTH):
         at = tl.argmax(value, 0)
         log_probability = tl.max(value, 0) - log_sum
+        # Only NaN differs from itself.
         log_probability = tl.where(
             log_probability == log_probability, log_probability, float("-inf")
         )

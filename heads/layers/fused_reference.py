@@ -74,16 +74,22 @@ def rotary_store(
 
     `rotary` holds cosines and sines [B, N, E], `norms` those of queries and keys.
     """
-    groups, size = place.keys_BGSE.shape[1], place.keys_BGSE.shape[3]
+    # 1. Heads apart, normed where the model norms queries and keys.
+    groups = place.keys_BGSE.shape[1]
+    size = place.keys_BGSE.shape[3]
     query_BNHE = projected.query_BNX.unflatten(-1, (-1, size))
     key_BNGE = projected.key_BNX.unflatten(-1, (groups, size))
     value_BNGE = projected.value_BNX.unflatten(-1, (groups, size))
     if norms is not None:
         query_BNHE = _normed(query_BNHE, norms[0])
         key_BNGE = _normed(key_BNGE, norms[1])
+
+    # 2. Rotary embedding, the same for all heads.
     cos_BN1E, sin_BN1E = (part[:, :, None] for part in rotary)
     query_BNHE = query_BNHE * cos_BN1E + _half_turned(query_BNHE) * sin_BN1E
     key_BNGE = key_BNGE * cos_BN1E + _half_turned(key_BNGE) * sin_BN1E
+
+    # 3. Keys and values to their slots: [B, S, G, E] at [rows, slots] is [B, N, G, E].
     rows_B1 = counting(len(query_BNHE), query_BNHE.device, column=True)
     for states_BGSE, new_BNGE in ((place.keys_BGSE, key_BNGE), (place.values_BGSE, value_BNGE)):
         if place.finite:
@@ -105,15 +111,11 @@ def top_log_probs(logits_BWV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     The values of a node are -inf where its logits hold NaN or inf. Which of equal ones come first
     is not said.
     """
-    best = (
-        logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32))
-        .log_softmax(-1)
-        .topk(width, dim=-1)
-    )
-    return (
-        best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf),
-        best.indices,
-    )
+    wide_BWV = logits_BWV.to(torch.promote_types(logits_BWV.dtype, torch.float32))
+    best = wide_BWV.log_softmax(-1).topk(width, dim=-1)
+    # One NaN or inf makes all log-probabilities of its node NaN.
+    values = best.values.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    return values, best.indices
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -31,7 +31,11 @@ def masked_attention(
     one that already has a row for every head of a group and query, as packed, is used unchanged.
     `scale` defaults to 1 / sqrt(E).
     """
-    heads, queries = query_BHNE.shape[1] // key_BGSE.shape[1], query_BHNE.shape[2]
+    heads = query_BHNE.shape[1] // key_BGSE.shape[1]  # of a group
+    queries = query_BHNE.shape[2]
+
+    # 1. Blocks of at most FEW packed queries, each with its mask repeated for the heads of a group.
+    #    A mask that is packed already serves all queries in one block.
     blocks: Iterable[tuple[Tensor, Tensor]] = [(query_BHNE, mask_BXNS)]
     if mask_BXNS.shape[2] != heads * queries:
         size = max(1, FEW // heads)
@@ -41,11 +45,13 @@ def masked_attention(
             mask.repeat(1, 1, heads, 1) if heads * mask.shape[2] <= FEW else mask for mask in masks
         ]
         blocks = zip(query_BHNE.split(size, 2), masks, strict=True)
-    found = []
+
+    # 2. [B, H, N, E] to [B, G, heads * N, E] and back: one query head for each group.
+    outputs = []
     for query, mask in blocks:
         packed = query.unflatten(1, (-1, heads)).flatten(2, 3)
         out = F.scaled_dot_product_attention(
             packed, key_BGSE, value_BGSE, attn_mask=mask, scale=scale
         )
-        found.append(out.unflatten(2, (heads, -1)).flatten(1, 2))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        outputs.append(out.unflatten(2, (heads, -1)).flatten(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -87,7 +87,7 @@ def draft_attention(
     width = query_BHTE.shape[-1]
     value_width = value_BGTE.shape[-1]
     size = max(width, value_width)
-    # a KV view scales by 1 / sqrt(size)
+    # A KV view scales by 1 / sqrt(size). Scale the queries so that the product is `scaling`.
     scale = (width**-0.5 if scaling is None else scaling) * size**0.5
     query_BHTE = _widened(query_BHTE * scale, size)
     out_BHTE = draft_attend(query_BHTE, _widened(key_BGTE, size), _widened(value_BGTE, size))
@@ -121,6 +121,7 @@ class DraftLayers:
 
     def __init__(self, config: PreTrainedConfig, groups: int, head_dim: int) -> None:
         """Build the layers of a config with as many layers, on the default device."""
+        # A whole model is built for its layers: they need its config, norm and rotary embedding.
         model = _model_of(config)
         self.config = model.config
         self._experts = getattr(self.config, "_experts_implementation", None)
@@ -129,6 +130,7 @@ class DraftLayers:
         """Key and value heads that a KV cache holds."""
         self.head_dim = head_dim
         """Width of a cached head: the larger one of keys and values."""
+        # Nemotron-H calls these three `mlp_hidden_act`, `layer_norm_epsilon` and `norm_f`.
         self.hidden_act: str = (
             getattr(self.config, "hidden_act", None) or self.config.mlp_hidden_act
         )
@@ -167,6 +169,7 @@ class _Rotary:
     def __init__(self, model: Any) -> None:
         self._module: nn.Module | None = getattr(model, "rotary_emb", None)
         self._options: dict[str, Any] = {}
+        # Some families have other frequencies for other kinds of layers.
         if (
             self._module is not None
             and "layer_type" in inspect.signature(self._module.forward).parameters
@@ -235,12 +238,14 @@ def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig
 
     Its vocabulary has one token.
     """
+    # 1. Fewer layers, one token: no memory for an embedding. Special tokens would lie outside it.
     whole = _config_of(target_config)
     full = whole.to_dict()
     last = whole.num_hidden_layers - 1
     changes: dict[str, Any] = {"num_hidden_layers": count, "vocab_size": 1}
     changes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    # Where a model has one list or number for the kinds of all its layers.
+
+    # 2. Full attention, where a model has one list or number for the kinds of all its layers.
     if full.get("layer_types"):
         changes["layer_types"] = (full.get("mtp_layer_types") or ["full_attention"] * count)[:count]
     elif full.get("sliding_window") is not None:  # a draft layer attends to all of the text
@@ -249,14 +254,17 @@ def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig
         full.pop("layer_types", None)
         changes.pop("layer_types", None)
         changes["layers_block_type"] = list(full["mtp_layers_block_type"]) * count
-    # ERNIE's MTP layers are dense, whatever the model's last one is
+
+    # 3. The MLP of the model's last layer, dense or of experts, in each family's own spelling.
+    #    ERNIE's MTP layers are dense, whatever its last layer is.
     if "moe_layer_start_index" in full:
         changes["moe_layer_start_index"] = count
     if full.get("mlp_layer_types"):
         kinds = full.get("mtp_mlp_layer_types") or [full["mlp_layer_types"][last]] * count
         changes["mlp_layer_types"] = kinds[:count]
-    if full.get("first_k_dense_replace") is not None:
+    if full.get("first_k_dense_replace") is not None:  # DeepSeek: the first k layers are dense
         changes["first_k_dense_replace"] = 0 if last >= full["first_k_dense_replace"] else count
+    # Qwen: every `decoder_sparse_step`-th layer has experts, except those listed.
     if "mlp_only_layers" in full:
         step = full.get("decoder_sparse_step") or 1
         dense = last in (full["mlp_only_layers"] or []) or (last + 1) % step > 0
@@ -265,9 +273,9 @@ def layers_config(target_config: dict[str, Any], count: int) -> PreTrainedConfig
     return _config_of(full | changes)
 
 
-def _config_of(given: dict[str, Any]) -> PreTrainedConfig:
+def _config_of(config: dict[str, Any]) -> PreTrainedConfig:
     """A transformers config from its model_type and keys."""
-    keys = dict(given)
+    keys = dict(config)
     kind = str(keys.pop("model_type", None))
     known = ALIASES.get(kind, kind)
     if known not in CONFIG_MAPPING:
@@ -277,13 +285,11 @@ def _config_of(given: dict[str, Any]) -> PreTrainedConfig:
 
 def _model_of(config: PreTrainedConfig) -> Any:
     """The decoder of a config, whose layers attend through a KV view."""
+    # `eager` suits every model; ours takes its place below.
     model = AutoModel.from_config(config, attn_implementation="eager")
-    # Nemotron-H has no positions: its states know the order.
-    parts = (
-        ("layers", "norm_f")
-        if config.model_type == "nemotron_h"
-        else ("layers", "norm", "rotary_emb")
-    )
+    parts = ["layers", "norm", "rotary_emb"]
+    if config.model_type == "nemotron_h":  # has no positions: its states know the order
+        parts = ["layers", "norm_f"]
     for part in parts:
         if getattr(model, part, None) is None:
             raise ValueError(f"{type(model).__name__} has no {part}")
@@ -297,13 +303,14 @@ def _layers_of(model: Any) -> nn.ModuleList:
     if not kinds:
         layers: nn.ModuleList = model.layers
         return layers
-    if sum(kind in ATTENTION_KINDS for kind in kinds) != 1 or any(
-        kind in RECURRENT_KINDS for kind in kinds
-    ):
+    attending = sum(kind in ATTENTION_KINDS for kind in kinds)
+    recurrent = any(kind in RECURRENT_KINDS for kind in kinds)
+    if attending != 1 or recurrent:
         raise ValueError(
             f"an MTP layer of blocks {', '.join(kinds)} is not one with attention once and no state"
             " besides"
         )
+    # Blocks [attention, mlp] and 4 of the model's layers: (0, 1) and (2, 3).
     return nn.ModuleList(
         JoinedBlocks(model.layers[start : start + len(kinds)])
         for start in range(0, len(model.layers), len(kinds))
@@ -325,6 +332,7 @@ def _cached_shape(model: Any) -> tuple[int, int]:
         raise ValueError(f"{type(layer).__name__} has no self_attn")
     shapes: list[tuple[int, int]] = []
 
+    # In the place of a KV view: it notes what it is given.
     def attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
         shapes.append((key_BGTE.shape[1], key_BGTE.shape[-1]))
         return value_BGTE.new_empty(*query_BHTE.shape[:-1], value_BGTE.shape[-1])

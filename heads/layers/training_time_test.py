@@ -66,12 +66,17 @@ def causal_blocks(
     the same by a mask of T x T, of which it makes several copies in int64: 2.6 GiB at 16,384
     tokens.
     """
+    # 1. First and last sequence of each block: N blocks of queries, M blocks of keys, BLOCK tokens
+    #    each. Padding has number -1, which is no block's maximum.
     time = sequences_BT.shape[1]
     count = -(-time // BLOCK)
-    padded_BT = F.pad(sequences_BT, (0, count * BLOCK - time), value=-1)  # numbers are not negative
+    padded_BT = F.pad(sequences_BT, (0, count * BLOCK - time), value=-1)
     blocks_BNX = padded_BT.unflatten(1, (count, BLOCK))
     first_BN = blocks_BNX[..., 0]
     last_BN = blocks_BNX.amax(-1)
+
+    # 2. Pairs of blocks by distance. Tokens of blocks d apart are d * 128 - 127 to d * 128 + 127
+    #    apart: `near` if the closest pair lies in the window, `inside` if the farthest does.
     number_N = torch.arange(count, device=sequences_BT.device)
     earlier_NM = number_N[:, None] > number_N
     near_NM = torch.ones_like(earlier_NM)
@@ -80,9 +85,15 @@ def causal_blocks(
         distance_NM = (number_N[:, None] - number_N) * BLOCK
         near_NM = distance_NM - (BLOCK - 1) < window
         inside_NM = distance_NM + (BLOCK - 1) < window
+
+    # 3. Pairs with at least one attending token: the keys' last sequence is, or follows, the
+    #    queries' first.
     reached_BNM = last_BN[:, None, :] >= first_BN[..., None]
     some_BNM = (earlier_NM | (number_N[:, None] == number_N)) & near_NM & reached_BNM
-    # A block of padding at the end is not full: the kernel must not read past the end.
+
+    # 4. Pairs in which every token attends to every other, so that no mask is needed: one and the
+    #    same sequence, an earlier block. A block with padding is not whole: the kernel must not
+    #    read past the end.
     whole_N = (number_N + 1) * BLOCK <= time
     single_BN = (first_BN == last_BN) & whole_N
     same_BNM = (
@@ -90,6 +101,7 @@ def causal_blocks(
     )
     all_BNM = earlier_NM & inside_NM & same_BNM
 
+    # 5. The mask of a token, for the other pairs; flex_attention calls it by index.
     def allowed(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
         if window is not None:
@@ -112,6 +124,7 @@ def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
 
     The blocks attended to come first.
     """
+    # Chosen [0, 1, 0, 1] gives a count of 2 and the order [1, 3, 0, 2].
     order_BHNM = torch.argsort(chosen_BHNM.to(torch.int8), dim=-1, descending=True, stable=True)
     return chosen_BHNM.sum(-1, dtype=torch.int32), order_BHNM.to(torch.int32).contiguous()
 
@@ -144,7 +157,8 @@ class TrainingTimeTest:
         and returns [1, N, D], as later steps do. `window` is the number of newest positions that
         are seen, the own included: at least the number of steps.
         """
-        self.sequences_BT, self.drafts_N = sequences_BT, drafts_N
+        self.sequences_BT = sequences_BT
+        self.drafts_N = drafts_N
         self.window = window
         self._block_masks: dict[int | None, BlockMask] = {}
         self.steps: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(num_layers)]
@@ -154,20 +168,23 @@ class TrainingTimeTest:
     def spans(self) -> Spans:
         """Span of every sequence, for a CPU, where reading `sequences_BT` waits for no device."""
         if self.sequences_BT is None:
-            return [(slice(None), slice(None))]
-        found = []
+            return [(slice(None), slice(None))]  # all rows at once
+        spans = []
         for row, numbers_T in enumerate(self.sequences_BT):
-            stop = 0
+            # Numbers [1, 1, 1, 2, 2] have lengths [3, 2] and the columns 0 to 3 and 3 to 5.
+            start = 0
             for length in numbers_T.unique_consecutive(return_counts=True)[1].tolist():
-                start, stop = stop, stop + length
-                found.append((slice(row, row + 1), slice(start, stop)))
-        return found
+                spans.append((slice(row, row + 1), slice(start, start + length)))
+                start += length
+        return spans
 
     def first_step_window(self, step: int, time: int) -> int | None:
         """Newest keys of step 0 that a position t sees at a step; None for all of them.
 
         It stands for position t + step, and its own drafts lie between.
         """
+        # Window 8, step 2: position t stands for t + 2 and sees t - 5 to t + 2, of which its drafts
+        # are t + 1 and t + 2. Six keys of step 0 are left.
         if self.window is None or self.window - step >= time:
             return None
         return self.window - step
@@ -209,20 +226,20 @@ class TrainingTimeTest:
         """
         if recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for step in range(steps):
+            # At step s, position t reads the token at t + 1 + s and stands for position t + s.
             next_tokens_BT = features.next_tokens_BT(step)
             positions_BT = features.position_ids_BT + step
+            # Step 0 runs at all T positions, later steps at the N draft positions.
             if step > 0:
-                next_tokens_BT, positions_BT = (
-                    self.at_drafts(next_tokens_BT),
-                    self.at_drafts(positions_BT),
-                )
-                state_BTD = found[-1] if fed_back is None else fed_back(found[-1])
-            found.append(
+                next_tokens_BT = self.at_drafts(next_tokens_BT)
+                positions_BT = self.at_drafts(positions_BT)
+                state_BTD = outputs[-1] if fed_back is None else fed_back(outputs[-1])
+            outputs.append(
                 run(next_tokens_BT, state_BTD, positions_BT, self.at(step), features.modules)
             )
-        return found
+        return outputs
 
 
 @dataclass
@@ -236,21 +253,31 @@ class TrainingStep:
     def attend(
         self, layer: int, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor
     ) -> Tensor:
-        test, steps = self.test, self.test.steps[layer]
+        test = self.test
+        steps = test.steps[layer]
+
+        # 1. From the draft positions [1, X, N, E] to all positions [B, X, T, E], zeros at the
+        #    others: each query must meet the key of step 0 at its own position. X is H or G.
         if self.step > 0 and self.drafts_N is not None:
             batch, _, time, size = steps[0][0].shape
             whole = []
-            for states_1XNE in (query_BHTE, key_BGTE, value_BGTE):  # zeros at the other positions
+            for states_1XNE in (query_BHTE, key_BGTE, value_BGTE):
                 zeros = states_1XNE.new_zeros(batch * time, states_1XNE.shape[1], size)
                 spread = zeros.index_copy(0, self.drafts_N, states_1XNE[0].transpose(0, 1))
                 whole.append(spread.unflatten(0, (batch, time)).transpose(1, 2))
             query_BHTE, key_BGTE, value_BGTE = whole
+
+        # 2. Attention over the keys of step 0 and of every step up to this one. By step number, not
+        #    appended: recomputing activations runs a step again.
         steps[self.step] = key_BGTE, value_BGTE
         keys, values = zip(*(steps[i] for i in range(self.step + 1)), strict=True)
-        found_BHTE = attend_step(query_BHTE, keys, values, test)
+        out_BHTE = attend_step(query_BHTE, keys, values, test)
+
+        # 3. Back to the draft positions. At step 0 the next layer still needs keys and values of
+        #    all positions.
         if self.step == 0 and layer < len(test.steps) - 1:
-            return found_BHTE  # the next layer needs keys and values of all positions
-        return test.at_drafts(found_BHTE.transpose(1, 2)).transpose(1, 2)
+            return out_BHTE
+        return test.at_drafts(out_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
 def attend_step(
@@ -262,21 +289,21 @@ def attend_step(
     query's position.
     """
     device = query_BHTE.device
-    if torch.is_autocast_enabled(device.type):  # as it does for torch's own attention
+    # Autocast casts the inputs of torch's own attention, but not those of ours.
+    if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-        query_BHTE, keys, values = (
-            query_BHTE.to(dtype),
-            [k.to(dtype) for k in keys],
-            [v.to(dtype) for v in values],
-        )
+        query_BHTE = query_BHTE.to(dtype)
+        keys = [key_BGTE.to(dtype) for key_BGTE in keys]
+        values = [value_BGTE.to(dtype) for value_BGTE in values]
     window = test.first_step_window(len(keys) - 1, query_BHTE.shape[2])
+    # Step 0 of rows that are one sequence each is plain causal attention.
     if len(keys) == 1 and test.sequences_BT is None and window is None:
         return F.scaled_dot_product_attention(
             query_BHTE, keys[0], values[0], is_causal=True, enable_gqa=True
         )
-    # a mode that counts operations sees no fused kernel
+    # A mode that counts operations does not see into a fused kernel.
     counted = _get_current_dispatch_mode() is not None
-    # whose flash attention has no window
+    # torch's flash attention on a CPU has no window.
     if device.type == "cpu" and not counted and window is None:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
     if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
@@ -301,15 +328,14 @@ def by_flex(
     window = test.first_step_window(len(keys) - 1, time)
     whole_rows = test.sequences_BT is None
     mask = _causal_rows(time, query_BHTE.device, window) if whole_rows else test.block_mask(window)
-    out_BHTE, more = attention(
+    # The kernel reads step 0 alone; own drafts join its softmax afterwards.
+    out_BHTE, auxiliary = attention(
         query_BHTE, keys[0], values[0], block_mask=mask, enable_gqa=True, **_with_lse()
     )
-    lse_BHT = more if isinstance(more, Tensor) else more.lse
-    return (
-        out_BHTE
-        if len(keys) == 1
-        else _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
-    )
+    if len(keys) == 1:
+        return out_BHTE
+    lse_BHT = auxiliary if isinstance(auxiliary, Tensor) else auxiliary.lse
+    return _Joined.apply(query_BHTE, out_BHTE, lse_BHT, *keys[1:], *values[1:])
 
 
 def _with_lse() -> dict[str, Any]:
@@ -339,11 +365,13 @@ def _join(
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the sequence and own drafts, and the log-sum-exp of all scores."""
     heads = out_BHTE.shape[1]
+    # L = log(exp(l) + sum_i exp(z_i))
     all_BHT = torch.stack([lse_BHT.to(scores[0].dtype), *scores]).logsumexp(0)
-    found_BHTE = (lse_BHT - all_BHT).exp()[..., None] * out_BHTE
+    # out = exp(l - L) o + sum_i exp(z_i - L) v_i
+    joined_BHTE = (lse_BHT - all_BHT).exp()[..., None] * out_BHTE
     for score_BHT, value in zip(scores, values, strict=True):
-        found_BHTE = found_BHTE + (score_BHT - all_BHT).exp()[..., None] * _spread(value, heads)
-    return found_BHTE.to(out_BHTE.dtype), all_BHT
+        joined_BHTE = joined_BHTE + (score_BHT - all_BHT).exp()[..., None] * _spread(value, heads)
+    return joined_BHTE.to(out_BHTE.dtype), all_BHT
 
 
 class _Joined(torch.autograd.Function):
@@ -354,27 +382,33 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *own: Tensor
+        ctx: Any, query_BHTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor, *drafts: Tensor
     ) -> Tensor:
-        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        found_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
-        ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own)
-        return found_BHTE
+        # autograd passes tensors one by one: the keys of all later steps, then their values
+        count = len(drafts) // 2
+        keys = drafts[:count]
+        values = drafts[count:]
+        joined_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
+        ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, joined_BHTE, all_BHT, *drafts)
+        return joined_BHTE
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of a softmax of which the sequence is one term."""
         (grad_BHTE,) = gradients
-        query_BHTE, out_BHTE, lse_BHT, found_BHTE, all_BHT, *own = ctx.saved_tensors
-        mean_BHT = torch.linalg.vecdot(grad_BHTE, found_BHTE).to(all_BHT.dtype)
+        query_BHTE, out_BHTE, lse_BHT, joined_BHTE, all_BHT, *drafts = ctx.saved_tensors
+        # For a softmax w with output sum_j w_j v_j, the gradient of score j is
+        # w_j (grad . v_j - grad . output). Here term j is the sequence, with v_j its output o.
+        mean_BHT = torch.linalg.vecdot(grad_BHTE, joined_BHTE).to(all_BHT.dtype)
         pull_BHT = torch.linalg.vecdot(grad_BHTE, out_BHTE).to(all_BHT.dtype) - mean_BHT
         weight_BHT = (lse_BHT - all_BHT).exp()
         out_grad = (weight_BHT[..., None] * grad_BHTE).to(out_BHTE.dtype)
-        keys, values = own[: len(own) // 2], own[len(own) // 2 :]
-        query_grad, *own_grads = _own_gradients(
-            grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys, values
+        # The other terms are the own drafts.
+        count = len(drafts) // 2
+        query_grad, *draft_grads = _own_gradients(
+            grad_BHTE, mean_BHT, query_BHTE, all_BHT, drafts[:count], drafts[count:]
         )
-        return query_grad, out_grad, (weight_BHT * pull_BHT).to(lse_BHT.dtype), *own_grads
+        return query_grad, out_grad, (weight_BHT * pull_BHT).to(lse_BHT.dtype), *draft_grads
 
 
 class _FlashOnCpu(torch.autograd.Function):
@@ -382,21 +416,25 @@ class _FlashOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spans: Spans, query_BHTE: Tensor, *states: Tensor) -> Tensor:
-        keys, values = states[: len(states) // 2], states[len(states) // 2 :]
+        # the keys of all steps, then their values
+        count = len(states) // 2
+        keys = states[:count]
+        values = states[count:]
+        # 1. Step 0, sequence by sequence: without dropout (0.0), causal (True).
         parts = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*sequence, 0.0, True)
             for sequence in _split(spans, query_BHTE, keys[0], values[0])
         ]
-        found_BHTE, all_BHT = (
-            _whole(spans, query_BHTE, [part[i] for part in parts]) for i in (0, 1)
-        )
+        out_BHTE = _whole(spans, query_BHTE, [output for output, _ in parts])
+        all_BHT = _whole(spans, query_BHTE, [log_sum_exp for _, log_sum_exp in parts])
+        # 2. The own drafts of later steps.
         if len(keys) > 1:
-            found_BHTE, all_BHT = _join(
-                found_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:]
+            out_BHTE, all_BHT = _join(
+                out_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:]
             )
         ctx.spans = spans
-        ctx.save_for_backward(query_BHTE, *states, found_BHTE, all_BHT)
-        return found_BHTE
+        ctx.save_for_backward(query_BHTE, *states, out_BHTE, all_BHT)
+        return out_BHTE
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -404,29 +442,37 @@ class _FlashOnCpu(torch.autograd.Function):
 
         It recomputes exp(z - L), the weights of the joined softmax, from L.
         """
-        query_BHTE, *states, found_BHTE, all_BHT = ctx.saved_tensors
+        query_BHTE, *states, out_BHTE, all_BHT = ctx.saved_tensors
         count = len(states) // 2
-        keys, values = states[:count], states[count:]
+        keys = states[:count]
+        values = states[count:]
         grad_BHTE = gradients[0].to(query_BHTE.dtype)
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, *given, found, all_, 0.0, True
+
+        # 1. Step 0. Given the joined output and L, the kernel's gradients are those of its part in
+        #    the joined softmax.
+        parts = []
+        inputs = _split(ctx.spans, query_BHTE, keys[0], values[0])
+        outputs = _split(ctx.spans, grad_BHTE, out_BHTE, all_BHT)
+        for (query, key, value), (grad, out, log_sum_exp) in zip(inputs, outputs, strict=True):
+            parts.append(
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad, query, key, value, out, log_sum_exp, 0.0, True
+                )
             )
-            for given, (grad, found, all_) in zip(
-                _split(ctx.spans, query_BHTE, keys[0], values[0]),
-                _split(ctx.spans, grad_BHTE, found_BHTE, all_BHT),
-                strict=True,
-            )
-        ]
-        query_grad, first_key, first_value = (
-            _whole(ctx.spans, like, [part[i] for part in parts])
-            for i, like in enumerate((query_BHTE, keys[0], values[0]))
-        )
+        query_grad = _whole(ctx.spans, query_BHTE, [part[0] for part in parts])
+        first_key_grad = _whole(ctx.spans, keys[0], [part[1] for part in parts])
+        first_value_grad = _whole(ctx.spans, values[0], [part[2] for part in parts])
         if count == 1:
-            return None, query_grad, first_key, first_value
-        mean_BHT = torch.linalg.vecdot(grad_BHTE, found_BHTE).to(all_BHT.dtype)
-        more, *own = _own_gradients(grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys[1:], values[1:])
-        return None, query_grad + more, first_key, *own[: count - 1], first_value, *own[count - 1 :]
+            return None, query_grad, first_key_grad, first_value_grad
+
+        # 2. The own drafts, which the queries read too.
+        mean_BHT = torch.linalg.vecdot(grad_BHTE, out_BHTE).to(all_BHT.dtype)
+        more_query_grad, *draft_grads = _own_gradients(
+            grad_BHTE, mean_BHT, query_BHTE, all_BHT, keys[1:], values[1:]
+        )
+        key_grads = (first_key_grad, *draft_grads[: count - 1])
+        value_grads = (first_value_grad, *draft_grads[count - 1 :])
+        return None, query_grad + more_query_grad, *key_grads, *value_grads
 
 
 def _own_gradients(
@@ -442,22 +488,29 @@ def _own_gradients(
     `mean_BHT` is the product of the output and its gradient, `all_BHT` the log-sum-exp of all
     scores.
     """
-    heads, groups, scale = query_BHTE.shape[1], keys[0].shape[1], query_BHTE.shape[-1] ** -0.5
+    heads = query_BHTE.shape[1]
+    groups = keys[0].shape[1]
+    scale = query_BHTE.shape[-1] ** -0.5
     query_grad = torch.zeros_like(query_BHTE)
     key_grads: list[Tensor] = []
     value_grads: list[Tensor] = []
     for score_BHT, key, value in zip(_own_scores(query_BHTE, keys), keys, values, strict=True):
         weight_BHT = (score_BHT - all_BHT).exp()
+        # The gradient of the score: w (grad . v - grad . output), here before the weight.
         pull_BHT = (
             torch.linalg.vecdot(grad_BHTE, _spread(value, heads)).to(all_BHT.dtype) - mean_BHT
         )
         pull_BHT1 = (scale * weight_BHT * pull_BHT)[..., None].to(key.dtype)
         query_grad += pull_BHT1 * _spread(key, heads)
-        weighted = weight_BHT[..., None].to(key.dtype) * grad_BHTE
-        for grads, of_heads in ((key_grads, pull_BHT1 * query_BHTE), (value_grads, weighted)):
-            grads.append(
-                of_heads if groups == heads else of_heads.unflatten(1, (groups, -1)).sum(2)
-            )
+        # A group's key and value get the sum over its query heads.
+        for grads, of_heads in (
+            (key_grads, pull_BHT1 * query_BHTE),
+            (value_grads, weight_BHT[..., None].to(key.dtype) * grad_BHTE),
+        ):
+            if groups == heads:
+                grads.append(of_heads)
+            else:
+                grads.append(of_heads.unflatten(1, (groups, -1)).sum(2))
     return [query_grad, *key_grads, *value_grads]
 
 
@@ -468,6 +521,7 @@ def _split(spans: Spans, *whole: Tensor) -> list[list[Tensor]]:
 
 def _whole(spans: Spans, like: Tensor, parts: list[Tensor]) -> Tensor:
     """The sequences' parts put back into rows, [B, X, T, ...] with B and T of `like`."""
+    # One part that is the whole batch needs no copy.
     if len(parts) == 1 and parts[0].shape[2] == like.shape[2] and len(parts[0]) == len(like):
         return parts[0]
     whole = parts[0].new_empty(len(like), parts[0].shape[1], like.shape[2], *parts[0].shape[3:])
@@ -513,28 +567,38 @@ def _chunk(
 ) -> Tensor:
     """The output at positions `start` to start + C."""
     batch, heads, chunk, size = query_BHCE.shape
-    groups, stop = keys[0].shape[1], start + chunk
+    groups = keys[0].shape[1]
+    stop = start + chunk
     repeat = heads // groups
-    # of the keys of step 0 that are seen
+
+    # 1. The keys of step 0 that the chunk may see, [first, stop). Positions 6 and 7 with a window
+    #    of 4: keys 3 to 7, five columns.
     first = 0 if window is None else max(0, start - window + 1)
     seen = stop - first
     # A group's queries side by side, [B, G, repeat * C, E]: one product with the group's keys.
     query = (query_BHCE * size**-0.5).reshape(batch, groups, repeat * chunk, size)
+
+    # 2. What is hidden, [B or 1, C, seen]: later positions, positions before the window, other
+    #    sequences. In the example above row 0 is [0, 0, 0, 0, 1] and row 1 [1, 0, 0, 0, 0].
     everywhere = torch.ones(chunk, seen, dtype=torch.bool, device=query.device)
     hidden = everywhere.triu(start - first + 1)[None]
     if window is not None:
         hidden = hidden | everywhere.tril(start - first - window)
     if sequences_BT is not None:
         hidden = hidden | (sequences_BT[:, start:stop, None] != sequences_BT[:, None, first:stop])
+
+    # 3. Scores of step 0, then one column for each own draft, and one softmax over both.
     scores = (query @ keys[0][:, :, first:stop].mT).masked_fill(
         hidden[:, None].repeat(1, 1, repeat, 1), float("-inf")
     )
-    own = [
+    draft_scores = [
         (query * key[:, :, start:stop].repeat(1, 1, repeat, 1)).sum(-1, keepdim=True)
         for key in keys[1:]
     ]
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(values[0].dtype)
-    found = weights[..., :seen] @ values[0][:, :, first:stop]
-    for place, value in enumerate(values[1:], start=seen):
-        found = found + weights[..., place, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
-    return found.reshape(batch, heads, chunk, size)
+    weights = torch.cat([scores, *draft_scores], dim=-1).softmax(-1).to(values[0].dtype)
+
+    # 4. The weighted values, with the heads of a group apart again.
+    out = weights[..., :seen] @ values[0][:, :, first:stop]
+    for column, value in enumerate(values[1:], start=seen):
+        out = out + weights[..., column, None] * value[:, :, start:stop].repeat(1, 1, repeat, 1)
+    return out.reshape(batch, heads, chunk, size)

@@ -64,6 +64,7 @@ def _add_block(scores, values, highest, weights, sums, PRECISION: tl.constexpr, 
     higher = tl.maximum(highest, tl.max(scores, 1))
     reference = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
     shares = tl.exp(scores - reference[:, None])
+    # Sums so far are relative to the highest score so far: a higher one makes them smaller.
     kept = tl.exp(highest - reference)
     weights = weights * kept + tl.sum(shares, 1)
     product = tl.dot(shares.to(values.dtype), values, input_precision=PRECISION, out_dtype=SUMS)
@@ -258,11 +259,14 @@ def block_shape(
         itemsize: bytes of a number.
         shared_bytes: that one program may use.
     """
+    # 1. What is fast.
     most_rows = MOST_ROWS if slots > SHORT else MOST_ROWS // 2
     if itemsize == 4:  # multiplied without matrix units, in registers, which hold fewer rows
         most_rows = 32 if padded_size <= 128 else 16
     block_rows = max(16, min(most_rows, triton.next_power_of_2(rows)))
     block_slots = max(16, min(64, BLOCK_BYTES // (padded_size * itemsize)))
+    # 2. What fits: fewer rows, then fewer slots, down to the 16 that `tl.dot` needs; then no
+    #    reading ahead.
     while True:
         shape = BlockShape(block_rows, block_slots, stages=2)
         if shape.shared_bytes(padded_size, itemsize) <= shared_bytes:
@@ -295,7 +299,7 @@ def tree_attention(
     groups = key_BGSE.shape[1]
     uncommitted = slots.ancestors_BNM.shape[2]
     ancestors = slots.ancestors_BNM
-    if ancestors.dtype == torch.bool:
+    if ancestors.dtype == torch.bool:  # the kernel reads bytes
         ancestors = ancestors.view(torch.uint8)
     depths_BM = slots.depths_BM
     if depths_BM is None:
@@ -306,6 +310,7 @@ def tree_attention(
     )
     assert ancestors.stride(2) == 1 and slots.lengths_B.is_contiguous()
 
+    # 1. The grid: rows and groups side by side, and so many parts that all multiprocessors work.
     padded_size = triton.next_power_of_2(size)
     rows = heads // groups * nodes
     memory = shared_memory(query_BHNE.device) if query_BHNE.is_cuda else 2**31  # interpreted
@@ -313,6 +318,7 @@ def tree_attention(
     blocks = triton.cdiv(rows, block.rows)
     parts = min(MOST_PARTS, triton.next_power_of_2(max(1, PROGRAMS // (batch * groups * blocks))))
 
+    # 2. Each part's output and log-sum-exp, in at least float32, and the kernels.
     sums = torch.promote_types(query_BHNE.dtype, torch.float32)
     part_outputs = torch.empty(
         batch * heads * nodes * parts, size, dtype=sums, device=query_BHNE.device

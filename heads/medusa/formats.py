@@ -73,9 +73,12 @@ FORMATS: dict[str, Format] = {
 
 def medusa_options(source: Source) -> dict[str, Any]:
     """Return the options of a Medusa head as vLLM reads it from its config.json and tensors."""
-    keys, target, tensors = source.keys, source.target, source.tensors
+    keys = source.keys
+    target = source.target
+    tensors = source.tensors
     keys.check_target(target, "hidden_size", "vocab_size")
     size = keys["truncated_vocab_size"]
+    # Every head has a first block.
     heads = count_of(tensors, r"blocks\.(\d+)\.layers\.0\.weight")
     if "num_heads" in keys.config and keys["num_heads"] != heads:
         raise ValueError(
@@ -93,8 +96,11 @@ def medusa_options(source: Source) -> dict[str, Any]:
 
 def fasterdecoding_options(source: Source) -> dict[str, Any]:
     """Return the options of a Medusa head of its authors' from its config.json and tensors."""
-    keys, tensors, remarks = source.keys, source.tensors, source.remarks
+    keys = source.keys
+    tensors = source.tensors
+    remarks = source.remarks
     keys.check_target(source.target, "hidden_size", "vocab_size")
+    # Head 2 with one block has 2.0.linear.weight, the block, and 2.1.weight, its LM head.
     heads = count_of(tensors, r"(\d+)\.0\.linear\.weight")
     blocks = count_of(tensors, r"0\.(\d+)\.linear\.weight")
     if keys["medusa_num_heads"] not in (None, heads):

@@ -63,7 +63,8 @@ class MedusaHead(DraftHead):
 
     def __init__(self, config: MedusaConfig, target: TargetInfo) -> None:
         super().__init__(config, target)
-        size, width = config.draft_vocab_size, target.hidden_size
+        size = config.draft_vocab_size
+        width = target.hidden_size
         self.max_depth = config.num_heads
         self.feature_layers = (-1,)
         self.blocks = nn.ModuleList(
@@ -76,7 +77,7 @@ class MedusaHead(DraftHead):
         else:
             self.served_names = ("lm_heads.0.weight",)
         if size is not None:
-            self.token_map = torch.arange(size)
+            self.token_map = torch.arange(size)  # filled in by `initialize`
         self.unread_by = dict.fromkeys(("sglang", "llama.cpp"), "it has no Medusa")
         if config.lm_head == "own" and self.draft_vocab_size < target.vocab_size:
             self.unread_by["vllm"] = (
@@ -105,8 +106,9 @@ class MedusaHead(DraftHead):
         shared = self.config.lm_head == "shared"
         lm_heads = [features.modules.lm_head] * self.max_depth if shared else [*self.lm_heads]
         heads = [lm_head.get_parameter("weight") for lm_head in lm_heads]
-        matching = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
-        return draft_loss(matching, heads, self.token_map, features, positions, objective, ranks)
+        # A shared LM head may have a narrower dtype than the states.
+        inputs = [hidden.to(weight.dtype) for hidden, weight in zip(hiddens, heads, strict=True)]
+        return draft_loss(inputs, heads, self.token_map, features, positions, objective, ranks)
 
     def begin(
         self, modules: TargetModules, batch_size: int, capacity: int, max_depth: int, nodes: int
@@ -116,6 +118,7 @@ class MedusaHead(DraftHead):
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
     ) -> MedusaState:
+        # The newest feature of each row. All depths are drafted at once: they read nothing else.
         rows = torch.arange(len(lengths_B), device=lengths_B.device)
         last_BF = features_BAF[rows, lengths_B - 1]
         shared = self.config.lm_head == "shared"
@@ -129,9 +132,8 @@ class MedusaHead(DraftHead):
         self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
     ) -> tuple[Tensor, MedusaState]:
         assert isinstance(state, MedusaState) and state.logits_BKV is not None
-        return state.logits_BKV[:, state.depth : state.depth + 1], replace(
-            state, depth=state.depth + 1
-        )
+        logits_B1V = state.logits_BKV[:, state.depth : state.depth + 1]
+        return logits_B1V, replace(state, depth=state.depth + 1)
 
     def server_config(self) -> dict[str, Any]:
         return {

@@ -71,6 +71,7 @@ class MtpConfig(BlocksConfig):
             raise ValueError(
                 f"mtp train_steps must be from 1 to the depth {self.depth}, not {self.train_steps}"
             )
+        # `layer` describes a whole layer, and these options another one.
         of_llama = [
             name for name in (*OF_LLAMA, "qk_norm") if getattr(self, name) not in (None, False)
         ]

@@ -105,6 +105,8 @@ class MtpHead(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = (-1,)
         self.cached_layers = config.num_layers
+
+        # 1. Decoder layers of transformers' own class for this kind of target.
         kind = config.layer or llama_layer(config, target)
         draft_layers = build_layers(kind, config.num_layers)
         built = draft_layers.config
@@ -124,6 +126,8 @@ class MtpHead(DraftHead):
             qk_norm=config.qk_norm,
         )
         self.draft_layers = draft_layers
+
+        # 2. What an MTP layer has and a decoder layer has not: `proj` and three norms.
         width = target.hidden_size
         self.mtp_layers = draft_layers.blocks
         for layer in self.mtp_layers:
@@ -132,32 +136,32 @@ class MtpHead(DraftHead):
             for name in BESIDE_THE_LAYER[1:]:
                 layer.add_module(name, draft_layers.norm())
         self.kind: str = kind["model_type"]
-        own = (
+        reason = (
             "it reads MTP heads in their model's own checkpoint alone: `headstart export --to"
             " checkpoint`"
         )
-        self.unread_by = dict.fromkeys(SERVERS, own)
+        self.unread_by = dict.fromkeys(SERVERS, reason)
 
     @classmethod
     def options_for(cls, options: dict[str, Any], target_config: dict[str, Any]) -> dict[str, Any]:
-        named = [
-            name
-            for name in (*OF_LLAMA, "qk_norm", "layer")
-            if options.get(name) not in (None, False)
-        ]
-        if named:
-            return options
+        # An option of Llama's layer asks for that layer; without one the layer is the target's.
+        for name in (*OF_LLAMA, "qk_norm", "layer"):
+            if options.get(name) not in (None, False):
+                return options
         return {**options, "layer": target_config}
 
     @torch.no_grad()
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         start = self.config.start
+        # 1. The last norm starts as the target's, since the LM head was made for its output.
         for layer in self.mtp_layers:
             norm = layer.get_submodule("final_layernorm")
             if type(norm) is type(modules.norm):
                 norm.load_state_dict(block_tensors(modules.norm))
         if start == "random":
             return
+
+        # 2. The layers start as one of the target's blocks.
         number = -1 if start == "last" else int(start)
         if not -len(modules.blocks) <= number < len(modules.blocks):
             raise ValueError(
@@ -165,6 +169,7 @@ class MtpHead(DraftHead):
             )
         where = f"mtp cannot start from {self.target.name!r}: its norm"
         gain_D = at_least_fp32(required_gain(modules.norm, self.target.hidden_size, where))
+        # Gains near 0 are raised to 0.01, with their sign: weights are divided by them.
         gain_D = gain_D.abs().clamp(min=1e-2).copysign(gain_D)
         for k, layer in enumerate(self.mtp_layers):
             self._start_from(layer, modules.blocks[number])
@@ -179,11 +184,15 @@ class MtpHead(DraftHead):
         is made large. The outputs, unless norms follow them: beside a large x, what the embedding
         adds is learned slowly.
         """
+        # 1. `proj` [D, 2 D]: zero on the embedding. On the state 1 / g, times the root mean square
+        #    of g, so that x is about as large as h.
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         weight.zero_()
         part = slice(0, len(gain_D)) if self.config.hidden_first else slice(len(gain_D), None)
         weight[:, part].copy_((1 / gain_D).diag() * gain_D.square().mean().sqrt())
+
+        # 2. Make the layer's outputs smaller by what it moves too far.
         moved = self._moved(k, part, gain_D)
         outputs = [
             tensor
@@ -193,6 +202,8 @@ class MtpHead(DraftHead):
         before = [tensor.clone() for tensor in outputs]
         for tensor in outputs:
             tensor.mul_(STEP / moved)
+
+        # 3. Where norms follow the outputs, that had no effect: make x larger instead.
         if not STEP / 2 < self._moved(k, part, gain_D) < 2 * STEP:
             for tensor, old in zip(outputs, before, strict=True):
                 tensor.copy_(old)
@@ -206,6 +217,7 @@ class MtpHead(DraftHead):
         layer: Any = self.mtp_layers[k]
         weight = layer.input_proj.weight
         draw = torch.Generator().manual_seed(0)
+        # 64 states as the target's final norm would leave them: g times unit normal numbers
         hidden_BTD = gain_D.cpu() * torch.randn(
             1, 64, len(gain_D), generator=draw, dtype=torch.float32
         )
@@ -218,12 +230,12 @@ class MtpHead(DraftHead):
     def _start_from(self, layer: nn.Module, block: nn.Module) -> None:
         """Copy the weights of one of the target's blocks, which must be of the layer's kind."""
         tensors = block_tensors(block)
-        own = {
+        expected = {
             name: tensor
             for name, tensor in layer.state_dict().items()
             if name.split(".")[0] not in BESIDE_THE_LAYER
         }
-        in_one = sorted(own.keys() ^ tensors.keys())
+        in_one = sorted(expected.keys() ^ tensors.keys())
         if in_one:
             raise ValueError(
                 f"mtp cannot start from a block of {self.target.name!r}, a {type(block).__name__}:"
@@ -231,11 +243,11 @@ class MtpHead(DraftHead):
                 " random"
             )
         for name, tensor in tensors.items():
-            if tensor.shape != own[name].shape:
+            if tensor.shape != expected[name].shape:
                 raise ValueError(
                     f"mtp cannot start from a block of {self.target.name!r}: {name!r} is"
-                    f" {tuple(tensor.shape)} there and {tuple(own[name].shape)} here; choose start:"
-                    " random"
+                    f" {tuple(tensor.shape)} there and {tuple(expected[name].shape)} here; choose"
+                    " start: random"
                 )
         layer.load_state_dict(layer.state_dict() | tensors)
 
@@ -258,6 +270,7 @@ class MtpHead(DraftHead):
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
     ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
+        # One layer may train for fewer steps than it drafts; of several layers each has its depth.
         steps = self.max_depth
         if self.training and self.config.num_layers == 1:
             steps = self.test_steps
@@ -266,6 +279,7 @@ class MtpHead(DraftHead):
         hiddens = [
             state_BTD.flatten(0, 1)[positions.index_N] for state_BTD in self.drafts(features, steps)
         ]
+        # The LM head may have a narrower dtype than the head.
         inputs = [hidden_ND.to(weight.dtype) for hidden_ND in hiddens]
         output = draft_loss(inputs, [weight] * steps, None, features, positions, objective, ranks)
         return with_feature_loss(output, hiddens, features, positions, objective)
@@ -274,12 +288,14 @@ class MtpHead(DraftHead):
         """Teacher-forced outputs y [B, T, D] of every step; step k at t predicts x_{t+2+k}."""
         test = TrainingTimeTest(self.config.num_layers, features.sequences_BT)
         state_BTD = features.features_BTF
+        # One layer, again and again: training-time test.
         if self.config.num_layers == 1:
             fed_back = partial(self._fed_back, 0)
             outputs = test.outputs(
                 partial(self._run, 0), features, state_BTD, steps, self.recompute, fed_back
             )
             return [self._normed(0, out_BTD) for out_BTD in outputs]
+        # Several layers: each runs once, over all positions, on the outputs of the one before.
         outputs = []
         for k in range(steps):
             run: Callable[..., Tensor] = partial(self._run, k)
@@ -309,7 +325,7 @@ class MtpHead(DraftHead):
         layer: Any = self.mtp_layers[k]
         dtype = layer.input_proj.weight.dtype
         embeds_BTD = modules.embed(next_tokens_BT).to(dtype)
-        if self.config.zero_first:
+        if self.config.zero_first:  # MiMo blanks the embedding at position 0
             embeds_BTD = embeds_BTD.masked_fill((positions_BT == 0)[..., None], 0.0)
         embeds_BTD = layer.token_layernorm(embeds_BTD)
         hidden_BTD = layer.hidden_layernorm(hidden_BTD.to(dtype))
@@ -340,6 +356,8 @@ class MtpHead(DraftHead):
     def empty_cache(self, batch_size: int, nodes: int, capacity: int) -> DraftCache:
         cache = super().empty_cache(batch_size, nodes, capacity)
         like = next(self.parameters())
+        # After the keys and values of all layers: outputs [B, 1, S, D] of all but the last, stored
+        # as keys with values of width 0.
         for _ in range(self.config.num_layers - 1):
             cache.keys.append(
                 like.new_zeros(batch_size, 1, nodes + capacity, self.shape.hidden_size)
@@ -349,10 +367,8 @@ class MtpHead(DraftHead):
 
     def cache_bytes(self, rows: int, tokens: int) -> int:
         width = (self.config.num_layers - 1) * self.shape.hidden_size
-        return (
-            super().cache_bytes(rows, tokens)
-            + rows * tokens * width * next(self.parameters()).element_size()
-        )
+        output_bytes = rows * tokens * width * next(self.parameters()).element_size()
+        return super().cache_bytes(rows, tokens) + output_bytes
 
     def observe(
         self, state: DraftState, features_BAF: Tensor, next_tokens_BA: Tensor, lengths_B: Tensor
@@ -362,6 +378,8 @@ class MtpHead(DraftHead):
         if not isinstance(state, MtpDepthsState):
             out_BAD = self._run(0, next_tokens_BA, features_BAF, positions_BA, kv, state.modules)
             return state.committed(out_BAD, lengths_B)
+
+        # Several layers: layer k reads, at position t, the output of layer k - 1 at t - 1.
         assert kv.slots_BT is not None and kv.mask_BTS is not None
         # Slot of the newest token so far. Without one, what layers read there is seen by no draft:
         # see `_seen_by`.
@@ -374,9 +392,11 @@ class MtpHead(DraftHead):
             out_BAD = self._run(k, next_tokens_BA, hidden_BAD, positions_BA, view, state.modules)
             first_BAD = out_BAD if first_BAD is None else first_BAD
             if k + 1 < self.config.num_layers:
+                # Outputs o0, o1, o2 of the new tokens become [o before them, o0, o1].
                 before_B1D = self._outputs(k, state, before_B1)
                 kv.store(self.config.num_layers + k, out_BAD[:, None], out_BAD[:, None, :, :0])
                 hidden_BAD = self._fed_back(k, torch.cat([before_B1D, out_BAD[:, :-1]], dim=1))
+        # The root's children are drafted from the first layer's output.
         assert first_BAD is not None
         rooted = replace(state, **no_nodes(len(next_tokens_BA), next_tokens_BA.device))
         return rooted.committed(first_BAD, lengths_B)
@@ -391,6 +411,7 @@ class MtpHead(DraftHead):
                 k = state.depth
                 state = self._expand_by(k, state, tokens_BW, parents_BW)
             else:
+                # Each node reads its parent's output.
                 width = state.hidden_BWD.shape[-1]
                 above_BWD = state.hidden_BWD.gather(1, parents_BW[..., None].expand(-1, -1, width))
                 positions_BW, kv, state = state.below(parents_BW)
@@ -408,6 +429,8 @@ class MtpHead(DraftHead):
 
         It has no keys and values for the nodes above the frontier yet.
         """
+        # 1. The frontier's slots and mask. The parent of a node at depth 1 is the root, the newest
+        #    committed token; a deeper one's lies in the previous frontier.
         before = state
         positions_BW, kv, below = state.below(parents_BW)
         assert isinstance(below, MtpDepthsState) and kv.mask_BTS is not None
@@ -415,6 +438,8 @@ class MtpHead(DraftHead):
             above_BW = (before.cache.nodes + before.lengths_B - 1)[:, None].expand_as(parents_BW)
         else:
             above_BW = before.frontier + parents_BW
+
+        # 2. All nodes so far, the frontier last.
         drafted = before.tokens_BN.shape[1]
         nodes = replace(
             below,
@@ -424,12 +449,16 @@ class MtpHead(DraftHead):
             mask_BNS=torch.cat([before.mask_BNS, kv.mask_BTS], dim=1) if drafted else kv.mask_BTS,
             frontier=before.nodes,
         )
+
+        # 3. Layer k over all of them, each on the output of layer k - 1 at its parent.
         slots_BN = counting(nodes.nodes, tokens_BW.device).expand_as(nodes.tokens_BN)
         view = KVEntries(nodes.cache, self._seen_by(k, nodes.mask_BNS, slots_BN, nodes), None)
         hidden_BND = self._fed_back(k - 1, self._outputs(k - 1, nodes, nodes.above_BN))
         out_BND = self._run(k, nodes.tokens_BN, hidden_BND, nodes.positions_BN, view, nodes.modules)
         if k + 1 < self.config.num_layers:
             view.store(self.config.num_layers + k, out_BND[:, None], out_BND[:, None, :, :0])
+
+        # 4. Only the frontier drafts.
         return replace(nodes, hidden_BWD=out_BND[:, out_BND.shape[1] - tokens_BW.shape[1] :])
 
     def _outputs(self, k: int, state: MtpDepthsState, slots_BT: Tensor) -> Tensor:
@@ -444,9 +473,9 @@ class MtpHead(DraftHead):
         At a position t its entry is made of x_{t+1} and the state at t - k. Every query sees
         itself, so that none sees nothing.
         """
-        device, nodes = mask_BTS.device, state.cache.nodes
-        slot_S = counting(mask_BTS.shape[-1], device)
-        position_BS = (slot_S - nodes).expand(len(mask_BTS), -1)
+        # Position of each slot's token: the text's by its slot, a node's by its depth.
+        slot_S = counting(mask_BTS.shape[-1], mask_BTS.device)
+        position_BS = (slot_S - state.cache.nodes).expand(len(mask_BTS), -1)
         drafted = state.positions_BN.shape[1]
         if drafted:
             position_BS = torch.cat([state.positions_BN, position_BS[:, drafted:]], dim=1)

@@ -68,9 +68,9 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of `MtpConfig`."""
     mark: str = ""
-    """Part of one of the names at least, where another family's names begin alike."""
+    """Text that at least one name must contain, for a family whose names begin as another's do."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Names of the model's own tensors that its MTP layers use too, to those here."""
+    """Maps names of the model's own tensors that its MTP layers use too to names here."""
 
 
 def _deepseek(model: str) -> Family:
@@ -150,7 +150,7 @@ class Found(NamedTuple):
 
     family: Family
     names: dict[str, str]
-    """Names in the checkpoint to those here."""
+    """Maps names in the checkpoint to names here."""
     copies: tuple[str, ...]
     """Names of copies of the model's embedding and LM head."""
 
@@ -168,15 +168,18 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
             that no head has.
     """
     names = sorted(names)
+    # 1. Heads that are known and cannot be read.
     for pattern, reason in REFUSED.items():
         if any(pattern.match(name) for name in names):
             raise ValueError(
                 f"the MTP head of {where} is not read: {reason}. Train one: `headstart train`"
             )
+    # 2. The first family that names any of the tensors. With a mark "", any name counts.
     for family in FAMILIES.values():
         found = _found(family, names, blocks)
         if any(family.mark in name for name in found.names):
             return found
+    # 3. None, or one that looks like another family's.
     others = [name for name in names if OTHERS.search(name)]
     if others:
         raise ValueError(
@@ -190,26 +193,31 @@ def find(names: Iterable[str], blocks: int, where: str) -> Found:
 
 
 def _found(family: Family, names: list[str], blocks: int) -> Found:
+    # "mtp.layers.{l}." becomes the pattern mtp\.layers\.(?P<l>\d+)\.
     patterns: dict[re.Pattern[str], str] = {}
     for theirs, ours in family.names.items():
         patterns[re.compile(re.sub(r"\\{(\w)\\}", r"(?P<\1>\\d+)", re.escape(theirs)))] = ours
-    found: dict[str, str] = {}
+    ours_by_name: dict[str, str] = {}
     copies = []
     for name in names:
         for pattern, ours in patterns.items():
             match = pattern.match(name)
             if match is None:
                 continue
+            # DeepSeek's layers follow the model's own blocks: model.layers.61 of a model with 61
+            # blocks is layer 0, and model.layers.60 is not an MTP layer.
             numbers = {letter: int(digits) for letter, digits in match.groupdict().items()}
             layer = numbers["n"] - blocks if "n" in numbers else numbers.get("l", 0)
             if layer < 0:
                 continue
+            # "\0" ends no name: a family without copies.
             if name.endswith(family.copies or ("\0",)):
                 copies.append(name)
             else:
-                found[name] = ours.format(l=layer, b=numbers.get("b")) + name[match.end() :]
+                beginning = ours.format(l=layer, b=numbers.get("b"))
+                ours_by_name[name] = beginning + name[match.end() :]
             break
-    return Found(family, found, tuple(copies))
+    return Found(family, ours_by_name, tuple(copies))
 
 
 def read_native_mtp(
@@ -232,9 +240,12 @@ def read_native_mtp(
         ValueError: a checkpoint without an MTP head or in another format than safetensors, or
             tensors that are missing, unknown or of another shape; each named.
     """
+    # 1. The names of all tensors, from an index if there is one: nothing large is downloaded.
     folder = _folder_with_index(source, revision, hub)
     files = _files_of_tensors(folder, source)
     found = find(files, target.num_layers, repr(str(source)))
+
+    # 2. The files that hold the MTP tensors, and only those.
     names = found.read & files.keys()
     wanted = sorted({files[name] for name in names})
     if not all((folder / file).is_file() for file in wanted):
@@ -251,6 +262,7 @@ def head_of_tensors(
     options: dict[str, Any] | None = None,
 ) -> MtpHead:
     """A head of MTP tensors by their names in a checkpoint; see `read_native_mtp`."""
+    # 1. The tensors by their names here.
     state: dict[str, Tensor] = {}
     theirs: dict[str, str] = {}
     tensors = _dequantized(tensors)
@@ -263,6 +275,8 @@ def head_of_tensors(
     for name in found.family.shared.keys() & tensors.keys():
         for number in range(layers):
             state[found.family.shared[name].format(l=number)] = tensors[name]
+
+    # 2. The head's options. Several layers draft one depth each.
     depth = layers if layers > 1 else RECURRENT_DEPTH
     chosen = {
         "num_layers": layers,
@@ -275,19 +289,24 @@ def head_of_tensors(
         expected = build_unloaded("mtp", chosen, target, len(state)).state_dict()
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+    # 3. Names, shapes and values, in the checkpoint's own names.
     named = _names_there(found.family, expected, target.num_layers)
     problems = [f"missing tensor {named[name]!r}" for name in expected if name not in state]
     problems += [
         f"unknown tensor {theirs.get(name, name)!r}" for name in state if name not in expected
     ]
     for name in expected.keys() & state.keys():
-        shape, own = tuple(state[name].shape), tuple(expected[name].shape)
-        if shape != own:
-            problems.append(f"tensor {named[name]!r} of shape {shape} instead of {own}")
+        shape = tuple(state[name].shape)
+        expected_shape = tuple(expected[name].shape)
+        if shape != expected_shape:
+            problems.append(f"tensor {named[name]!r} of shape {shape} instead of {expected_shape}")
         elif not state[name].isfinite().all():
             problems.append(f"tensor {named[name]!r} has values that are no numbers or infinite")
     if problems:
         raise ValueError(f"{where}: its MTP head cannot be read: " + "; ".join(sorted(problems)))
+
+    # 4. The head itself, in the dtypes of the checkpoint.
     head = build_head("mtp", chosen, target)
     assert isinstance(head, MtpHead)
     take_dtypes(head, state)
@@ -296,7 +315,7 @@ def head_of_tensors(
 
 
 def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, str]:
-    """The names of a head's tensors here to those in a checkpoint of a family."""
+    """Map the names of a head's tensors here to those in a checkpoint of a family."""
     named: dict[str, str] = {}
     # A layer's last block has the layer's last norm.
     last = max((int(match[1]) for name in ours if (match := IN_BLOCK.match(name))), default=None)
@@ -304,12 +323,12 @@ def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, 
         layer = int(name.split(".")[1])
         in_block = IN_BLOCK.match(name)
         block = last if in_block is None else int(in_block[1])
-        for theirs, own in (family.shared | family.names).items():
-            beginning = own.format(l=layer, b=block)
+        # The first prefix that fits: a family's special names stand before its general ones.
+        for theirs, prefix in (family.shared | family.names).items():
+            beginning = prefix.format(l=layer, b=block)
             if name.startswith(beginning):
-                named[name] = (
-                    theirs.format(l=layer, n=blocks + layer, b=block) + name[len(beginning) :]
-                )
+                their_beginning = theirs.format(l=layer, n=blocks + layer, b=block)
+                named[name] = their_beginning + name[len(beginning) :]
                 break
     return named
 
@@ -353,7 +372,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, those in fp8 multiplied by their blocks' scales (DeepSeek's format)."""
-    found: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("_scale_inv"):
             continue
@@ -362,7 +381,8 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             rows, columns = tensor.shape
             tall = -(-rows // scales.shape[0])
             wide = -(-columns // scales.shape[1])
-            # A block's side is a power of two; the last block may be cut off.
+            # A block's side is a power of two; the last block may be cut off. 576 rows with 5
+            # scales: at least 116 rows a block, so 128.
             side = 1 << (max(tall, wide) - 1).bit_length()
             factor = (
                 scales.float()
@@ -370,12 +390,13 @@ def _dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 .repeat_interleave(side, 1)[:rows, :columns]
             )
             tensor = (tensor.float() * factor).to(torch.bfloat16)
-        found[name] = tensor
-    return found
+        dequantized[name] = tensor
+    return dequantized
 
 
 def _joined_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state in which the matrices of all experts are one tensor, as transformers has them."""
+    # 1. The matrices of experts, by layer, number and kind.
     joined: dict[str, Tensor] = {}
     experts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in state.items():
@@ -384,6 +405,7 @@ def _joined_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
             joined[name] = tensor
         else:
             experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    # 2. [experts, out, in] of each layer; gate and up lie in one tensor, the gate's rows first.
     for name, matrices in experts.items():
         numbers = range(1 + max(number for number, _ in matrices))
         gated = any(kind == "gate_proj" for _, kind in matrices)  # Nemotron-H's experts are not
@@ -442,6 +464,7 @@ def write_native_mtp(
         ValueError: a model that brings none, so that its family has no names for it, or one of
             another shape.
     """
+    # 1. The model's MTP head, which this one must resemble.
     folder = local_folder(source, revision, ["*"])
     where = repr(str(source))
     files = _files_of_tensors(folder, source)
@@ -459,6 +482,7 @@ def write_native_mtp(
                 f"{where} brings an MTP head with {option} {getattr(before.config, option)}, and"
                 f" this one has {getattr(head.config, option)}"
             )
+    # 2. Tensors that the MTP layers share with the model cannot change.
     state = head.state_dict()
     for ours in found.family.shared.values():
         for number in range(head.config.num_layers):
@@ -468,11 +492,15 @@ def write_native_mtp(
                     f"{where} has no place for {name!r}, which was trained here: its MTP head uses"
                     " the model's own norm; export it as a folder of its own"
                 )
+
+    # 3. The tensors by the checkpoint's names, in its dtypes.
     if any(EXPERT.fullmatch(ours) for ours in found.names.values()):
         state = _split_experts(state)
     new = {}
     for name, ours in found.names.items():
         new[name] = state[ours].detach().to("cpu", old[name].dtype).contiguous()
+
+    # 4. The copy, with a new index: the MTP head is in a file of its own.
     contents = Contents(
         "a model with an MTP head", ("*",), lambda written: (written / MTP_FILE).is_file()
     )
@@ -500,10 +528,12 @@ def _copy_rest(
         if name not in touched:
             shutil.copyfile(path, output / name)
             continue
-        kept = [tensor for tensor, file in rest.items() if file == name]
-        if not kept:
+        # A file with some of the replaced tensors is written again without them, or dropped if it
+        # has no others.
+        tensors = [tensor for tensor, file in rest.items() if file == name]
+        if not tensors:
             continue
-        place = REST_FILE if name == WEIGHTS_FILE else name
-        rest |= dict.fromkeys(kept, place)
-        save_file(_read(path, kept), output / place, metadata={"format": "pt"})
+        new_name = REST_FILE if name == WEIGHTS_FILE else name
+        rest |= dict.fromkeys(tensors, new_name)
+        save_file(_read(path, tensors), output / new_name, metadata={"format": "pt"})
     return rest

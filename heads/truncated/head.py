@@ -49,7 +49,8 @@ class TruncatedHead(DraftHead):
         self.max_depth = config.depth
         self.feature_layers = ()
         self.num_layers = config.num_layers or max(1, target.num_layers // 7)
-        self.shape, self.cached_layers = LayerShape.of(target), self.num_layers
+        self.shape = LayerShape.of(target)
+        self.cached_layers = self.num_layers
         self.layers = nn.ModuleList(DecoderLayer(self.shape) for _ in range(self.num_layers))
         self.norm = RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(target, target.head_dim)
@@ -63,16 +64,11 @@ class TruncatedHead(DraftHead):
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.config.start == "first":
             for i, layer in enumerate(self.layers):
-                start_layer(
-                    layer,
-                    target_layer_weights(modules.blocks, i, self.target, "cut"),
-                    f"layer {i}",
-                    "cut",
-                )
+                weights = target_layer_weights(modules.blocks, i, self.target, "cut")
+                start_layer(layer, weights, f"layer {i}", "cut")
             where = f"cut cannot start from {self.target.name!r}: its norm"
-            self.norm.load_state_dict(
-                {"weight": required_gain(modules.norm, self.target.hidden_size, where)}
-            )
+            gain_D = required_gain(modules.norm, self.target.hidden_size, where)
+            self.norm.load_state_dict({"weight": gain_D})
 
     @classmethod
     def default_objective(cls, config: TruncatedConfig) -> Objective:
@@ -82,12 +78,14 @@ class TruncatedHead(DraftHead):
         self, features: TargetFeatures, objective: Objective | None = None, ranks: int = 1
     ) -> HeadOutput:
         objective = objective or self.default_objective(self.config)
-        # all depths have the same loss on true tokens
+        # A model of its own reads true tokens only: the loss of depth k at t is that of depth 0 at
+        # t + k, so training needs one.
         steps = 1 if self.training else self.max_depth
         positions = DraftPositions.of(features, steps)
         kv = TrainingTimeTest(self.num_layers, features.sequences_BT).at(0)
         out_BTD = self._run(features.tokens_BT, features.position_ids_BT, kv, features.modules)
         weight = features.modules.lm_head.weight
+        # The output at the state that judges a draft predicts the same token as that state.
         hiddens = [
             out_BTD.flatten(0, 1)[rows_N].to(weight.dtype) for rows_N in positions.rows_NK.unbind(1)
         ]
@@ -98,9 +96,8 @@ class TruncatedHead(DraftHead):
     ) -> DraftTreeState:
         assert isinstance(state, DraftTreeState)
         positions_BA, kv = state.cache.commit(state.lengths_B, next_tokens_BA.shape[1])
-        return state.committed(
-            self._run(next_tokens_BA, positions_BA, kv, state.modules), lengths_B
-        )
+        out_BAD = self._run(next_tokens_BA, positions_BA, kv, state.modules)
+        return state.committed(out_BAD, lengths_B)
 
     def expand(
         self, state: DraftState, tokens_BW: Tensor, parents_BW: Tensor
