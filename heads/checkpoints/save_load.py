@@ -246,7 +246,8 @@ def publishable(
     config = _read_config(source)
     section = config["headstart"]
     parts, index = weight_files(source, (WEIGHTS_FILE,))
-    wanted = [*parts, index] if index else parts
+    weights = [*parts, index] if index else parts
+    wanted = list(weights)
     if section["adapted"]:
         wanted += [f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES]
     for name in wanted:
@@ -284,7 +285,7 @@ def publishable(
     if shared:
         saved = read_weights(folder, (WEIGHTS_FILE,))
         dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
-        for old in [*parts, index] if index else parts:
+        for old in weights:
             (folder / old).unlink()
         saved |= {name: tensor.to("cpu", dtype).contiguous() for name, tensor in shared.items()}
         save_torch_state_dict(saved, folder, max_shard_size=SHARD)

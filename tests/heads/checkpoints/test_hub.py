@@ -19,7 +19,13 @@ from loopback_hub import Handler, Hub
 from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing, model_card
-from headstart.heads.checkpoints.save_load import load_head, publishable, save_head
+from headstart.heads.checkpoints.save_load import (
+    ADAPTER_FILES,
+    ADAPTER_FOLDER,
+    load_head,
+    publishable,
+    save_head,
+)
 
 pytestmark = pytest.mark.versions
 
@@ -368,3 +374,19 @@ def test_the_card_says_how_a_server_reads_the_head_or_why_not(
     card = (tmp_path / "ready" / "README.md").read_text(encoding="utf-8")
     first, _, second = card.partition("SGLang:")
     assert vllm in first and sglang in second
+
+
+def test_an_adapted_head_that_shares_the_lm_head_is_published_with_its_adapter(
+    tmp_path: Path,
+) -> None:
+    _, folder = made("medusa", tmp_path / "head", lm_head="shared")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["headstart"]["adapted"] = True
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / ADAPTER_FOLDER).mkdir()
+    for name in ADAPTER_FILES:
+        (folder / ADAPTER_FOLDER / name).write_text("{}", encoding="utf-8")
+    shared = {"lm_heads.0.weight": torch.zeros(4, 3)}
+    publishable(folder, tmp_path / "ready", Listing("me/head"), shared)
+    published = {path.name for path in (tmp_path / "ready" / ADAPTER_FOLDER).iterdir()}
+    assert published == set(ADAPTER_FILES)
