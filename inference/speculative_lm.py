@@ -58,6 +58,7 @@ from .rounds.observers import RoundObserver
 from .rounds.sequences import Conversation, Sequences
 from .rounds.verification import Verification, verification_by
 from .running import alone, runs
+from .targets.adapters import unwrapped
 from .targets.as_loaded import as_loaded, warn_of_autocast
 from .targets.loading import model_options, refuse_loading_options
 from .targets.prompt_inputs import is_prompt_input
@@ -225,6 +226,7 @@ class SpeculativeLM:
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
+            target = unwrapped(target)
             target_class = Target
             if is_encoder_decoder(target, revision, model_kwargs):
                 target_class = Seq2SeqTarget

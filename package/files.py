@@ -97,7 +97,11 @@ def refuse_pipes(folder: Path) -> None:
     Raises:
         ValueError: the first of them.
     """
-    if folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a text that no file can be called
+        return
+    if is_folder:
         for path in sorted(folder.iterdir()):
             require_regular(path)
 

@@ -55,9 +55,8 @@ out = lm.generate(input_ids, max_new_tokens=256)
 or with plain transformers, headstart being installed:
 
 ```python
-model.generate(
-    input_ids, max_new_tokens=256, custom_generate="{repo}", trust_remote_code=True{allow}
-)
+model.generate(input_ids, max_new_tokens=256, \
+custom_generate="{repo}", trust_remote_code=True{allow})
 ```
 
 vLLM: {vllm}

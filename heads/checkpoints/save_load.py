@@ -55,7 +55,7 @@ SECTION_KEYS = {key.name: key.name for key in dataclasses.fields(CheckpointMetad
 GENERATE_FILE = "custom_generate/generate.py"
 GENERATE = '''"""This head in plain transformers; the package headstart does the work.
 
-    model.generate(..., custom_generate=HEAD, trust_remote_code=True)
+model.generate(..., custom_generate=HEAD, trust_remote_code=True)
 """
 
 from headstart.inference import generate_from

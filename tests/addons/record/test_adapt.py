@@ -485,7 +485,7 @@ def test_costs_of_the_recording_predict_speed_in_the_report(config, begun, tmp_p
     )
     report = (tmp_path / "new" / "report.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in report.splitlines() if line.startswith("| ")]
-    assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 32: before"
+    assert rows[0][2] == "chain of 2: before" and rows[0][5] == "tree of 60: before"
     assert rows[0][8:] == ["predicted speed: before", "after"]
     assert float(rows[1][9]) > float(rows[1][8]) > 0.9
     assert "by costs of rounds measured where the answers were recorded: a machine." in report

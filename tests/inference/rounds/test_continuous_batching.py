@@ -169,7 +169,7 @@ def test_no_prompt_is_read_with_padding_that_can_be_saved(target, monkeypatch, n
 
 
 def test_no_slot_is_refused(target):
-    with pytest.raises(ValueError, match="max_batch_size must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_batch_size must be an int of at least 1, not 0"):
         SpeculativeLM(target).generate(
             torch.ones(1, 2, dtype=torch.int64), max_batch_size=0, max_new_tokens=3
         )
