@@ -190,7 +190,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint holds in addition to a head's weights and options."""
+    """All that a checkpoint holds in addition to a head's weights and options."""
 
     tree: str | list[list[int]] | None = None
     """The fastest draft tree found for it: paths of ranks, or a spec such as dynamic:24:6:8; None

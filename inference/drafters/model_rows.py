@@ -10,6 +10,16 @@ A head reads pairs: the target's features at a token, and the token after it. Af
     chunks    of the prompts, if the head reads them late
     steps     of rounds without drafts, one pair of each row
 
+Its life in a generation:
+
+    begin, or resume    an empty state, or that of a conversation which goes on
+    prefill             prompts wait, unread
+    round ─┬─ catch_up  what waits is read at once
+           ├─ expand    a draft, level by level; the state stays what it was
+           └─ observe   the round's tokens are read, or wait where nothing was drafted
+    select, replace     rows have ended; others take their slots
+    saved_state         what a conversation keeps
+
 Letters in tensor names: B batch, T time, A accepted, W frontier, R selected rows, D tokens of the
 draft vocabulary, V of the target's.
 """
