@@ -200,7 +200,8 @@ def test_a_lossy_rule_that_does_not_say_so_is_found(config, monkeypatch):
     def too_eager(tree, scores_BNV, sampler):
         return without_replacement(tree, scores_BNV * 2, sampler)
 
-    monkeypatch.setitem(verify.RULES, "token", Rule(too_eager, frozenset(("sampled_chain",))))
+    rule = Rule(too_eager, frozenset(("sampled_chain",)), top_down=True)
+    monkeypatch.setitem(verify.RULES, "token", rule)
     report = certify(sampled(config, acceptance="token"))
     assert report["verdict"] == "not lossless"
     assert report["sampling"]["positions"][1]["nats_less_likely"] < 0
