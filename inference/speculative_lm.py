@@ -226,12 +226,12 @@ class SpeculativeLM:
         if isinstance(target, Target):
             refuse_loading_options(target.dtype, dtype, device_map, revision, model_kwargs)
         else:
-            target = unwrapped(target)
+            source = unwrapped(target)
             target_class = Target
-            if is_encoder_decoder(target, revision, model_kwargs):
+            if is_encoder_decoder(source, revision, model_kwargs):
                 target_class = Seq2SeqTarget
             target = target_class.from_pretrained(
-                target, dtype, device_map, revision, **model_kwargs
+                source, dtype, device_map, revision, **model_kwargs
             )
         target.check_decoding()
         if target.device.type == "cpu":
