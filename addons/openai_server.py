@@ -245,21 +245,24 @@ class _Response(HTTPResponse):
         self.fp = io.BufferedReader(_UntilDeadline(stream.detach(), connected, deadline))
 
 
+def _until_deadline(connection: HTTPConnection) -> Any:
+    """Make a class of responses for a connection that opens now, by the deadline of its timeout."""
+    return partial(_Response, time.monotonic() + float(connection.timeout or 0))
+
+
 class _Connection(HTTPConnection):
     """A connection whose timeout is that of all that is read."""
 
     def connect(self) -> None:
-        deadline = time.monotonic() + float(self.timeout or 0)
-        self.response_class: Any = partial(_Response, deadline)
+        self.response_class: Any = _until_deadline(self)
         super().connect()
 
 
 class _SecureConnection(HTTPSConnection):
-    """The same, encrypted."""
+    """A connection by TLS whose timeout is that of all that is read."""
 
     def connect(self) -> None:
-        deadline = time.monotonic() + float(self.timeout or 0)
-        self.response_class: Any = partial(_Response, deadline)
+        self.response_class: Any = _until_deadline(self)
         super().connect()
 
 

@@ -120,13 +120,14 @@ def require_regular(path: Path) -> Path:
 
 
 def parse_json(text: str | bytes, where: str | Path) -> Any:
-    """Parse JSON of others.
+    """Parse JSON of others, in UTF-8.
 
     Raises:
         ValueError: whatever is wrong with it, with `where` it stands.
     """
     try:
-        return json.loads(text)
+        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+    # RecursionError: lists within lists, thousands deep
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
 

@@ -88,10 +88,10 @@ def adapt(config: AdaptConfig) -> Path | None:
     with alone_in(output):
         for name in ("recorded", "training"):  # both hold what people wrote
             (output / name).mkdir(mode=0o700, exist_ok=True)
-        tokens = [path for path in (output / "recorded" / "tokens").glob("*") if path.is_dir()]
-        for folder in (output, output / "recorded", output / "recorded" / "states", *tokens):
+        recorded = output / "recorded"
+        token_caches = (recorded / "tokens").glob("*")
+        for folder in (output, output / "training", recorded, recorded / "states", *token_caches):
             remove_partials(folder, PARTLY_WRITTEN)
-        remove_partials(output / "training", PARTLY_WRITTEN)
         return adapt_in(output, config)
 
 

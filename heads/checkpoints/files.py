@@ -6,7 +6,6 @@ folder itself. A folder is replaced only if all that it holds was written by wha
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import shutil
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...files import at_home
+from ...files import at_home, parse_json
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -54,17 +53,13 @@ WEIGHT_FILES = (
 
 
 def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes."""
+    """Read the JSON object in a file of a head, of at most `limit` bytes."""
     if not path.is_file():
         raise ValueError(f"no head in {str(path.parent)!r}: it has no {path.name}")
     size = path.stat().st_size
     if size > limit:
         raise ValueError(f"{path} has {size:,} bytes, and {path.name} may have at most {limit:,}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    # RecursionError: lists within lists, thousands deep
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    value = parse_json(path.read_bytes(), path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} and no JSON object")
     return value

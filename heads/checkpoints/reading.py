@@ -17,13 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from ..base import TargetInfo
-from .tables import (
-    KINDS,
-    LLAMA,
-    NEEDED,
-    Key,
-    may_compute,
-)
+from .tables import KINDS, LLAMA, NEEDED, Key, may_compute
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..base import (
-    LONGEST_DRAFT,
-)
+from ..base import LONGEST_DRAFT
 from ..config import BlocksConfig
 
 

@@ -6,21 +6,8 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoints.reading import (
-    Reader,
-    Source,
-    feature_layers,
-    layer_keys,
-    llama_options,
-)
-from ..checkpoints.tables import (
-    LLAMA,
-    SPECULATORS,
-    Format,
-    Key,
-    Row,
-    layer_rows,
-)
+from ..checkpoints.reading import Reader, Source, feature_layers, layer_keys, llama_options
+from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row, layer_rows
 
 DFLASH = {
     "block_size": Key("slots of a block, the root's included", kind="size"),
@@ -58,6 +45,20 @@ DFLASH_CONFIG = {
     "projector_type": Key("another way to join features", None, only=(None,)),
 }
 """Keys of `dflash_config`."""
+SPECULATORS_BLOCK = {
+    "transformer_layer_config": Key(
+        "the decoder layers: what differs from the defaults of their class", kind="object"
+    ),
+    "aux_hidden_state_layer_ids": Key(
+        "feature layers, each by the block whose input it is", kind="numbers"
+    ),
+    "mask_token_id": Key("token of the slots behind the root", kind="id"),
+    "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
+    "sliding_window_non_causal": Key(
+        "whether slots of sliding layers see those behind them", False
+    ),
+}
+"""Keys of the package speculators for heads that draft a block, DSpark too."""
 DFLASH_TENSORS = {
     "fc.weight": Row("fc.weight", "joins the features, the shallowest first"),
     "hidden_norm.weight": Row("hidden_norm.weight", "norm of the context"),
@@ -87,19 +88,7 @@ FORMATS: dict[str, Format] = {
             **SPECULATORS,
             **DFLASH,
             "speculators_model_type": Key("dflash"),
-            "transformer_layer_config": Key(
-                "the decoder layers: what differs from the defaults of their class", kind="object"
-            ),
-            "aux_hidden_state_layer_ids": Key(
-                "feature layers, each by the block whose input it is", kind="numbers"
-            ),
-            "mask_token_id": Key("token of the slots behind the root", kind="id"),
-            "target_hidden_size": Key(
-                "width of the target; hidden_size where absent", None, kind="size"
-            ),
-            "sliding_window_non_causal": Key(
-                "whether slots of sliding layers see those behind them", False
-            ),
+            **SPECULATORS_BLOCK,
         },
         DFLASH_TENSORS,
         ignored=("embed_tokens.",),

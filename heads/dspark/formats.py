@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import (
-    Reader,
-    Source,
+from ..checkpoints.reading import Reader, Source
+from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row
+from ..dflash.formats import (
+    DFLASH,
+    DFLASH_CONFIG,
+    DFLASH_NATIVE,
+    DFLASH_TENSORS,
+    SPECULATORS_BLOCK,
+    dflash_options,
 )
-from ..checkpoints.tables import (
-    LLAMA,
-    SPECULATORS,
-    Format,
-    Key,
-    Row,
-)
-from ..dflash.formats import DFLASH, DFLASH_CONFIG, DFLASH_NATIVE, DFLASH_TENSORS, dflash_options
 
 DSPARK = {
     "markov_rank": Key("width of the dependence on the token before; 0 would be DFlash", kind="id"),
@@ -66,19 +64,7 @@ FORMATS: dict[str, Format] = {
             **DSPARK,
             "sample_from_anchor": Key("whether the root's slot drafts", True),
             "speculators_model_type": Key("dspark"),
-            "transformer_layer_config": Key(
-                "the decoder layers: what differs from the defaults of their class", kind="object"
-            ),
-            "aux_hidden_state_layer_ids": Key(
-                "feature layers, each by the block whose input it is", kind="numbers"
-            ),
-            "mask_token_id": Key("token of the slots behind the root", kind="id"),
-            "target_hidden_size": Key(
-                "width of the target; hidden_size where absent", None, kind="size"
-            ),
-            "sliding_window_non_causal": Key(
-                "whether slots of sliding layers see those behind them", False
-            ),
+            **SPECULATORS_BLOCK,
         },
         DSPARK_TENSORS,
         ignored=("embed_tokens.",),

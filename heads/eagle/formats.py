@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import (
-    Reader,
-    Source,
-    attention_bias,
-    layer_keys,
-    llama_options,
-)
-from ..checkpoints.tables import (
-    LLAMA,
-    SPECULATORS,
-    Format,
-    Key,
-    Row,
-    layer_rows,
-)
+from ..checkpoints.reading import Reader, Source, attention_bias, layer_keys, llama_options
+from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row, layer_rows
 
 FORMATS: dict[str, Format] = {
     "eagle": Format(

@@ -13,14 +13,7 @@ from ..checkpoints.reading import (
     layer_keys,
     llama_options,
 )
-from ..checkpoints.tables import (
-    LLAMA,
-    SPECULATORS,
-    Format,
-    Key,
-    Row,
-    layer_rows,
-)
+from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row, layer_rows
 
 EAGLE3 = {
     "draft_vocab_size": Key(

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import (
-    Reader,
-    Source,
-    count_of,
-    report_repeated,
-)
-from ..checkpoints.tables import (
-    TRANSFORMERS,
-    Format,
-    Key,
-    Row,
-    layer_rows,
-)
+from ..checkpoints.reading import Reader, Source, count_of, report_repeated
+from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row, layer_rows
 
 FORMATS: dict[str, Format] = {
     "hydra": Format(

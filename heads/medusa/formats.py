@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import (
-    Reader,
-    Source,
-    count_of,
-    layers_in_file,
-    report_repeated,
-)
-from ..checkpoints.tables import (
-    TRANSFORMERS,
-    Format,
-    Key,
-    Row,
-)
+from ..checkpoints.reading import Reader, Source, count_of, layers_in_file, report_repeated
+from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row
 
 FORMATS: dict[str, Format] = {
     "medusa": Format(

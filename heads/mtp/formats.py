@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoints.tables import (
-    SPECULATORS,
-    Format,
-    Key,
-    layer_rows,
-    same_row,
-)
+from ..checkpoints.tables import SPECULATORS, Format, Key, layer_rows, same_row
 
 FORMATS: dict[str, Format] = {
     "speculators-mtp": Format(

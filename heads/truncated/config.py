@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base import (
-    LONGEST_DRAFT,
-)
+from ..base import LONGEST_DRAFT
 
 
 @dataclass(frozen=True)
