@@ -70,6 +70,7 @@ from headstart.inference.drafters.base import (
 )
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.round import Round
+from headstart.inference.rounds.observers import RoundObserver
 from headstart.inference.targets.provenance import provenance
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.inference.text.prompt_files import read_prompts
@@ -383,6 +384,7 @@ class ForcedDrafter(BatchDrafter):
     ) -> None:
         self.head = head
         self.parts = (head,)
+        self.accepted = accepted
         self.feature_layers = head.feature_layers
         self.shape = shape
         self.max_nodes = shape.size
@@ -416,21 +418,30 @@ class ForcedDrafter(BatchDrafter):
         self.written = selected_rows(self.written, rows_R)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
-        tree = self.head.propose(roots_B)
-        tokens_BN = tree.tokens_BN.index_copy(1, self.path_K, self.next_BK())
+        return self.with_truth(self.head.propose(roots_B))
+
+    def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:
+        tree = self.head.propose_ahead(roots_B)
+        # The round that the host has not read accepts as many drafts as every other.
+        return None if tree is None else self.with_truth(tree, self.accepted + 1)
+
+    def with_truth(self, tree: DraftTree, more: int = 0) -> DraftTree:
+        """The head's drafts with the truth on one path, when `more` tokens have been written."""
+        tokens_BN = tree.tokens_BN.index_copy(1, self.path_K, self.next_BK(more))
         if self.shape.is_chain:
             return DraftTree.of_shape(self.shape, tokens_BN)
-        sizes_B = torch.full_like(roots_B, self.shape.size)
-        parents_BN = self.parents_1N.expand(len(roots_B), -1)
+        sizes_B = torch.full_like(tree.sizes_B, self.shape.size)
+        parents_BN = self.parents_1N.expand(len(tokens_BN), -1)
         return DraftTree(tokens_BN, parents_BN, sizes_B, self.shape.depth, padding=False)
 
-    def next_BK(self) -> Tensor:
-        """The tokens [B, K] on the path now."""
-        first = self.written[0]
-        if all(written == first for written in self.written):
-            return self.forced_BTK[:, first]
-        rows_B = torch.arange(len(self.written), device=self.forced_BTK.device)
-        return self.forced_BTK[rows_B, torch.tensor(self.written, device=self.forced_BTK.device)]
+    def next_BK(self, more: int) -> Tensor:
+        """The tokens [B, K] on the path when `more` tokens have been written."""
+        last = self.forced_BTK.shape[1] - 1
+        written = [min(count + more, last) for count in self.written]
+        if all(count == written[0] for count in written):
+            return self.forced_BTK[:, written[0]]
+        rows_B = torch.arange(len(written), device=self.forced_BTK.device)
+        return self.forced_BTK[rows_B, torch.tensor(written, device=self.forced_BTK.device)]
 
     def observe_ahead(self, finished: Round) -> None:
         self.head.observe_ahead(finished)
@@ -836,7 +847,9 @@ def compare(
         medians: dict[str, list[float]] = {label: [] for label in ways}
         rates: dict[str, list[float]] = {label: [] for label in ways}
         equal = dict.fromkeys(ways, True)
-        for lm in lms.values():
+        for label, lm in lms.items():
+            if label == HOST_FIRST:
+                lm.observers.append(Watcher())
             answer(lm, prompt_1T, 40)
         for number in range(TURNS):
             for label in turns([*ways], number):
@@ -883,8 +896,14 @@ def by_transformers_layers(model: nn.Module) -> Target:
     return target
 
 
+class Watcher(RoundObserver):
+    """Reads nothing, but a round that is observed must be over before the next one begins."""
+
+
+HOST_FIRST = "known decoder, nothing ahead"
 WAYS: dict[str, Way] = {
     "known decoder": by_known_decoder,
+    HOST_FIRST: by_known_decoder,
     "transformers' layers": by_transformers_layers,
 }
 """What `compared` compares."""

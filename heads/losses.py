@@ -43,6 +43,7 @@ from torch.nn import functional as F
 from .base import HeadOutput, TargetFeatures, TargetModules
 from .draft_positions import DraftPositions
 from .layers.chunk_size import VOCABULARY_ON_CPU, chunk_elements
+from .layers.compiled import fused_on_gpu
 from .layers.constants import upload
 from .layers.decoder_layer import at_least_fp32
 from .layers.draft_vocab import draft_ids
@@ -96,16 +97,15 @@ class Draft:
                 chosen[name] = tensor[rows]
         return replace(self, **chosen)
 
-    def logits(self, modules: TargetModules) -> Tensor:
-        """logits_NV in at least float32."""
+    def products(self, modules: TargetModules) -> tuple[Tensor, Tensor | None]:
+        """logits_NV in the dtype of the product, and what a correction adds to them."""
         if self.is_target_head:
             logits_NV = modules.logits(self.hidden_ND, self.weight_VD, modules.lm_head.bias)
         else:
             logits_NV = F.linear(self.hidden_ND, self.weight_VD)
-        logits_NV = at_least_fp32(logits_NV)
-        if self.latent_NR is not None and self.correction_VR is not None:
-            logits_NV = logits_NV + F.linear(self.latent_NR, self.correction_VR)
-        return logits_NV
+        if self.latent_NR is None or self.correction_VR is None:
+            return logits_NV, None
+        return logits_NV, F.linear(self.latent_NR, self.correction_VR)
 
 
 class TargetProbs(NamedTuple):
@@ -165,10 +165,30 @@ def depth_loss(
     Positions without a draft get a weight of 0: they are few, at the ends of answers, and to leave
     them out the host would have to wait for the accelerator.
     """
+    logits_NV, correction_NV = draft.products(modules)
+    return judged(logits_NV, correction_NV, draft.confidence_N, truth, objective, ranks)
+
+
+def corrected(logits_NV: Tensor, correction_NV: Tensor | None) -> Tensor:
+    """The draft's logits in at least float32."""
+    logits_NV = at_least_fp32(logits_NV)
+    return logits_NV if correction_NV is None else logits_NV + correction_NV
+
+
+@fused_on_gpu
+def judged(
+    logits_NV: Tensor,
+    correction_NV: Tensor | None,
+    confidence_N: Tensor | None,
+    truth: Truth,
+    objective: Objective,
+    ranks: int,
+) -> tuple[Tensor, DepthMetrics]:
+    """`depth_loss` from the draft's logits."""
     # 1. The draft's distribution q.
-    logits_NV = draft.logits(modules)
-    hits_I = _hits(logits_NV.detach(), truth, ranks)
-    log_q_NV = logits_NV.log_softmax(-1)
+    wide_NV = corrected(logits_NV, correction_NV)
+    hits_I = _hits(wide_NV.detach(), truth, ranks)
+    log_q_NV = wide_NV.log_softmax(-1)
 
     # 2. The losses over the vocabulary, mixed by the objective's weights. The reported loss leaves
     #    out the weights of positions and depths.
@@ -181,9 +201,9 @@ def depth_loss(
 
     # 3. The estimate of the acceptance rate, if the head makes one. It counts at every judged
     #    position: the rate is known even where the true token cannot be drafted.
-    if draft.confidence_N is not None:
+    if confidence_N is not None:
         rate_N = _overlap(log_q_NV, truth.target).detach()
-        confidence_N = draft.confidence_N.to(rate_N.dtype)
+        confidence_N = confidence_N.to(rate_N.dtype)
         wrong_N = F.binary_cross_entropy_with_logits(confidence_N, rate_N, reduction="none")
         wrong = objective.loss["confidence"] * (wrong_N * truth.judged_N).sum()
         loss = loss + truth.confidence_weight * wrong
@@ -512,7 +532,7 @@ def _depth_weights(
     # d_pace: q_k, the draft's probability of the true token at each depth
     true_probs = []
     for k, draft in enumerate(chunk):
-        log_q_NV = draft.logits(modules).log_softmax(-1)
+        log_q_NV = corrected(*draft.products(modules)).log_softmax(-1)
         true_probs.append((-_loss("ce", log_q_NV, labels_NK[:, k], None)).exp())
     smoothing = objective.d_pace_smoothing
     smoothed_NK = smoothing + (1 - smoothing) * torch.stack(true_probs, dim=1)
@@ -555,37 +575,45 @@ class TargetDistribution:
     @torch.no_grad()
     def at(self, rows_U: Tensor) -> TargetProbs:
         """Probabilities at some of the states, for all depths."""
-        losses = self.objective.over_vocabulary
-        # 1. Logits, of the whole vocabulary if the losses need the mass.
+        # Logits of the whole vocabulary if the losses need the mass.
         states_UD = self.states_SD[rows_U].to(self.weight_VD.dtype)
         logits_UV = self.modules.logits(states_UD, self.weight_VD, self.bias_V)
-        all_U1 = None
-        if self.objective.needs_mass:
-            all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True)
+        return probabilities(logits_UV, self.vocabulary_V, self.objective)
 
-        # 2. The part that drafts are compared with: the draft vocabulary, or its T likeliest
-        #    tokens.
-        if self.vocabulary_V is not None:
-            logits_UV = logits_UV.index_select(1, self.vocabulary_V)
-        tokens_UT = None
-        if self.objective.target_top_k is not None:
-            count = min(self.objective.target_top_k, logits_UV.shape[-1])
-            logits_UV, tokens_UT = logits_UV.topk(count, sorted=False)
-        logits_UT = at_least_fp32(logits_UV)
-        mass_U1 = None
-        if all_U1 is not None:
-            mass_U1 = (logits_UT.logsumexp(-1, keepdim=True) - all_U1).exp()
 
-        # 3. Probabilities, renormalised on that part, and what else the losses need.
-        log_UT = logits_UT.log_softmax(-1)
-        probs_UT = log_UT.exp()
-        # Finite even where p is 0: then p log p is 0, not NaN.
-        log_UT = log_UT.clamp_(min=math.log(torch.finfo(log_UT.dtype).tiny))
-        plogp_U = None
-        if not NEED_ENTROPY.isdisjoint(losses):
-            plogp_U = torch.linalg.vecdot(probs_UT, log_UT)
-        needed_log_UT = log_UT if "reverse_kl" in losses else None
-        return TargetProbs(probs_UT, tokens_UT, needed_log_UT, plogp_U, mass_U1)
+@fused_on_gpu
+def probabilities(
+    logits_UV: Tensor, vocabulary_V: Tensor | None, objective: Objective
+) -> TargetProbs:
+    """The target's probabilities from its logits, as `TargetDistribution` computes them."""
+    # 1. The sum over all tokens, if the losses need the mass.
+    all_U1 = None
+    if objective.needs_mass:
+        all_U1 = at_least_fp32(logits_UV).logsumexp(-1, keepdim=True)
+
+    # 2. The part that drafts are compared with: the draft vocabulary, or its T likeliest tokens.
+    if vocabulary_V is not None:
+        logits_UV = logits_UV.index_select(1, vocabulary_V)
+    tokens_UT = None
+    if objective.target_top_k is not None:
+        count = min(objective.target_top_k, logits_UV.shape[-1])
+        logits_UV, tokens_UT = logits_UV.topk(count, sorted=False)
+    logits_UT = at_least_fp32(logits_UV)
+    mass_U1 = None
+    if all_U1 is not None:
+        mass_U1 = (logits_UT.logsumexp(-1, keepdim=True) - all_U1).exp()
+
+    # 3. Probabilities, renormalised on that part, and what else the losses need.
+    losses = objective.over_vocabulary
+    log_UT = logits_UT.log_softmax(-1)
+    probs_UT = log_UT.exp()
+    # Finite even where p is 0: then p log p is 0, not NaN.
+    log_UT = log_UT.clamp(min=math.log(torch.finfo(log_UT.dtype).tiny))
+    plogp_U = None
+    if not NEED_ENTROPY.isdisjoint(losses):
+        plogp_U = torch.linalg.vecdot(probs_UT, log_UT)
+    needed_log_UT = log_UT if "reverse_kl" in losses else None
+    return TargetProbs(probs_UT, tokens_UT, needed_log_UT, plogp_U, mass_U1)
 
 
 def _loss(name: str, log_q_NV: Tensor, labels_N: Tensor, target: TargetProbs | None) -> Tensor:

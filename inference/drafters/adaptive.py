@@ -88,6 +88,8 @@ class AdaptiveDrafter(BatchDrafter):
         self.answers = AnswerLengths()
         self.choice: Choice | None = None
         """What the current step is; None where nothing was chosen."""
+        self._choice_ahead: Choice | None = None
+        """What the step is that was proposed ahead."""
         self._sampling = False
         self._limit = math.inf
         """Tokens that a row may get in steps."""
@@ -113,6 +115,7 @@ class AdaptiveDrafter(BatchDrafter):
         other.parts = other.trees
         other._written = []
         other.choice = None
+        other._choice_ahead = None
         return other
 
     def begin(self, context: DraftContext) -> None:
@@ -125,6 +128,7 @@ class AdaptiveDrafter(BatchDrafter):
 
     def _begin(self, context: DraftContext) -> None:
         self.choice = None
+        self._choice_ahead = None
         self._note_lengths(self._written)
         for key, record in self.records.items():
             self.records[key] = answer_begins(record)
@@ -145,14 +149,11 @@ class AdaptiveDrafter(BatchDrafter):
     def propose(self, roots_B: Tensor) -> DraftTree:
         if self._sampling and self.kind != "top_k":
             return self.reader.propose(roots_B)
-        batch = len(roots_B)
         self._started = self.clock()
-        unread = 0
-        if self.plain and isinstance(self.reader, HeadDrafter):
-            unread = batch * self.reader.rows.unread
-
-        # 1. What is known, and what is about to be read and written.
+        batch = len(roots_B)
         record = self._record(batch, roots_B.device)
+        # The choice knows what is about to be read and written.
+        unread = self._unread(batch)
         unread_seconds = 0.0
         if unread > 0:
             unread_seconds = unread * self._seconds_to_read(record, roots_B.device)
@@ -160,23 +161,45 @@ class AdaptiveDrafter(BatchDrafter):
             record, unread_seconds=unread_seconds, tokens_to_come=self._tokens_to_come()
         )
         self.records[self._sampling, batch] = record
-
-        # 2. The choice.
         self.choice = choose(record)
+        self._choice_ahead = None
+
         if self.plain and self.choice.candidate == 0:
             return NoDraft("slower").propose(roots_B)
         tree = self.trees[self.choice.candidate - self.plain]
-
-        # 3. What the head has not read, timed apart. An accelerator would have to be waited for:
-        #    there, reading is part of the step.
+        # What the head has not read is timed apart. An accelerator would have to be waited for:
+        # there, reading is part of the step.
         if unread >= batch * TIMED_READING and roots_B.device.type == "cpu":
             self._read(tree, unread, batch)
         return tree.propose(roots_B)
 
+    def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:
+        here = (self._sampling, len(roots_B))
+        if self.choice is None or here not in self.records:
+            return None
+        # The step that the host has not read counts as those of its candidate usually do.
+        record = self.records[here]
+        number = self.choice.candidate
+        usual = record.candidates[number].tokens
+        choice = choose(after_step(record, self.choice, record.seconds(number), usual))
+        if self.plain and choice.candidate == 0:
+            proposed: DraftTree | None = NoDraft("slower").propose(roots_B)
+        else:
+            proposed = self.trees[choice.candidate - self.plain].propose_ahead(roots_B)
+        if proposed is not None:
+            self._choice_ahead = choice
+        return proposed
+
+    def _unread(self, batch: int) -> int:
+        """Tokens of all rows that the head would read before it drafts."""
+        if not self.plain or not isinstance(self.reader, HeadDrafter):
+            return 0
+        return batch * self.reader.rows.unread
+
     def _read(self, tree: BatchDrafter, unread: int, batch: int) -> None:
         """Let the head read so many tokens for a tree, and time it."""
         assert isinstance(tree, HeadDrafter)
-        if tree.budget is not None and tree.budget // batch < 2:  # it shrinks to its root
+        if tree.shrinks_to_root(batch):
             return
         tree.rows.catch_up()
         now = self.clock()
@@ -205,6 +228,7 @@ class AdaptiveDrafter(BatchDrafter):
         self.reader.observe_ahead(finished)
 
     def take_back(self) -> None:
+        self._choice_ahead = None
         self.reader.take_back()
 
     def observe(self, finished: Round) -> None:
@@ -223,7 +247,10 @@ class AdaptiveDrafter(BatchDrafter):
         decoded = len(emitted) - len(finished.idle)
         seconds = ended - self._started
         self.records[here] = after_step(record, self.choice, seconds, sum(emitted) / decoded)
-        self.choice = None
+        # A step that was proposed ahead begins now, when its turn comes.
+        self.choice = self._choice_ahead
+        self._choice_ahead = None
+        self._started = self.clock()
 
     def select(self, rows_R: Tensor) -> None:
         rows = rows_R.tolist()  # sync: when rows have ended

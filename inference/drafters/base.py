@@ -139,7 +139,8 @@ class BatchDrafter(Drafter):
         begin(context)  or  resume(context, ...)     the first rows, or a text that goes on
         prefill(chunk) ...                           their prompts
         ┌─► propose(roots)                           a round
-        │   [observe_ahead(round) [take_back()]]     only where the device replays
+        │   [observe_ahead(round) [take_back()]]     only where the device replays, and so is
+        │   [propose_ahead(roots)]                   the next proposal, in place of `propose`
         │   observe(round)
         │   other = fresh(): begin, prefill ...      waiting rows are read by a second drafter
         │   replace(rows, other)                     and take the places of rows that ended
@@ -202,8 +203,16 @@ class BatchDrafter(Drafter):
         The `observe` of that round, which follows unless `take_back` does, must not repeat it.
         """
 
+    def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:
+        """Launch the next proposal after `observe_ahead`, before the host knows the round's tokens.
+
+        It is dropped where a row has ended: `propose` follows. None if the drafter needs tokens on
+        the host, or random numbers.
+        """
+        return None
+
     def take_back(self) -> None:
-        """Undo `observe_ahead`: the round is repeated."""
+        """Undo `observe_ahead` and `propose_ahead`: the round is repeated."""
 
     def observe(self, finished: Round) -> None:
         """Read what a round emitted."""
@@ -242,6 +251,9 @@ class NoDraft(BatchDrafter):
         if not self.fallback:
             return tree
         return replace(tree, fallback=self.fallback)
+
+    def propose_ahead(self, roots_B: Tensor) -> DraftTree:
+        return self.propose(roots_B)
 
 
 class NewestTokens:

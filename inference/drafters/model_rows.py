@@ -80,6 +80,8 @@ class Progress:
     ahead: tuple[Tensor, int] | None = None
     """The lengths [B] of a round that was observed ahead, and `longest` before it; None after its
     `observe`."""
+    noted: PrefillChunk | None = None
+    """The pairs of such a round if it is a plain step; they go to `steps` at its `observe`."""
 
 
 class ModelRows:
@@ -257,16 +259,10 @@ class ModelRows:
 
         Tokens of rounds without drafts are kept, to be read at once.
         """
-        verdict = finished.verdict
-        # 1. A plain step: keep its pairs. A replayed target overwrites its outputs, hence copies.
+        # 1. A plain step: keep its pairs.
         if not finished.drafted:
-            token_of_each_row = PrefillChunk(
-                self.runner.keep(finished.verified.tokens_BN),
-                self.runner.keep(verdict.emitted_BA),
-                self.runner.keep(verdict.features_BAF),
-                self.runner.keep(verdict.lengths_B),
-            )
-            self.progress.steps.append(token_of_each_row)
+            self.progress.steps.append(self.progress.noted or self._pairs(finished))
+            self.progress.noted = None
             self.progress.pending += 1
             if self.progress.pending > PENDING_TOKENS:
                 self.catch_up()
@@ -277,8 +273,19 @@ class ModelRows:
         self.progress.ahead = None
         # 3. `_commit` counted A tokens for the longest row, as if all were accepted. The host knows
         #    now how many were: of A = 5, with rows of 2 and 3 tokens, 2 are taken off again.
-        most = verdict.emitted_BA.shape[1]
+        most = finished.verdict.emitted_BA.shape[1]
         self.progress.longest -= most - max(map(len, finished.tokens), default=most)
+
+    def _pairs(self, finished: Round) -> PrefillChunk:
+        """The pairs of a plain step, one of each row."""
+        verdict = finished.verdict
+        # Copies: a replayed target overwrites its outputs.
+        return PrefillChunk(
+            self.runner.keep(finished.verified.tokens_BN),
+            self.runner.keep(verdict.emitted_BA),
+            self.runner.keep(verdict.features_BAF),
+            self.runner.keep(verdict.lengths_B),
+        )
 
     def _commit(self, finished: Round) -> None:
         """Run the model on what a round accepted.
@@ -294,7 +301,10 @@ class ModelRows:
 
     def observe_ahead(self, finished: Round) -> None:
         """Run the model on what a round accepted, before its tokens are known on the host."""
-        if not finished.drafted or not isinstance(self.model, DraftHead):
+        if not isinstance(self.model, DraftHead):
+            return
+        if not finished.drafted:
+            self.progress.noted = self._pairs(finished)
             return
         self.catch_up()
         self.progress.ahead = finished.verdict.lengths_B, self.progress.longest
@@ -306,6 +316,7 @@ class ModelRows:
         Only the lengths go back. Everything else in a head's state is overwritten by the tokens
         that it observes next, of which each row gets at least one.
         """
+        self.progress.noted = None
         if self.progress.ahead is None:
             return
         lengths_B, self.progress.longest = self.progress.ahead

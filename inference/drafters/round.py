@@ -51,6 +51,16 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """What the device computes of the next round while the host reads this one."""
+
+    proposed: DraftTree
+    """The next proposal."""
+    output: TargetOutput | None = None
+    """The target's output at its node, where it is the root alone."""
+
+
+@dataclass(frozen=True)
 class Round:
     """A finished speculation round."""
 
@@ -78,6 +88,8 @@ class Round:
     best_tokens: Sequence[list[int]] = ()
     """On the host: the target's best token after each verified node, for drafters that read
     them."""
+    ahead: Ahead | None = None
+    """What was launched of the next round; None if nothing was, or if its roots are others."""
 
     @property
     def idle(self) -> set[int]:
@@ -91,7 +103,9 @@ class Round:
 
 
 def read_by_host(
-    finished: Round, meanwhile: Callable[[], None] | None = None, with_best_tokens: bool = False
+    finished: Round,
+    meanwhile: Callable[[], Ahead | None] | None = None,
+    with_best_tokens: bool = False,
 ) -> Round:
     """A round with its tokens on the host.
 
@@ -106,13 +120,15 @@ def read_by_host(
         columns.append(finished.output.logits_BNV.argmax(-1))
     download = Download(torch.cat(columns, dim=1))
     # 2. The device gets more work before the host waits for the copy.
+    ahead = None
     if meanwhile is not None:
-        meanwhile()
+        ahead = meanwhile()
     # sync: the only one of a round; the host must know what to return and when to stop
     rows = download.tolist()
     # 3. A path that was cut has no bonus token: its last emitted token is the next root.
     cut = [bool(row[1]) for row in rows]
     if any(cut):
+        ahead = None
         last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
         verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
     most = verdict.emitted_BA.shape[1]
@@ -122,4 +138,5 @@ def read_by_host(
         tokens=[row[2 : 2 + row[0]] for row in rows],
         cut=cut,
         best_tokens=[row[2 + most :] for row in rows],
+        ahead=ahead,
     )

@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ...heads.base import TargetModules
+from ...heads.base import DraftHead, TargetModules
 from ...heads.layers.constants import constants, counting
 from ...heads.layers.decoder_layer import at_least_fp32
 from ...heads.layers.fused import top_log_probs
@@ -121,6 +121,21 @@ class HeadDrafter(BatchDrafter):
 
     def observe_ahead(self, finished: Round) -> None:
         self.rows.observe_ahead(finished)
+
+    def shrinks_to_root(self, batch: int) -> bool:
+        """Whether so many rows leave each no more of the budget than its root."""
+        return self.budget is not None and self.budget // batch < 2
+
+    def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:
+        if self.shrinks_to_root(len(roots_B)):
+            return self.propose(roots_B)
+        # Samples, and the target's noise of the next positions, follow when the host has read; so
+        # do the pairs of a plain step.
+        samples = self._draft_probs is not None or self._gumbel is not None
+        late = self.rows.progress.noted is not None
+        if samples or late or not isinstance(self.head, DraftHead):
+            return None
+        return self.propose(roots_B)
 
     def take_back(self) -> None:
         self.rows.take_back()

@@ -25,8 +25,9 @@ size, F width of the chosen layers side by side, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +40,13 @@ from ...heads.layers.draft_cache import KVEntries
 from ...heads.layers.fused import add_norm, rotary_store, silu_product
 from ...heads.layers.fused_reference import Norm, Place, Projected
 from ...heads.layers.tree_attention import attend_to_slots
-from ..cache.kv_cache import TreeCache
+from ...heads.layers.tree_slots import has_tree_kernel
+from ..targets.changes import has_hooks
+from ..targets.target_model import TargetModel
 from ..targets.twin import twin_of
+from .attention import causal_attention
 from .branches import side_by_side
-from .known import SILU, KnownDecoder, has_attention_norms
+from .known import SILU, KnownDecoder, differs, has_attention_norms, known_decoder
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Attention [B, N, H, E] of queries [B, H, N, E] over a layer's keys and values, with the scale of
@@ -50,6 +54,23 @@ its scores."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference of logits from the model's, relative to the largest logit: sums are taken in
 another order."""
+
+
+class States(Protocol):
+    """Keys and values [B, G, S, E] of each layer, and the slots [B, N] of new ones."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    slots_BN: Tensor
+
+
+@dataclass
+class LayerStates:
+    """`States` of a forward that keeps none of them."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    slots_BN: Tensor
 
 
 class FusedDecoder:
@@ -63,17 +84,17 @@ class FusedDecoder:
         tokens_BN: Tensor,
         positions_BN: Tensor,
         attend: dict[str, Attend],
-        cache: TreeCache,
+        states: States,
         layers: tuple[int, ...],
         kept_K: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the decoder over nodes, whose keys and values go to the cache's `slots_BN`.
+        """Run the decoder over nodes, whose keys and values go to the `slots_BN` of `states`.
 
         Args:
             tokens_BN: the nodes' tokens.
             positions_BN: the nodes' positions.
             attend: the attention of each kind of layer.
-            cache: the KV cache.
+            states: a KV cache, or what takes its place.
             layers: the feature layers to return.
             kept_K: the nodes whose logits are returned; None for all.
 
@@ -82,6 +103,7 @@ class FusedDecoder:
         """
         known = self.known
         last = len(known.layers) - 1
+        wanted = set(layers)
         features: dict[int, Tensor] = {}
         # `x` is the residual stream, and `out` the output of the latest attention or MLP, which the
         # next `add_norm` adds to it. Numbers are those of the kernels above.
@@ -92,12 +114,13 @@ class FusedDecoder:
             # 1. Close the layer before: its residual stream is complete now.
             attention = layer.self_attn
             normed_BND, x_BND = add_norm(x_BND, out_BND, norm_of(layer.input_layernorm))
-            features[number - 1] = x_BND  # entry -1, of layer 0, is overwritten at the end
+            if number - 1 in wanted:
+                features[number - 1] = x_BND  # entry -1, of layer 0, is overwritten at the end
 
             # 2-5. Queries; keys and values go to the cache.
-            keys_BGSE = cache.keys[number]
-            values_BGSE = cache.values[number]
-            place = Place(keys_BGSE, values_BGSE, cache.slots_BN)
+            keys_BGSE = states.keys[number]
+            values_BGSE = states.values[number]
+            place = Place(keys_BGSE, values_BGSE, states.slots_BN)
             query_BHNE = rotary_store(
                 projected(attention, normed_BND), rotary, place, attention_norms(layer)
             )
@@ -119,6 +142,68 @@ class FusedDecoder:
         if not layers:
             return logits_BKV, normed_BND[..., :0]  # features of width 0
         return logits_BKV, torch.cat([features[layer] for layer in layers], dim=-1)
+
+
+class RowReader:
+    """Reads whole rows without a cache.
+
+    All layers write their keys and values to the same memory, one after another.
+    """
+
+    def __init__(self, target: TargetModel, known: KnownDecoder) -> None:
+        self.decoder = FusedDecoder(known)
+        self.groups = target.info.num_key_value_heads
+        self.head_size = target.info.head_dim
+        self.dtype = target.dtype
+
+    def __call__(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> Tensor:
+        """Features [B, T, F] of right-padded rows, each of which holds one sequence."""
+        batch, size = tokens_BT.shape
+        device = tokens_BT.device
+        shape = (batch, self.groups, size, self.head_size)
+        keys_BGTE = torch.empty(shape, dtype=self.dtype, device=device)
+        values_BGTE = torch.empty_like(keys_BGTE)
+        kinds = self.decoder.known.kinds
+        slots_BT = counting(size, device).expand(batch, -1)
+        states = LayerStates([keys_BGTE] * len(kinds), [values_BGTE] * len(kinds), slots_BT)
+        attend: dict[str, Attend] = dict.fromkeys(kinds, causally)
+        none_K = torch.empty(0, dtype=torch.int64, device=device)
+        _, features_BTF = self.decoder(tokens_BT, slots_BT, attend, states, layers, none_K)
+        return features_BTF
+
+
+def causally(query_BHTE: Tensor, keys_BGTE: Tensor, values_BGTE: Tensor, scale: float) -> Tensor:
+    """Causal attention over whole rows, [B, T, H, E]."""
+    attended_BHTE = causal_attention(query_BHTE, keys_BGTE, values_BGTE, scale)
+    return attended_BHTE.transpose(1, 2)
+
+
+@torch.no_grad()
+def row_reader(target: TargetModel) -> RowReader | None:
+    """A reader of whole rows whose features are those of the target's model.
+
+    None where the model's own code has to run: elsewhere than on a GPU, with hooks, with layers
+    that are not known ones or see a part of the text.
+    """
+    model = target.model
+    device = target.device
+    spread = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if spread or not has_tree_kernel(device, target.dtype, target.info.head_dim):
+        return None
+    if target.attention_kinds != ("full_attention",) or has_hooks(model):
+        return None
+    known = known_decoder(model, target.layer_kinds)
+    if known is None:
+        return None
+    # Tried on two rows, by the residual stream after every block (of the last one: normed).
+    reader = RowReader(target, known)
+    layers = (*range(target.info.num_layers - 1), -1)
+    tokens_BT = (counting(26, device) * 37 % target.info.vocab_size).view(2, 13)
+    expected = model(tokens_BT, use_cache=False, output_hidden_states=True).hidden_states[1:]
+    expected_BTF = torch.cat([expected[layer] for layer in layers], dim=-1)
+    if differs(reader(tokens_BT, layers), expected_BTF, TOLERANCE[target.dtype]):
+        return None
+    return reader
 
 
 def projected(attention: Any, normed_BND: Tensor) -> Projected:

@@ -115,12 +115,14 @@ def agrees(
     if layers:
         states = [expected.hidden_states[1:][layer] for layer in layers]
         pairs.append((torch.cat(features, dim=1), torch.cat(states, dim=-1)))
-    for computed, wanted in pairs:
-        difference = (computed.double() - wanted.double()).abs().max()
-        # Written so that NaN does not pass.
-        if not difference <= tolerance * wanted.double().abs().max():
-            return False
-    return True
+    return not any(differs(computed, wanted, tolerance) for computed, wanted in pairs)
+
+
+def differs(computed: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """Whether numbers differ by more than the tolerance, relative to the largest wanted one."""
+    difference = (computed.double() - wanted.double()).abs().max()
+    # Written so that NaN differs.
+    return not difference <= tolerance * wanted.double().abs().max()
 
 
 def has_attention_norms(layer: Any) -> bool:

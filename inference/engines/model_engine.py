@@ -31,7 +31,7 @@ from ..targets.segments import has_changing_angles
 from ..targets.target_model import TargetModel
 from ..trees.tree import DraftTree, NewNodes
 from . import cpu_kernels
-from .attention import PlanlessRunner, TreeAttention, attending_copy
+from .attention import PlanlessRunner, TreeAttention, attending_copy, causal_attention
 from .base import LEAST_PADDING, Engine, Runner, TargetOutput
 from .cpu_decoder import packed_head, renew_packed
 from .cuda_graph import GraphRunner
@@ -256,9 +256,22 @@ class ModelEngine(Engine):
         cache.reserve(size, max(longest - size, 0))
         self._count_from(cache, cache.prefilled)
 
-        # 2. The causal mask. Rows are padded on the right, so all rows lie in the same slots.
+        # 2. Of Llama-like layers the fused decoder reads it. Padding may lie beyond the last
+        #    position of the model's tables.
+        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)
+        causal = self.own_attention and target.attention_kinds == ("full_attention",)
+        if causal and self.decoder is not None and cache.position_offsets is None:
+            attend: dict[str, Attend] = {"full_attention": up_to(cache.prefilled + size)}
+            kept_K = torch.tensor(kept, dtype=torch.int64, device=target.device)
+            logits_BKV, features_BTF = self.runner.run_unrecorded(
+                self.decoder, tokens_BT, positions_BT, attend, cache, layers, kept_K
+            )
+            cache.advance_prompt(size)
+            return TargetOutput(logits_BKV, features_BTF)
+
+        # 3. The causal mask. Rows are padded on the right, so all rows lie in the same slots.
         masks: Masks
-        if self.own_attention and target.attention_kinds == ("full_attention",):
+        if causal:
             # Our attention needs no values: "the last `size` of `attended` slots" says it all.
             cache.attended = cache.prefilled + size
             masks = self.attention.of_prompt(size, cache.attended)
@@ -276,13 +289,12 @@ class ModelEngine(Engine):
                     visible[kind] = near(target, cache.slots_BN, slots_BS, visible_BTS)
             masks = self._masks(visible)
 
-        # 3. The forward. Padding may lie beyond the last position of the model's tables.
-        positions_BT = cache.slots_BN.clamp(max=target.max_positions - 1)
+        # 4. The forward.
         logits_BKV, features_BTF = self._unrecorded_forward(
             tokens_BT, positions_BT, masks, cache, layers, kept
         )
 
-        # 4. Commit all tokens, padding included; prefill then crops each row to its length.
+        # 5. Commit all tokens, padding included; prefill then crops each row to its length.
         cache.advance_prompt(size)
         return TargetOutput(logits_BKV, features_BTF)
 
@@ -545,6 +557,17 @@ def by_slots(slots: TreeSlots) -> Attend:
 
     def attend(query_BHNE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, scale: float) -> Tensor:
         return attend_to_slots(query_BHNE, keys_BGSE, values_BGSE, slots, scale)
+
+    return attend
+
+
+def up_to(slots: int) -> Attend:
+    """Causal attention of the last tokens of so many slots."""
+
+    def attend(query_BHTE: Tensor, keys_BGSE: Tensor, values_BGSE: Tensor, scale: float) -> Tensor:
+        keys_BGSE = keys_BGSE[:, :, :slots]
+        values_BGSE = values_BGSE[:, :, :slots]
+        return causal_attention(query_BHTE, keys_BGSE, values_BGSE, scale).transpose(1, 2)
 
     return attend
 

@@ -44,6 +44,7 @@ from .attention import kernels_without_plans
 from .base import Engine
 from .by_device import chosen_engine
 from .counting import CountingEngine
+from .fused_decoder import RowReader, row_reader
 from .model_engine import ModelEngine
 from .stateful import StatefulEngine
 from .trial import ROUNDING_IN_16_BITS, check_architecture, relative_difference, tolerance
@@ -108,6 +109,8 @@ class Target(TargetModel):
         the same model."""
         self._weights = WeightWatch()
         self._refreshed = 0
+        self._row_reader_of: tuple[Hashable, RowReader | None] = ((), None)
+        """The model's version, and what reads its rows."""
         self._tried = False
         self.lock = ForkLock(repr(self.name))
         """Held by the running generation: kernels, drafters and their measurements are shared."""
@@ -433,6 +436,14 @@ class Target(TargetModel):
 
     def _rows(self, tokens_BT: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`states` of rows that each hold one sequence."""
+        # 1. Without gradients, by fused kernels on a GPU.
+        reader = None if torch.is_grad_enabled() else self._row_reader()
+        if reader is not None:
+            width = self.info.hidden_size
+            features_BTF = reader(tokens_BT, (*layers, -1))
+            return features_BTF[..., :-width], features_BTF[..., -width:]
+
+        # 2. The model.
         indices = self.hidden_state_indices(layers)
         (last,) = self.hidden_state_indices((-1,))
         # No logits: an empty list of indices keeps none.
@@ -448,6 +459,13 @@ class Target(TargetModel):
         for layer, index in zip(layers, indices, strict=True):
             states.append(last_BTD if layer == -1 else output.hidden_states[index].to(self.device))
         return torch.cat(states, dim=-1) if states else last_BTD[..., :0], last_BTD
+
+    def _row_reader(self) -> RowReader | None:
+        """`row_reader` of the model as it is now."""
+        version = self.version
+        if self._row_reader_of[0] != version:
+            self._row_reader_of = (version, row_reader(self))
+        return self._row_reader_of[1]
 
     read = torch.no_grad()(states)
     """`states` without gradients, for training on a frozen model."""

@@ -27,8 +27,9 @@ emitted, and "a" is the next root.
 The same steps run on every device; the engine decides how (`engines.by_device`). On a GPU its
 runner records four functions at their second call and replays them (`engines.cuda_graph`): the
 draft, the target's forward, the verdict with the compaction of the cache, and the head's `observe`.
-Step 8 is then launched within step 6, before the host knows the tokens: see
-`BatchDrafter.observe_ahead`. On a CPU nothing is recorded; the forward and the head's layers are
+Step 8, and step 1 of the next round, are then launched within step 6, before the host knows the
+tokens (`observe_ahead`); in a plain round, in which nothing is drafted, step 3 of the next one is,
+too. On a CPU nothing is recorded; the forward and the head's layers are
 C++.
 
 Letters in tensor names: B batch, T time, N nodes, A accepted, R rows, V vocabulary, F width of the
@@ -48,7 +49,7 @@ from torch import Tensor
 from ...heads.layers.constants import upload
 from ..cache.kv_cache import TreeCache
 from ..drafters.base import BatchDrafter, NoDraft
-from ..drafters.round import Round, read_by_host
+from ..drafters.round import Ahead, Round, read_by_host
 from ..engines.base import TargetOutput
 from ..trees.sampling import RandomSampler, Sampler
 from ..trees.stats import Stats
@@ -138,18 +139,24 @@ def decode(
 
     # 3. Rounds. The newest token of a row, its root, is part of the text but not of the KV cache.
     limits = Limits(target, drafter.max_nodes)
+    ahead: Ahead | None = None
     while sequences.active:
         began = time.perf_counter()
-        finished = speculation_round(decoding, drafter, sequences, cache, roots_B, limits, stats)
+        finished = speculation_round(
+            decoding, drafter, sequences, cache, roots_B, ahead, limits, stats
+        )
         stats.round_seconds.append(time.perf_counter() - began)
         stats.max_depth = max(stats.max_depth, finished.verified.max_depth)
         for observer in decoding.observers:
             observer.round(finished)
         roots_B = finished.verdict.next_tokens_B
+        ahead = finished.ahead
         del finished  # frees its logits and scores before the next round allocates its own
         if limits.gave_up:
             drafter = NoDraft("out_of_memory")
+            ahead = None
         if sequences.leaving:
+            ahead = None  # it is of the rows before
             with stats.timed("prefill"):
                 roots_B = replace_ended(decoding, drafter, sequences, cache, roots_B)
 
@@ -173,10 +180,13 @@ def speculation_round(
     sequences: Sequences,
     cache: TreeCache,
     roots_B: Tensor,
+    ahead: Ahead | None,
     limits: Limits,
     stats: Stats,
 ) -> Round:
     """One draft, one target forward, one verification, for all active rows.
+
+    `ahead` is what the round before has launched of this one.
 
     Where memory runs out, or a draft makes the target's scores invalid, the round is tried again
     with a smaller proposal. What a failed attempt leaves in the cache's free slots and in the
@@ -186,7 +196,10 @@ def speculation_round(
     # the attempt went too far to be repeated.
     committed_B = cache.lengths_B
     calls = decoding.process_logits.calls
-    proposed: DraftTree | None = None
+    if decoding.noise is not None:
+        decoding.noise.move_to(sequences.active)
+    proposed = None if ahead is None else ahead.proposed
+    output = None if ahead is None else ahead.output
     finished: Round | None = None
     while finished is None:
         try:
@@ -194,11 +207,11 @@ def speculation_round(
             #   after an error in the forward it is cut smaller, not drafted again.
             if proposed is None:
                 with stats.timed("draft"):
-                    if decoding.noise is not None:
-                        decoding.noise.move_to(sequences.active)
                     proposed = drafter.propose(roots_B)
             # 2 to 6 The target's verdict on as much of it as it can verify.
-            finished = verify_round(decoding, drafter, sequences, cache, proposed, limits, stats)
+            finished = verify_round(
+                decoding, drafter, sequences, cache, proposed, output, limits, stats
+            )
         except torch.OutOfMemoryError:
             processors_advanced = decoding.process_logits.calls != calls
             if cache.lengths_B is not committed_B or processors_advanced or limits.most_nodes < 2:
@@ -207,6 +220,8 @@ def speculation_round(
             if limits.gave_up:
                 proposed = NoDraft("out_of_memory").propose(roots_B)
             continue
+        finally:
+            output = None  # a round that is repeated computes it anew
         if finished is None:
             assert proposed is not None
             # Undo the attempt. The slots after the committed tokens may hold NaN, which attention
@@ -237,10 +252,13 @@ def verify_round(
     sequences: Sequences,
     cache: TreeCache,
     proposed: DraftTree,
+    output: TargetOutput | None,
     limits: Limits,
     stats: Stats,
 ) -> Round | None:
     """Run steps 2 to 6 of a round: cut the tree, verify it in one forward, commit what it accepts.
+
+    `output` is the target's if the round before has launched step 3.
 
     A row emits no token where the target's scores after its root are invalid, see `Verdict.cut_B`.
     One draft with NaN or infinite keys or values turns the scores of all nodes into NaN, even of
@@ -258,8 +276,9 @@ def verify_round(
         verified, nodes = limits.cut(proposed, sequences.lengths)
 
     # 3 One forward over all nodes: logits_BNV, features_BNF.
-    with stats.timed("target"):
-        output = forward(decoding, drafter, sequences, cache, verified)
+    if output is None:
+        with stats.timed("target"):
+            output = forward(decoding, drafter, sequences, cache, verified)
     if (
         decoding.process_logits.reads_text
         and not repeated
@@ -296,12 +315,12 @@ def verify_round(
         verified, output.features_BNF, scores_BNV, numbers, cache, stats, runner, sequences.live_B
     )
 
-    # 6 Its tokens on the host. While the host waits, the device already runs the part of the
-    #   drafter's `observe` that needs no token on the host.
+    # 6 Its tokens on the host. While the host waits, the device already runs what needs no token on
+    #   the host.
     finished = Round(proposed, verified, nodes, output, verdict, scores_BNV, numbers)
     meanwhile = None
     if runner.replays:
-        meanwhile = partial(drafter.observe_ahead, shown_to_drafter(decoding, drafter, finished))
+        meanwhile = partial(launch_ahead, decoding, drafter, sequences, cache, finished)
     with stats.timed("host"):
         finished = read_by_host(finished, meanwhile, drafter.reads_best_tokens)
     if repeated:
@@ -312,6 +331,43 @@ def verify_round(
     if not every_row_got_a_token or (sampled and any(finished.cut)):
         return None
     return finished
+
+
+def launch_ahead(
+    decoding: Decoding,
+    drafter: BatchDrafter,
+    sequences: Sequences,
+    cache: TreeCache,
+    finished: Round,
+) -> Ahead | None:
+    """Launch what the host need not know a round's tokens for, so that the device does not wait.
+
+    That is the drafter's `observe`, the next proposal, and where two plain rounds follow each other
+    the target's next forward. Where a row ends, the latter two are lost.
+    """
+    drafter.observe_ahead(shown_to_drafter(decoding, drafter, finished))
+    # 1. What the next round computes lies where this round's results lie: none of them may be read
+    #    later. Nor is there a next round if every row gets its last token.
+    if decoding.observers or sequences.scores is not None or sequences.logits is not None:
+        return None
+    if sequences.in_last_round:
+        return None
+    try:
+        # 2. The next proposal.
+        roots_B = finished.verdict.next_tokens_B
+        proposed = drafter.propose_ahead(roots_B)
+        if proposed is None:
+            return None
+        if finished.drafted or proposed.max_depth > 0:
+            return Ahead(proposed)
+        # 3. The forward of the next plain round. This one has committed one token of each row: the
+        #    longest row had `longest` tokens, the root included, and all of these now count.
+        longest = max(sequences.lengths)
+        layers = decoding.layers_for(drafter)
+        output = decoding.target.engine.forward_tree(proposed, longest, cache, layers)
+        return Ahead(proposed, output)
+    except torch.OutOfMemoryError:
+        return None  # the round itself shrinks its tree
 
 
 def forward(

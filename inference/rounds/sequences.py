@@ -93,6 +93,12 @@ class Sequences:
         """The row in each slot of the batch; None in the slots of idle rows."""
         return [None if row in self.idle else row for row in self.active]
 
+    @property
+    def in_last_round(self) -> bool:
+        """Whether the next token is the last one of every row that is being decoded."""
+        decoded = [row for row in self.decoded if row is not None]
+        return all(len(self.rows[row]) + 1 >= self.new_tokens for row in decoded)
+
     def text(self, row: int, more: Sequence[int] = ()) -> Tensor:
         """A row's prompt and new tokens, and `more` after them, [T]."""
         prompt = self.prompts[row]
