@@ -36,6 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.console import log, show_on_console
-from headstart.heads import build_head
+from headstart.heads import build_head, losses
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.eagle3 import Eagle3Head
@@ -70,6 +71,7 @@ from headstart.inference.drafters.base import (
 )
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.drafters.round import Round
+from headstart.inference.engines import target as engines_target
 from headstart.inference.rounds.observers import RoundObserver
 from headstart.inference.targets.provenance import provenance
 from headstart.inference.text.chat_template import prompt_ids
@@ -971,9 +973,42 @@ def seconds() -> Iterator[list[float]]:
 
 
 def training(bench: Bench) -> None:
-    """A training step on the device, and its share of the peak arithmetic."""
+    """A training step on the device, and its share of the peak arithmetic: as it is, and with parts
+    of it operation by operation."""
     target, _ = bench.large
-    bench.add("training", **training_of(bench, target, *bench.options.training))
+    for way, changes in TRAINING_WAYS.items():
+        with replaced(changes):
+            target.refresh()  # forgets what reads its rows
+            row = training_of(bench, target, *bench.options.training)
+        bench.add("training", way=way, **row)
+
+
+Change = tuple[ModuleType, str, Any]
+"""An attribute of a module, and what takes its place."""
+UNFUSED_LOSSES: list[Change] = [
+    (losses, name, getattr(losses, name).__wrapped__) for name in ("judged", "probabilities")
+]
+ROWS_BY_THE_MODEL: list[Change] = [(engines_target, "row_reader", lambda target: None)]
+TRAINING_WAYS: dict[str, list[Change]] = {
+    "as it is": [],
+    "losses not fused": UNFUSED_LOSSES,
+    "rows by transformers' layers": ROWS_BY_THE_MODEL,
+    "neither": [*UNFUSED_LOSSES, *ROWS_BY_THE_MODEL],
+}
+"""What `training` compares."""
+
+
+@contextmanager
+def replaced(changes: list[Change]) -> Iterator[None]:
+    """Other attributes of modules in the block."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def training_of(bench: Bench, target: Target, rows: int, length: int) -> dict[str, Any]:
@@ -1111,7 +1146,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "batches": (batches, 90),
     "sampled": (sampled, 45),
     "texts": (long_texts, 90),
-    "training": (training, 90),
+    "training": (training, 150),
     "head": (real_head, 90),
 }
 """What is measured, in this order, and the seconds after which each is broken off."""

@@ -38,7 +38,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..base import TargetFeatures
 from .chunk_size import SCORES_ON_CPU, chunk_elements
-from .compiled import fused_on_gpu
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
@@ -361,17 +360,11 @@ def _own_scores(query_BHTE: Tensor, keys: Sequence[Tensor]) -> list[Tensor]:
     return [scale * torch.linalg.vecdot(query_BHTE, _spread(key, heads)).to(dtype) for key in keys]
 
 
-@fused_on_gpu
 def _join(
-    query_BHTE: Tensor,
-    out_BHTE: Tensor,
-    lse_BHT: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+    out_BHTE: Tensor, lse_BHT: Tensor, scores: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return attention over the sequence and own drafts, and the log-sum-exp of all scores."""
     heads = out_BHTE.shape[1]
-    scores = _own_scores(query_BHTE, keys)
     # L = log(exp(l) + sum_i exp(z_i))
     all_BHT = torch.stack([lse_BHT.to(scores[0].dtype), *scores]).logsumexp(0)
     # out = exp(l - L) o + sum_i exp(z_i - L) v_i
@@ -395,7 +388,7 @@ class _Joined(torch.autograd.Function):
         count = len(drafts) // 2
         keys = drafts[:count]
         values = drafts[count:]
-        joined_BHTE, all_BHT = _join(query_BHTE, out_BHTE, lse_BHT, keys, values)
+        joined_BHTE, all_BHT = _join(out_BHTE, lse_BHT, _own_scores(query_BHTE, keys), values)
         ctx.save_for_backward(query_BHTE, out_BHTE, lse_BHT, joined_BHTE, all_BHT, *drafts)
         return joined_BHTE
 
@@ -436,7 +429,9 @@ class _FlashOnCpu(torch.autograd.Function):
         all_BHT = _whole(spans, query_BHTE, [log_sum_exp for _, log_sum_exp in parts])
         # 2. The own drafts of later steps.
         if len(keys) > 1:
-            out_BHTE, all_BHT = _join(query_BHTE, out_BHTE, all_BHT, keys[1:], values[1:])
+            out_BHTE, all_BHT = _join(
+                out_BHTE, all_BHT, _own_scores(query_BHTE, keys[1:]), values[1:]
+            )
         ctx.spans = spans
         ctx.save_for_backward(query_BHTE, *states, out_BHTE, all_BHT)
         return out_BHTE
@@ -480,7 +475,6 @@ class _FlashOnCpu(torch.autograd.Function):
         return None, query_grad + more_query_grad, *key_grads, *value_grads
 
 
-@fused_on_gpu
 def _own_gradients(
     grad_BHTE: Tensor,
     mean_BHT: Tensor,

@@ -24,6 +24,8 @@ from transformers import (
 )
 
 from headstart.inference import SpeculativeLM, Target
+from headstart.inference.engines.fused_decoder import FusedDecoder, row_reader
+from headstart.inference.rounds import prefill
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -136,3 +138,73 @@ def test_a_hook_on_a_module_that_kernels_replace_is_called(device):
     assert written_after(lm, [prompt], 12, device) == steered
     hook.remove()
     assert written_after(lm, [prompt], 12, device) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_rows_are_read_as_by_the_model(device, family, dtype):
+    """The states that heads train on: padded rows and packed ones, without and with gradients."""
+    target = Target(model_of(family, dtype).to(device))
+    fused = target.attention_kinds == ("full_attention",)
+    assert (row_reader(target) is not None) == fused
+    tokens_BT = torch.arange(40, device=device).view(2, 20) * 11 % VOCAB
+    tokens_BT[1, 13:] = 0
+    expected = target.model(tokens_BT, use_cache=False, output_hidden_states=True).hidden_states
+    # After block 5 comes block 6's input, number 6; the last state is normed.
+    expected_BTF = torch.cat([expected[2], expected[6], expected[-1]], dim=-1)
+    tolerance = 3e-2 if dtype.itemsize == 2 else 1e-5
+    for layers in ((1, 5), ()):
+        features_BTF, last_BTD = target.read(tokens_BT, layers)
+        if layers:
+            assert_near(features_BTF, expected_BTF[..., :128], tolerance)
+        assert features_BTF.shape[-1] == 64 * len(layers)
+        assert_near(last_BTD, expected_BTF[..., 128:], tolerance)
+
+    # Two sequences in a row, of 12 and 8 tokens.
+    positions_BT = torch.tensor([[*range(12), *range(8)]])
+    packed_BTF, _ = target.read(tokens_BT[:1], (1, 5), positions_BT)
+    for part in (slice(0, 12), slice(12, 20)):
+        alone_BTF, _ = target.read(tokens_BT[:1, part], (1, 5))
+        assert_near(packed_BTF[:, part], alone_BTF, tolerance)
+
+    target.model.model.layers[2].mlp.up_proj.weight.requires_grad_()
+    features_BTF, _ = target.states(tokens_BT, (1, 5))
+    assert features_BTF.requires_grad
+
+
+def assert_near(computed, expected, tolerance):
+    computed, expected = computed.cpu().double(), expected.cpu().double()
+    assert (computed - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_rows_are_read_with_the_hooks_and_weights_of_now(device):
+    target = Target(model_of("llama", DTYPES[0]).to(device))
+    tokens_1T = torch.arange(9, device=device)[None]
+    before, _ = target.read(tokens_1T, (1,))
+    handle = target.model.model.layers[0].register_forward_hook(lambda *_: (_[2] * 0,)[0])
+    hooked, _ = target.read(tokens_1T, (1,))
+    handle.remove()
+    again, _ = target.read(tokens_1T, (1,))
+    assert not torch.equal(hooked, before)
+    assert torch.equal(again, before)
+
+
+def test_prompts_are_read_by_the_fused_decoder(device, monkeypatch):
+    """In chunks, of a batch, and what a conversation adds."""
+    target = Target(model_of("llama", DTYPES[0]).to(device))
+    lm = SpeculativeLM(target)
+    lm.compile(True)
+    expected = written_after(lm, [torch.arange(30), torch.arange(7)], 8, device)
+    sizes = []
+    decode = FusedDecoder.__call__
+
+    def noted(self, tokens_BN, *rest):
+        sizes.append(tokens_BN.shape[1])
+        return decode(self, tokens_BN, *rest)
+
+    monkeypatch.setattr(FusedDecoder, "__call__", noted)
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
+    target.compile(False)
+    target.compile(True)
+    assert written_after(lm, [torch.arange(30), torch.arange(7)], 8, device) == expected
+    assert 14 in sizes  # the second chunk of 30 tokens

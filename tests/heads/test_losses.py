@@ -821,3 +821,48 @@ def test_positions_that_are_left_out_change_nothing_for_the_others(
     some.solve({loss: 1.0}, decay=0.7).loss.backward()
     for own, hidden in zip(hiddens, whole.hiddens, strict=True):
         torch.testing.assert_close(own.grad, hidden.grad[chosen])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective({"soft_ce": 1.0}),
+        Objective({"kl": 1.0, "lk_lambda": 0.5, "confidence": 0.1}),
+        Objective({"ce": 1.0, "tv": 1.0}, target_top_k=6),
+    ],
+    ids=lambda objective: "-".join(objective.loss),
+)
+def test_what_is_fused_on_a_gpu_is_one_graph(objective):
+    """torch traces it whole, for other numbers of positions too, and gradients are the same."""
+    judged, probabilities = losses.judged.__wrapped__, losses.probabilities.__wrapped__
+    traced_judged, traced_probabilities = (
+        torch.compile(function, dynamic=True, backend="aot_eager", fullgraph=True)
+        for function in (judged, probabilities)
+    )
+    for positions in (7, 5):
+        torch.manual_seed(positions)
+        logits_NV = torch.randn(positions, VOCAB, dtype=torch.bfloat16).requires_grad_()
+        target_NV = torch.randn(positions, VOCAB, dtype=torch.bfloat16)
+        labels_N = torch.randint(-1, VOCAB, (positions,))
+        confidence_N = None
+        if "confidence" in objective.loss:
+            confidence_N = torch.randn(positions, dtype=torch.float32).requires_grad_()
+        leaves = [logits_NV] if confidence_N is None else [logits_NV, confidence_N]
+        results = []
+        for judge, probabilities_of in (
+            (judged, probabilities),
+            (traced_judged, traced_probabilities),
+        ):
+            valid_N = labels_N >= 0
+            truth = losses.Truth(
+                probabilities_of(target_NV, None, objective),
+                labels_N,
+                torch.ones_like(valid_N),
+                valid_N,
+                valid_N * 0.5,
+                0.8,
+            )
+            loss, metrics = judge(logits_NV, None, confidence_N, truth, objective, 2)
+            results.append([loss.detach(), *metrics, *torch.autograd.grad(loss, leaves)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
