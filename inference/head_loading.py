@@ -6,15 +6,48 @@ A head object is checked as its folder would be.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..heads.base import CheckpointMetadata, DraftHead
 from ..heads.checkpoints.files import CONFIG_FILE
-from ..heads.checkpoints.save_load import ADAPTER_FOLDER, differences, load_head
+from ..heads.checkpoints.save_load import (
+    ADAPTER_FOLDER,
+    differences,
+    load_head,
+    trained_for,
+)
 from ..heads.layers.target_layer import described
 from ..heads.mtp.native import NATIVE, read_native_mtp
 from .engines.target import Target
-from .targets.loading import locate
+from .targets.loading import config_of, hub_options, locate
+
+
+def check_configs(
+    head: str | Path,
+    head_revision: str | None,
+    source: str | Path,
+    revision: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Refuse a head that does not fit a target by their config files, before weights are read.
+
+    `options` are those of the target. The config of a GGUF file is read with its weights.
+
+    Raises:
+        ValueError: no head at `head`, or one for a model of another width.
+    """
+    if head == NATIVE:
+        return
+    trained = trained_for(head, head_revision, **hub_options(options))
+    config = config_of(source, revision, options)
+    if config is None:
+        return
+    # A config may count blocks and tokens otherwise than the model that is built from it: the rest
+    # is compared when it is there.
+    width = getattr(config.get_text_config(), "hidden_size", trained.hidden_size)
+    trained.check(replace(trained, name=str(source), hidden_size=width))
 
 
 def load_fitting_head(

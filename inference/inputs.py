@@ -22,6 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from ..options import did_you_mean
 from .cache.kv_cache import free_memory
 from .drafters.base import BatchDrafter
 from .drafters.by_name import assistants
@@ -48,6 +49,19 @@ INSTEAD = {
     "synced_gpus": "; each process decodes its own rows",
 }
 """Hints for arguments that somebody may expect from transformers."""
+ASSISTED = (
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+)
+"""Settings of transformers' own assisted generation, which decide nothing here."""
+OF_OURS = (
+    'Here from_pretrained(target, drafter="prompt-lookup") looks up the prompt, and tree="chain:4"'
+    " drafts four tokens a round"
+)
+"""What takes their place."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +178,15 @@ def check_settings(settings: dict[str, Any], config: Any) -> None:
         )
     unknown = sorted(settings.keys() - CONFIG_SETTINGS - ARGUMENTS)
     if unknown:
-        hint = INSTEAD.get(
-            unknown[0], f"; choose from {', '.join(sorted(CONFIG_SETTINGS | ARGUMENTS))}"
-        )
+        hint = INSTEAD.get(unknown[0]) or did_you_mean(unknown[0], CONFIG_SETTINGS | ARGUMENTS)
         raise ValueError(f"generate option {unknown[0]!r} is not supported{hint}")
+
+    for name in ASSISTED:
+        if settings.get(name, getattr(config, name, None)) is not None:
+            raise ValueError(
+                f"{name} is a setting of transformers' own assisted generation; leave it out."
+                f" {OF_OURS}"
+            )
 
 
 def check_conversation(past: Any, rows: int, target: Target) -> None:
@@ -204,8 +223,10 @@ def check_prepared(
         )
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        hint = f". {OF_OURS}" if mode == GenerationMode.ASSISTED_GENERATION else ""
         raise ValueError(
-            f"{mode.value.replace('_', ' ')} is not supported; choose from greedy search, sampling"
+            f"{mode.value.replace('_', ' ')} is not supported; choose from greedy search,"
+            f" sampling{hint}"
         )
     if config.return_dict_in_generate:
         for name in ("output_attentions", "output_hidden_states"):

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -36,7 +38,7 @@ from .drafters.validated import validated
 from .drafting import Drafting, Recipe
 from .engines.encoder_decoder import Seq2SeqTarget, is_encoder_decoder
 from .engines.target import Target
-from .head_loading import load_fitting_head, merge_adapter_of
+from .head_loading import check_configs, load_fitting_head, merge_adapter_of
 from .inputs import (
     Stopping,
     check_conversation,
@@ -149,6 +151,26 @@ class SpeculativeLM:
         return self.drafting.head
 
     @property
+    def device(self) -> torch.device:
+        """The target's device, for inputs: `inputs.to(lm.device)`."""
+        return self.target.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's dtype."""
+        return self.target.dtype
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The target model's config."""
+        return self.target.model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The target model's defaults for generations."""
+        return self.target.model.generation_config
+
+    @property
     def provenance(self) -> dict[str, Any]:
         """The target that the head was trained against, from the head's checkpoint."""
         return self.drafting.provenance
@@ -220,7 +242,9 @@ class SpeculativeLM:
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name} must be True or False, not {flag!r}")
-        model_kwargs = model_options(model_kwargs)
+        model_kwargs = model_options(model_kwargs, signature(cls.from_pretrained).parameters)
+        if isinstance(target, str | Path) and isinstance(head, str | Path):
+            check_configs(head, head_revision, target, revision, model_kwargs)
         # 2. The target. Trying it now reports a model that cannot decode here before a head is
         #    loaded.
         if isinstance(target, Target):

@@ -7,9 +7,10 @@ anything.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -71,6 +72,14 @@ class CommandOptions:
             value = attrgetter(name)(self)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """The end of a refusal of a name: the most similar valid one, or all of them."""
+    similar = difflib.get_close_matches(name, valid, n=1)
+    if similar:
+        return f"; did you mean {similar[0]!r}?"
+    return f"; choose from {', '.join(sorted(valid))}"
 
 
 def check_types(options: Any, before: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Answer a prompt: `headstart generate --target MODEL --head HEAD --prompt "..."`.
+"""Answer a prompt: `headstart generate "..." --target MODEL --head HEAD`.
 
 The answer streams as it is accepted; a line of statistics follows. Greedy and sampled answers are
 lossless: the model's own, or sampled from its own distribution.
@@ -45,7 +45,7 @@ class GenerateConfig(SamplingOptions):
 
 def main(arguments: list[str]) -> None:
     """Run `headstart generate` with these command-line arguments."""
-    stream_answer(options(GenerateConfig, "generate", __doc__, arguments))
+    stream_answer(options(GenerateConfig, "generate", __doc__, arguments, first="prompt"))
 
 
 def stream_answer(config: GenerateConfig) -> dict[str, float]:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 )
 
 from ...files import at_home
+from .files import CONFIG_FILE
 
 FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
 """Patterns of the files that are downloaded: all files of a head."""
@@ -46,9 +47,10 @@ def local_folder(
     files: Sequence[str] = FILES,
     **hub: Any,
 ) -> Path:
-    """Return a folder unchanged; download the files of a Hub id, or take them from the cache.
+    """Return the folder of a head: a folder itself, or where the files of a Hub id are.
 
-    Only files that match the patterns in `files` are downloaded.
+    A run's folder stands for its best head, `best` in it. Only files of a Hub id that match the
+    patterns in `files` are downloaded, unless they are in the cache.
 
     `hub` holds options of `HUB_OPTIONS`. Where the download fails, a ValueError has the Hub's
     reason.
@@ -57,7 +59,7 @@ def local_folder(
     # A folder wins over a repository of the same name.
     folder = Path(at_home(source))
     if folder.is_dir():
-        return folder
+        return best_of_run(folder)
     if hub.get("cache_dir") is not None:
         hub["cache_dir"] = at_home(hub["cache_dir"])
     where = f"{str(source)!r}" + (f" at revision {revision!r}" if revision else "")
@@ -68,6 +70,13 @@ def local_folder(
     except Exception as error:
         reason = next(reason for kind, reason in REASONS.items() if isinstance(error, kind))
         raise ValueError(f"no head at {where}: {reason.format(error=error)}") from error
+
+
+def best_of_run(folder: Path) -> Path:
+    """The best head of a run's folder; any other folder is returned as it is."""
+    best = folder / "best"
+    has_head = (folder / CONFIG_FILE).is_file()
+    return best if not has_head and (best / CONFIG_FILE).is_file() else folder
 
 
 def push_folder(

@@ -129,6 +129,17 @@ def load_head(
     return head.to(dtype=dtype) if dtype else head, metadata
 
 
+def trained_for(source: str | Path, revision: str | None = None, **hub: Any) -> TargetInfo:
+    """The target that a head was trained for, from its config.json alone.
+
+    Raises:
+        ValueError: no head checkpoint at `source`.
+    """
+    # Of a Hub id, the other files follow when the head is loaded.
+    config = _read_config(local_folder(source, revision, [CONFIG_FILE], **hub))
+    return TargetInfo(**config["headstart"]["target"])
+
+
 def save_head(
     head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None
 ) -> None:

@@ -94,6 +94,7 @@ def drafter_spec(text: str) -> DrafterSpec:
         ValueError: an unknown drafter, or options that it does not have.
     """
     name, _, options = text.partition(":")
+    name = name.replace("_", "-")
     if name == "prompt-lookup":
         return PromptLookup(*_numbers(name, options, most=3))
     if name == "retrieval":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,7 @@ from ...extras import require_extra
 from ...files import at_home, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
+from ...options import did_you_mean
 
 PACKAGE = "package:"
 """Prefix of a target that is a GGUF file in an installed Python package."""
@@ -112,14 +113,15 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def model_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a target with whole paths; refuse unknown ones."""
+def model_options(options: dict[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the options of a target with whole paths; refuse unknown ones.
+
+    `others` are the parameters that the caller has besides them.
+    """
     unknown = sorted(options.keys() - set(MODEL_OPTIONS))
     if unknown:
-        raise ValueError(
-            f"unknown option {unknown[0]!r} for a target; choose from"
-            f" {', '.join(sorted(MODEL_OPTIONS))}"
-        )
+        valid = [*MODEL_OPTIONS, *others]
+        raise ValueError(f"unknown option {unknown[0]!r}{did_you_mean(unknown[0], valid)}")
     folders = [name for name in ("cache_dir", "offload_folder") if options.get(name) is not None]
     return options | {name: at_home(options[name]) for name in folders}
 

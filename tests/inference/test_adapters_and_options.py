@@ -147,9 +147,12 @@ def test_options_of_from_pretrained_reach_transformers(target_folder, monkeypatc
     [
         (
             {"attn_implemantation": "eager"},
-            "unknown option 'attn_implemantation' for a target; choose from attn_impl",
+            "unknown option 'attn_implemantation'; did you mean 'attn_implementation'?",
         ),
-        ({"tre": "chain:3"}, "unknown option 'tre' for a target"),
+        ({"tre": "chain:3"}, "unknown option 'tre'; did you mean 'tree'?"),
+        ({"heads": "runs/x"}, "unknown option 'heads'; did you mean 'head'?"),
+        ({"torch_dtype": "bfloat16"}, "unknown option 'torch_dtype'; did you mean 'dtype'?"),
+        ({"zzz": 1}, "unknown option 'zzz'; choose from"),
     ],
 )
 def test_unknown_options_are_refused_before_anything_is_loaded(options, message):

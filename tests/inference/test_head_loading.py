@@ -3,6 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
 
 import pytest
@@ -132,6 +134,35 @@ def test_a_head_whose_tree_is_known_needs_no_times(target, saved, monkeypatch):
         SpeculativeLM.from_pretrained(target, saved(), compile=False, acceptance="exact")
 
 
+def test_a_head_is_looked_at_before_the_target_is_loaded(
+    target, saved, target_folder, tmp_path, monkeypatch
+):
+    """A wrong path, or a head for a model of another width, costs no minutes of loading."""
+    monkeypatch.setattr(Target, "load", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="no head at 'nowhere/at-all'"):
+        SpeculativeLM.from_pretrained(target_folder, head="nowhere/at-all")
+    config = json.loads((target_folder / "config.json").read_text())
+    config["hidden_size"] *= 2
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"does not fit .*wide.*: hidden size 32 \(head\) and 64"):
+        SpeculativeLM.from_pretrained(tmp_path / "wide", head=saved())
+
+
+def test_a_run_stands_for_its_best_head(target, saved, tmp_path):
+    shutil.copytree(saved(), tmp_path / "run" / "best")
+    shutil.copytree(saved(), tmp_path / "run" / "last")
+    lm = SpeculativeLM.from_pretrained(target, head=tmp_path / "run", compile=False)
+    assert lm.head.folder == tmp_path / "run" / "best"
+
+
+def test_a_decoder_tells_what_a_model_tells(target):
+    lm = SpeculativeLM(target)
+    model = target.model
+    assert (lm.device, lm.dtype) == (model.device, model.dtype)
+    assert (lm.config, lm.generation_config) == (model.config, model.generation_config)
+
+
 ROW = torch.tensor([[5, 7, 9, 11]])
 SHORT = {"max_new_tokens": 4, "do_sample": False}
 
@@ -174,7 +205,7 @@ def test_options_of_the_hub_hold_for_all_that_is_found_there(private, tmp_path, 
     assert {path.rpartition("/")[2] for path in asked} <= {"adapter_config.json"}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     used(cache_dir=str(tmp_path / "mine"))
-    with pytest.raises(ValueError, match="no target model at 'me/target'"):
+    with pytest.raises(ValueError, match="no head at 'me/head'"):
         used()
 
 

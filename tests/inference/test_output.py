@@ -127,6 +127,9 @@ def test_a_call_with_positional_arguments_means_what_it_means_in_transformers(lm
             r"'assistant_model' is not supported; a smaller model drafts as",
         ),
         ([PROMPTS], {"slots": 1}, "'slots' is not supported; choose from"),
+        ([PROMPTS], {"temprature": 1.0}, "'temprature' is not supported; did you mean 'temperat"),
+        ([PROMPTS], {"num_assistant_tokens": 3}, "num_assistant_tokens is a setting of transf"),
+        ([PROMPTS], {"prompt_lookup_num_tokens": 3}, 'drafter="prompt-lookup"'),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_told(lm, arguments, options, message):

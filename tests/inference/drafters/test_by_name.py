@@ -312,6 +312,7 @@ def test_a_head_and_a_lookup_draft_together(target, tiny_target):
     ("text", "spec"),
     [
         ("prompt-lookup", PromptLookup()),
+        ("prompt_lookup:5", PromptLookup(5)),
         ("prompt-lookup:7", PromptLookup(nodes=7)),
         ("prompt-lookup:7:5:2", PromptLookup(nodes=7, length=5, ngram=2)),
         ("retrieval:store", Retrieval("store")),
