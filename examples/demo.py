@@ -45,6 +45,9 @@ CONVERSATIONS = 24
 STEPS = 12
 """Training steps for each minute, of `BATCH_SIZE` conversations."""
 BATCH_SIZE = 4
+HEAD: dict[str, Any] = {"type": "eagle3", "train_steps": 3, "start": "last"}
+"""The head that is trained, as in configs/smollm2-eagle3.yaml, with fewer steps of training-time
+test."""
 VOCABULARY = 2048
 """Most tokens of the draft vocabulary."""
 PROMPTS = 12
@@ -158,7 +161,7 @@ def training(
     return TrainConfig(
         target=config.target,
         output=str(folder / "eagle3"),
-        head={"type": "eagle3", "train_steps": 3, "start": "last", "draft_vocab_size": vocabulary},
+        head={**HEAD, "draft_vocab_size": vocabulary},
         optim=OptimConfig(name="muon", lr=1e-2, warmup=0.04, clip=1.0),
         data=DataConfig(sources=[str(conversations)], held_out=0.1, held_out_limit=8),
         loop=LoopConfig(max_steps=steps, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
