@@ -37,7 +37,7 @@ from headstart.train.config import (
 from headstart.train.data.self_made import make_conversations
 from headstart.train.loop import train
 
-PROMPT = "How does a sailing boat move against the wind?"
+PROMPT = "Tom has 5 boxes of 12 eggs. He breaks 7. How many are left?"
 FIRST_TOKENS = 48
 """Tokens of the first answer."""
 CONVERSATIONS = 24
