@@ -69,7 +69,7 @@ def test_what_is_finished_is_not_repeated(config, capsys):
     tables = [[line for line in said.splitlines() if "│" in line] for said in (first, second)]
     assert tables[0] == tables[1] and second.count(" is finished") == 2
     for said in (first, second):  # the sentence, and then a table each for both heads
-        assert said.index("your head") < said.index("vs plain")
+        assert said.index("prompts your head") < said.index("vs plain")
         assert said.count("vs plain") == 2
 
 
