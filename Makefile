@@ -89,7 +89,7 @@ peers:  ## make .venv-peers and .venv-vllm: the package speculators, and vLLM on
 test-peers: $(STAMP)  ## the tests with speculators and with vLLM on the CPU, after `make peers` (long); before a release
 	$(PYTEST) -m "slow or not slow" --timeout=3600 tests/integration/test_peers.py tests/integration/test_vllm.py
 
-demo: $(STAMP)  ## make data, train heads, decode, measure, in about MINUTES=15; resumes where it stopped
+demo: $(STAMP)  ## make data, train a head, decode, measure, in about MINUTES=15; resumes where it stopped
 	$(BIN)/python examples/demo.py --minutes $(MINUTES)
 
 docs: $(STAMP) types  ## build the site into build/site; a broken link is an error

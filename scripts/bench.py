@@ -97,8 +97,10 @@ def main(arguments: list[str]) -> None:
     benchmark(options(BenchConfig, "bench", __doc__, arguments))
 
 
-def benchmark(config: BenchConfig) -> dict[str, Any]:
+def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
     """Compare the three sides on the prompts; print the report, write it, and return it.
+
+    With `show=False` it is not printed.
 
     After Ctrl-C the report is about the prompts that were answered.
     """
@@ -139,7 +141,8 @@ def benchmark(config: BenchConfig) -> dict[str, Any]:
 
     # 3. Print and write them.
     report = json_ready(report)
-    print_report(report)
+    if show:
+        print_report(report)
     if config.output:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         Path(config.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -347,6 +350,16 @@ def print_report(report: dict[str, Any]) -> None:
                 " the draft vocabulary and are never drafted; train on such prompts, with"
                 " init_from and a larger head.draft_vocab_size"
             )
+    slower = [
+        f"{Path(path).stem} ({row['speedup_vs_plain']['median']:.2f} times the speed without them)"
+        for path, row in report["files"].items()
+        if row["speedup_vs_plain"]["median"] < 1
+    ]
+    if slower:
+        log.info(
+            f"drafts do not pay on {', '.join(slower)}; what to do: docs/troubleshooting.md,"
+            ' "Slower than without drafts"'
+        )
     for line in costs(report["options"], total["tokens_per_second"]):
         log.info(line)
     if "profile" in report:
@@ -354,7 +367,7 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def _table(report: dict[str, Any]) -> Any:
-    """Make a table with a row for each file of prompts, and one for their total."""
+    """Make a table with a row for each file of prompts, and one for the total of several."""
     from rich.table import Table
 
     from headstart.scripts.measuring.comparison import spread
@@ -371,7 +384,10 @@ def _table(report: dict[str, Any]) -> Any:
         table.add_column(column, justify="right")
     # A file is shown by its name alone, unless two have the same one.
     stems = [Path(path).stem for path in report["files"]]
-    for path, row in {**report["files"], "total": report["total"]}.items():
+    rows = dict(report["files"])
+    if len(rows) > 1:
+        rows["total"] = report["total"]
+    for path, row in rows.items():
         stem = Path(path).stem
         table.add_row(
             stem if stems.count(stem) <= 1 else path,

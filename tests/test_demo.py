@@ -9,7 +9,16 @@ from contextlib import contextmanager
 import demo as demo_module
 import pytest
 import torch
-from demo import CONVERSATIONS, FEWEST_CONVERSATIONS, STEPS, demo, first_answer, self_made, training
+from demo import (
+    CONVERSATIONS,
+    FEWEST_CONVERSATIONS,
+    STEPS,
+    conclusion,
+    demo,
+    first_answer,
+    self_made,
+    training,
+)
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
@@ -38,6 +47,7 @@ def talker(talking):
 def config(talker, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "count to 3"}\n{"prompt": "say a word"}\n')
+    monkeypatch.setitem(demo_module.HEAD, "feature_layers", [0])  # the target has two blocks
     for generating in (selfmade, answers):
         # so small a model repeats itself
         monkeypatch.setattr(generating, "distinct_share", lambda _: 1.0)
@@ -58,6 +68,26 @@ def test_what_is_finished_is_not_repeated(config, capsys):
     second = capsys.readouterr().out
     tables = [[line for line in said.splitlines() if "│" in line] for said in (first, second)]
     assert tables[0] == tables[1] and second.count(" is finished") == 2
+    for said in (first, second):  # the sentence, and then a table each for both heads
+        assert said.index("prompts your head") < said.index("vs plain")
+        assert said.count("vs plain") == 2
+
+
+def test_it_ends_with_what_both_heads_accept_and_what_to_do_next():
+    reports = [
+        {
+            "total": {
+                "prompts": 12,
+                "acceptance_length": length,
+                "speedup_vs_plain": {"median": speed},
+            }
+        }
+        for length, speed in ((1.124, 0.98), (1.47, 1.091))
+    ]
+    said = conclusion(*reports, minutes=5)
+    assert said.startswith("On 12 prompts your head, from a demo of 5 minutes, accepts 1.12 tokens")
+    assert "(0.98 times" in said and "1.47 tokens a round (1.09 times" in said
+    assert "make demo MINUTES=20" in said and "docs/train.md" in said
 
 
 @pytest.mark.parametrize("stage", ["2 of 4", "3 of 4"])

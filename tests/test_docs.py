@@ -167,12 +167,8 @@ def test_the_figures_of_heads_are_those_that_were_measured():
     for title, heads in trained.items():
         measured = section("heads.md", title)
         for head in heads:
-            chain, tree, default = (
-                measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default")
-            )
-            assert shown[head] == [
-                each.split()[0] for each in (chain[0], tree[0], chain[2], default[4])
-            ]
+            chain, tree = (measured[f"{head}: {kind}"] for kind in ("chain", "tree"))
+            assert shown[head] == [each.split()[0] for each in (chain[0], tree[0], chain[2])]
     maths, copying = (section("sources.md", f"### {kind}") for kind in ("gsm8k", "copying"))
     for source in ("prompt lookup", "retrieval", "lookahead", "3-grams", "second model (4 layers)"):
         rows = (maths[source], copying[source])
@@ -200,10 +196,8 @@ def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page
     for head in SHOWN[page]:
         for prompts in ("MT-bench", "GSM8K", "HumanEval"):
             measured = section("heads.md", f"### {prompts}{suffix}")
-            chain, tree, default = (
-                measured[f"{head}: {kind}"] for kind in ("chain", "tree", "default")
-            )
-            figures = (chain[0], tree[0], chain[2], default[4])
+            chain, tree = (measured[f"{head}: {kind}"] for kind in ("chain", "tree"))
+            figures = (chain[0], tree[0], chain[2])
             expected.append([prompts, *(figure.split()[0] for figure in figures)])
     assert shown == expected
 
@@ -231,31 +225,65 @@ def test_every_head_has_a_page_with_its_options_and_a_picture():
         assert "| `" in site_pages.with_options(text), page
 
 
+SHIPPED = json.loads(
+    (ROOT / "examples" / "smollm2-135m-eagle3" / "config.json").read_text("utf-8")
+)["headstart"]["measured"]["default"]["speedup"]
+"""Speed of the head in this repository over decoding without drafts, by kind of prompt: what its
+card, the README and the pages say."""
+
+
 def test_the_figures_of_the_readme_are_those_that_were_measured():
-    text = PAGES["README.md"].partition("## What it gains on a CPU")[2].partition("\n## ")[0]
-    shown = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][
-        1:
-    ]
-    assert len(shown) == 6
-    for processor, kind, *cells in shown:
-        row = section("cpu.md", f"### {processor}")[kind.lower().replace("-", "_")]
-        assert cells == [*row[:3], *(row[column].split()[0] for column in (4, 5))]
+    text = PAGES["README.md"].partition("## What you gain")[2]
+    shown = rows_of(text)
+    default = rows_of(
+        (ROOT / "benchmarks" / "adaptivity.md").read_text("utf-8").partition("\nSince then")[2]
+    )
+    for kind, speedup in SHIPPED.items():
+        file = kind.lower().replace("-", "_")
+        chain = section("heads.md", f"### {kind}, greedy")["eagle3-shipped: chain"][0]
+        kernels = section("cpu.md", "### Zen 4, AVX-512")[file][3]
+        assert f"{speedup:.2f}" == default[file][0].split()[0]
+        assert shown[kind] == [chain.split()[0], f"{speedup:.2f}", kernels.split()[0]]
+    gpu = (ROOT / "benchmarks" / "gpu.md").read_text("utf-8").partition("\n## Before")[0]
+    rows = [line.strip("| ").split(" | ") for line in gpu.splitlines()]
+    rates = {row[2]: row[3] for row in rows if row[:2] == ["cuda graphs", "512"]}
+    assert f"generates {rates['1']} tokens a second without drafts and {rates['60']} with" in (
+        " ".join(text.split())
+    )
 
 
-def test_the_gpu_figures_of_the_readme_are_those_that_were_measured():
-    text = PAGES["README.md"].partition("## On a GPU")[2].partition("\n## ")[0]
-    shown = [
-        line.strip("| ").split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")
-    ][1:]
-    measured = (ROOT / "benchmarks" / "gpu.md").read_text("utf-8").partition("\n## Before")[0]
-    lines = measured.splitlines()
-    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    rate = {tuple(row[:3]): row[3] for row in cells if len(row) > 3}
-    slowest = rate["transformers generate", "512", "1"]
-    assert shown == [
-        f"{slowest} to 27",
-        *(rate["cuda graphs", "512", nodes] for nodes in ("1", "60")),
+@pytest.mark.parametrize("page", ["README.md", "start.md", "heads.md"])
+def test_a_speed_of_the_shipped_head_is_the_same_on_every_page(page):
+    """Whatever page says how many times as fast GSM8K is with it, says what the card says."""
+    text = " ".join(PAGES[page].split())
+    said = re.findall(r"(\d\.\d\d) times as fast (?:with them|as without drafts)", text)
+    assert set(said) == {f"{SHIPPED['GSM8K']:.2f}"}
+
+
+def test_the_platforms_are_those_of_the_classifiers_and_of_what_is_imported():
+    """Modules of Unix are imported where no other system is promised."""
+    states = {row: cells[0] for row, cells in rows_of(PAGES["platforms.md"]).items()}
+    systems = {
+        "Linux, x86-64": "POSIX :: Linux",
+        "macOS": "MacOS",
+        "Windows": "Microsoft :: Windows",
+    }
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["classifiers"]
+    found = {name.partition(" :: ")[2] for name in named if name.startswith("Operating System")}
+    assert found == {name for row, name in systems.items() if states[row] != "not"}
+    unix = [
+        path
+        for folder in ("heads", "inference", "train", "addons", "scripts", "package")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^import (fcntl|resource|grp|pwd)\b", path.read_text("utf-8"), re.MULTILINE)
     ]
+    assert not unix or states["Windows"] == "not", unix
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_column_of_the_site(page):
+    for block in re.findall(r"```\w*\n(.*?)```", PAGES[page], re.DOTALL):
+        assert [line for line in block.splitlines() if len(line) > 80] == []
 
 
 def test_supported_families_are_those_of_the_tests():

@@ -168,7 +168,7 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
             "\nCommands that name the head `.` run in its folder.\n" if listing.repo == SELF else ""
         ),
         head=section["head"],
-        measured=_measured_table(section["measured"]),
+        measured=_measured(section["measured"]),
         options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
         adapted=_ADAPTED if section["adapted"] else "",
         allow=", allow_adapter=True" if section["adapted"] else "",
@@ -253,19 +253,36 @@ def _recipe(training: dict[str, Any]) -> str:
     )
 
 
+def _measured(measured: dict[str, Any]) -> str:
+    """Return all measurements: speed by default, and acceptance on both kinds of prompts.
+
+    `measured["default"]` holds {"hardware": ..., "speedup": {"GSM8K": 1.13, ...}}.
+    """
+    parts = []
+    if "default" in measured:
+        times = ", ".join(f"{kind} {x:.2f}" for kind, x in measured["default"]["speedup"].items())
+        parts.append(
+            "Speed with default settings, which draft only where that is faster, over decoding"
+            f" without drafts:\n{times}, on {measured['default']['hardware']}."
+        )
+    if measured.get("trees"):
+        parts.append(_measured_table(measured))
+    if measured.get("calibration", {}).get("trees"):
+        parts.append(
+            "In the trees that `headstart tree` chose for a machine, with drafts in every"
+            f" round:\n\n{_measured_table(measured['calibration'] | {'kind': 'prompts'})}"
+        )
+    return "\n\n".join(parts) or "Nothing was measured when this checkpoint was written."
+
+
 def _measured_table(measured: dict[str, Any]) -> str:
     """Return the measurements as a Markdown table with one row per tree.
 
     `measured["trees"]` holds {"chain": {"acceptance_length": ..., "interval": [low, high],
     "acceptance_rate_by_depth": [...], ...}}.
     """
-    if "calibration" in measured:  # newer, and on prompts that somebody chose
-        return _measured_table(measured["calibration"] | {"kind": "prompts"})
-    trees = measured.get("trees")
-    if not trees:
-        return "Nothing was measured when this checkpoint was written."
     rows = []
-    for name, row in trees.items():
+    for name, row in measured["trees"].items():
         values = (row["acceptance_length"], *row["interval"], *row["acceptance_rate_by_depth"])
         # null in JSON stands for NaN: a mean over nothing
         length, low, high, *rates = ("-" if value is None else f"{value:.2f}" for value in values)
@@ -282,8 +299,7 @@ def _measured_table(measured: dict[str, Any]) -> str:
     if "speedup" not in measured:
         return table
     times = measured["speedup"]
-    hardware = measured["hardware"]
     return (
-        f"{table}\n\nThe faster of them: {times:.2f} times plain decoding by the same engine, on"
-        f" {hardware}."
+        f"{table}\n\nThe faster of them: {times:.2f} times the speed without drafts, on"
+        f" {measured['hardware']}."
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -272,3 +274,24 @@ def test_stopped_in_an_answer_what_was_measured_is_written(config, monkeypatch, 
     report = json.loads(Path(config.output).read_text())
     assert report["total"]["prompts"] == at - 1 and report["stopped"]
     assert "vs plain" in capsys.readouterr().out
+
+
+def test_a_line_says_on_which_prompts_drafts_do_not_pay_and_where_to_read_on(config, capsys):
+    report = benchmark(config, show=False)
+    assert "vs plain" not in capsys.readouterr().out
+    for path, speed in zip(config.prompts, (0.97, 1.2), strict=True):
+        report["files"][path]["speedup_vs_plain"]["median"] = speed
+    print_report(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "drafts do not pay on chat (0.97 times the speed without them);" in shown
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    (title,) = re.findall(r'docs/troubleshooting.md, "(.*?)"', shown)
+    assert f"## {title}\n" in page
+    report["files"][config.prompts[0]]["speedup_vs_plain"]["median"] = 1.0
+    print_report(report)
+    assert "do not pay" not in capsys.readouterr().out
+
+
+def test_one_file_has_no_second_row_with_the_same_figures(config, capsys):
+    benchmark(dataclasses.replace(config, prompts=config.prompts[:1], profile=False))
+    assert "total" not in capsys.readouterr().out
