@@ -3,6 +3,9 @@ benchmarks/."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import itertools
 import json
 import math
@@ -113,6 +116,22 @@ def test_every_command_is_found_in_the_pages():
         "import",
         "export",
     } <= shown
+
+
+def test_every_command_that_a_notebook_needs_is_a_class_of_options_and_a_function():
+    table = (
+        PAGES["python.md"]
+        .partition("| command | from | options | function |")[2]
+        .partition("\n\n")[0]
+    )
+    rows = [re.findall(r"`(.+?)`", line) for line in table.splitlines()[2:]]
+    assert len(rows) >= 8
+    for command, module, options, function in rows:
+        assert command in site_pages.COMMANDS
+        found = importlib.import_module(module)
+        first = next(iter(inspect.signature(getattr(found, function)).parameters.values()))
+        assert dataclasses.is_dataclass(getattr(found, options))
+        assert first.annotation == options
 
 
 @pytest.mark.parametrize("page", PAGES)
