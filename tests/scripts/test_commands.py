@@ -469,7 +469,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         ),
         (
             ["data", *REQUIRED["data"], "--min_distinct", "2"],
-            ["min_distinct", "between 0 and 1", "2"],
+            ["min_distinct", "at most 1", "2"],
         ),
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
@@ -484,7 +484,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         ),
         (
             ["train", *REQUIRED["train"], "--adapter.rank", "-1"],
-            ["adapter", "a rank of at least 0", "not -1"],
+            ["adapter.rank must be at least 0", "not -1"],
         ),
         (
             ["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"],

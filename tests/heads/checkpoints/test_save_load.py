@@ -456,7 +456,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
         ),
         (
             lambda config: config["headstart"]["options"].update(lm_head="x"),
-            "unknown medusa lm_head 'x'",
+            "medusa head option 'lm_head' must be one of own, shared, not 'x'",
         ),
         (lambda config: config.pop("headstart"), "config.json has no 'headstart' section"),
         (lambda config: config["headstart"].pop("target"), "section lacks target"),
