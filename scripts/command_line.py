@@ -276,12 +276,11 @@ def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
             typed[spelled(option)] = option
         as_typed = [typed.get(name, name) for name in names]
         return unknown_options(as_typed, [name.lstrip("-") for name in names], types)
-    option_of_yaml = re.fullmatch(r"Option '(.+)' is not accepted", message)
-    if option_of_yaml:
-        return unknown_options([option_of_yaml[1]], [option_of_yaml[1]], types)
-    option_of_group = re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message)
-    if option_of_group:
-        name = f"{option_of_group[1]}.{option_of_group[2]}"
+    of_yaml = re.fullmatch(
+        r"Option '(.+)' is not accepted|Group '(.+)' does not accept option '(.+)'", message
+    )
+    if of_yaml:
+        name = ".".join(filter(None, of_yaml.groups()))
         return unknown_options([name], [name], types)
 
     # 2. A value of the wrong type.

@@ -389,7 +389,7 @@ class TrainConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         self._take_stored_texts()
-        super().__post_init__()  # what is required, and minima
+        super().__post_init__()  # what is required, types and limits
         data = self.data
         features = self.features
         optim = self.optim

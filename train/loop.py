@@ -255,15 +255,14 @@ class Trainer:
         # left.
         if 0 < loop.patience <= progress.falling:
             self.steps = progress.step
+        # Steps before this one train the head alone; from it on, the adapter learns too.
+        self.joint_from = round(config.adapter.heads_first * self.steps)
         log.info(
             f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens"
             f" cover {inputs.coverage:.2%} of the answers; {len(inputs.training)} sequences to"
             f" train on, {len(inputs.held_out)} held out; {progress.engine}; step {progress.step}"
             f" of {self.steps}"
         )
-
-        # Steps before this one train the head alone; from it on, the adapter learns too.
-        self.joint_from = round(config.adapter.heads_first * self.steps)
 
         # 4. What yields the target's features.
         epochs = self.steps / inputs.order.steps_in(0)

@@ -208,7 +208,7 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
         (folder / name).write_text("mine")
     before = snapshot(tmp_path)
     with pytest.raises(ValueError, match=re.escape(name)):
-        build(seed=1).save_pretrained(folder)
+        save_head(build(seed=1), folder)
     assert snapshot(tmp_path) == before and (folder / name).exists()
 
 
