@@ -386,8 +386,14 @@ class Trainer:
         evaluation = evaluate_and_save(self.state, self.metrics, self.stop, self.callbacks)
         if evaluation is None:
             return False
-        stops = stops_early(progress, evaluation, self.config.loop.patience)
-        if from_main(self.run.accelerator, stops):
+        # Stop early after `patience` evaluations in a row in which the held-out loss fell and
+        # acceptance stayed below its best.
+        loss = sum(evaluation.loss_K)
+        fell = loss < progress.held_out_loss
+        progress.held_out_loss = loss
+        shorter = evaluation.acceptance_length < progress.longest_length
+        progress.falling = progress.falling + 1 if fell and shorter else 0
+        if from_main(self.run.accelerator, 0 < self.config.loop.patience <= progress.falling):
             self.steps = progress.step
         return True
 
@@ -703,20 +709,6 @@ def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> 
     record = {**provenance(), "config": dataclasses.asdict(config), **so_far}
     changes = run.changes()
     return {**record, "changes": changes} if changes else record
-
-
-def stops_early(progress: Progress, evaluation: Evaluation, patience: int) -> bool:
-    """Whether acceptance has stayed below its best while the held-out loss fell.
-
-    It must have done so in `patience` evaluations in a row, which `progress` counts. A patience of
-    0 never stops early.
-    """
-    loss = sum(evaluation.loss_K)
-    fell = loss < progress.held_out_loss
-    progress.held_out_loss = loss
-    shorter = evaluation.acceptance_length < progress.longest_length
-    progress.falling = progress.falling + 1 if fell and shorter else 0
-    return 0 < patience <= progress.falling
 
 
 def agreed(
