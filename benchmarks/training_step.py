@@ -52,7 +52,7 @@ from headstart.train.engines import autocast, resolved
 from headstart.train.features.online import CachedFeatures, cache_bytes, online_features
 from headstart.train.features.placement import load_target
 from headstart.train.head import head_of, objective_of
-from headstart.train.loop import Inputs, load_inputs
+from headstart.train.inputs import Inputs, load_inputs
 from headstart.train.memory_plan import plan_run
 from headstart.train.optim import build_optimizer
 

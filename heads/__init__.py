@@ -13,7 +13,7 @@ from .base import (
     TargetModules,
 )
 from .by_name import HEADS, build_head
-from .checkpoints import save_load
+from .checkpoints.save_load import load_head, push_head, save_head
 from .dflash import DFlashConfig, DFlashHead
 from .dspark import DSparkConfig, DSparkHead
 from .eagle import EagleConfig, EagleHead
@@ -22,10 +22,6 @@ from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHea
 from .medusa import MedusaConfig, MedusaHead
 from .mtp import MtpConfig, MtpHead
 from .truncated import TruncatedConfig, TruncatedHead
-
-# here, because save_load imports every head: base.py would import in a circle
-DraftHead.checkpoints = save_load
-
 
 __all__ = [
     "HEADS",
@@ -55,4 +51,7 @@ __all__ = [
     "TruncatedConfig",
     "TruncatedHead",
     "build_head",
+    "load_head",
+    "push_head",
+    "save_head",
 ]

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -406,9 +405,6 @@ class DraftHead(nn.Module, ABC):
     """Set on a head that was loaded from a checkpoint."""
     folder: Path | None = None
     """The checkpoint from which it was loaded."""
-    checkpoints: ClassVar[ModuleType]
-    """`checkpoints.save_load`, set by `headstart.heads`: it imports every head, so this file cannot
-    import it."""
 
     def __init__(self, config: Any, target: TargetInfo) -> None:
         super().__init__()
@@ -427,61 +423,6 @@ class DraftHead(nn.Module, ABC):
         model card."""
         # torch does not save a buffer that is None.
         self.register_buffer("token_map", None)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        revision: str | None = None,
-        token: str | None = None,
-        cache_dir: str | Path | None = None,
-    ) -> Self:
-        """Load a head from a folder or a Hub id, strictly.
-
-        Raises:
-            ValueError: no checkpoint at `source`, a tensor that is missing, extra or of another
-                shape, or a head of another class; `DraftHead.from_pretrained` loads any.
-        """
-        head, _ = cls.checkpoints.load_head(
-            source, revision=revision, token=token, cache_dir=cache_dir
-        )
-        if not isinstance(head, cls):
-            raise ValueError(f"{str(source)!r} holds a {type(head).__name__}, not a {cls.__name__}")
-        return head
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write a checkpoint; the folder changes only when everything has been written.
-
-        Raises:
-            ValueError: a head that belongs to an adapter, which is not here.
-        """
-        metadata = self.metadata or CheckpointMetadata()
-        if metadata.adapted:
-            raise ValueError(
-                "this head drafts for a model with an adapter, which lies in its folder: copy that"
-            )
-        self.checkpoints.save_head(self, save_directory, metadata)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        branch: str | None = None,
-        create_pr: bool = False,
-        commit_message: str = "A draft head",
-    ) -> str:
-        """Save the head, upload it as one commit and return its URL.
-
-        `headstart push` also adds the tensors that servers need of the target.
-        """
-        return str(
-            self.checkpoints.push_head(
-                self, repo_id, private, token, branch, create_pr, commit_message
-            )
-        )
 
     @abstractmethod
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:

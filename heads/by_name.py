@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..options import check_type
 from .base import DraftHead, TargetInfo
 from .dflash import DFlashHead
 from .dspark import DSparkHead
@@ -60,16 +60,7 @@ def head_config(name: str, options: dict[str, Any]) -> Any:
         )
     hints = typing.get_type_hints(config_class)
     for option, value in options.items():
-        # int | None has the kinds int and NoneType.
-        hint = hints[option]
-        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if not all(isinstance(kind, type) for kind in kinds):
-            continue  # a generic such as list[int], which the config class checks
-        # An integer is a number, but True is not, although Python's bool is an int.
-        classes = (*kinds, int) if float in kinds else kinds
-        fits = bool in kinds if isinstance(value, bool) else isinstance(value, classes)
-        if not fits:
-            raise ValueError(f"{name} head option {option!r} is of type {hint}, not {value!r}")
+        check_type(f"{name} head option {option!r}", value, hints[option])
     return config_class(**options)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Union
 
 from .files import at_home
 
@@ -42,6 +43,15 @@ RESERVED = frozenset(
 """Arguments of transformers' `apply_chat_template`, which are not variables of a template."""
 
 
+LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "maximum": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+"""Limits of numeric options: their words, and whether a value keeps them."""
+
+
 @dataclass(frozen=True)
 class CommandOptions:
     """Options of a command, checked when they are created.
@@ -51,8 +61,6 @@ class CommandOptions:
 
     required: ClassVar[tuple[str, ...]] = ()
     """Options without which nothing can run, those of groups by dotted names."""
-    minimum: ClassVar[dict[str, float]] = {}
-    """Smallest valid value of numeric options."""
     most_used: ClassVar[tuple[str, ...]] = ()
     """Options that `--help` shows before all others, up to five, those of groups by dotted
     names."""
@@ -64,14 +72,10 @@ class CommandOptions:
             if option.name not in self.texts:
                 value = getattr(self, option.name)
                 object.__setattr__(self, option.name, with_home(value))
-        check_types(self)
         for name in self.required:
             if not attrgetter(name)(self):
                 raise ValueError(f"option {name!r} is required and was not given")
-        for name, least in self.minimum.items():
-            value = attrgetter(name)(self)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
+        check_values(self)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -82,26 +86,77 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     return f"; choose from {', '.join(sorted(valid))}"
 
 
-def check_types(options: Any, before: str = "") -> None:
-    """Refuse a value of another type in options that are numbers or flags, NaN too.
+def limited(default: Any, **limits: float) -> Any:
+    """Return the field of a numeric option with limits: those of `LIMITS` that it has."""
+    return field(default=default, metadata=limits)
 
-    A command line and a file are checked as they are parsed, Python's arguments here.
+
+def check_values(options: Any, before: str = "") -> None:
+    """Refuse values of other types than those of a dataclass's fields, or beyond their limits.
+
+    A command line and a file are checked for types as they are parsed, Python's arguments here.
     """
     hints = typing.get_type_hints(type(options))
     for option in dataclasses.fields(options):
-        name, value = before + option.name, getattr(options, option.name)
+        name = before + option.name
+        value = getattr(options, option.name)
+        check_type(name, value, hints[option.name])
+        for limit, bound in option.metadata.items():
+            words, holds = LIMITS[limit]
+            if value is not None and not holds(value, bound):
+                raise ValueError(f"{name} must be {words} {bound}, not {value}")
         if dataclasses.is_dataclass(value):
-            check_types(value, f"{name}.")
-        hint = hints[option.name]
-        kinds = set(typing.get_args(hint)) if isinstance(hint, UnionType) else {hint}
-        if value is None and NoneType in kinds:
-            continue
-        if kinds <= {bool, NoneType} and type(value) is not bool:
-            raise ValueError(f"{name} must be true or false, not {value!r}")
-        if kinds <= {int, NoneType} and type(value) is not int:
-            raise ValueError(f"{name} must be a whole number, not {value!r}")
-        if kinds <= {float, NoneType} and (type(value) not in (int, float) or math.isnan(value)):
-            raise ValueError(f"{name} must be a number, not {value!r}")
+            check_values(value, f"{name}.")
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value of another type, NaN too; the items of lists and mappings are not checked."""
+    if not any(_is_of(value, kind) for kind in parts_of(hint)):
+        raise ValueError(f"{name} must be {valid_values(hint)}, not {value!r}")
+
+
+def parts_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union: (str, NoneType) for str | None; a type alone for any other."""
+    # A union with a Literal is typing's, any other the interpreter's own.
+    is_union = typing.get_origin(hint) in (Union, UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type that is no union. True is no number, although a Python int."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Any:
+        return True
+    if origin is Literal:
+        return value in typing.get_args(kind)
+    if isinstance(value, bool):
+        return origin is bool
+    if origin is float:
+        return isinstance(value, (int, float)) and not math.isnan(value)
+    return isinstance(value, (tuple, list) if origin is tuple else origin)
+
+
+def valid_values(hint: Any) -> str:
+    """Describe the valid values of an option of a type."""
+    words = {
+        str: "a text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        NoneType: "null",
+    }
+    if hint in words:
+        return words[hint]
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = [str(value) for value in typing.get_args(hint)]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    parts = parts_of(hint)
+    if len(parts) > 1:
+        return " or ".join(map(valid_values, parts))
+    if origin in (list, tuple):
+        return "a list such as [a, b]"
+    return "a mapping such as {name: value}"
 
 
 def with_home(value: Any) -> Any:

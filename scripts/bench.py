@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.console import ProgressBar, console, log, number
+from headstart.options import limited
 from headstart.scripts.command_line import SpeculativeOptions, options
 
 if TYPE_CHECKING:
@@ -37,25 +38,19 @@ class BenchConfig(SpeculativeOptions):
     required = ("target", "prompts")
     most_used = ("target", "head", "prompts", "limit", "max_new_tokens")
     takes_encoder_decoders: ClassVar[bool] = True
-    minimum: ClassVar[dict[str, float]] = {
-        "limit": 1,
-        "temperature": 0,
-        "price_per_hour": 0,
-        "watts": 0,
-    }
 
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts; a table row each."""
-    limit: int | None = None
+    limit: int | None = limited(None, minimum=1)
     """Use only the first prompts of each file; null for all."""
     output: str | None = None
     """JSON file for all figures."""
     profile: bool = False
     """Compare a round's parts with the target's bare forward and with the time to read its bytes
     from memory."""
-    price_per_hour: float | None = None
+    price_per_hour: float | None = limited(None, minimum=0)
     """Price of an hour of this machine; prints the cost of a million tokens."""
-    watts: float | None = None
+    watts: float | None = limited(None, minimum=0)
     """Power that this machine draws; prints the energy of a million tokens."""
 
     def __post_init__(self) -> None:

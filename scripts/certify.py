@@ -16,9 +16,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headstart.console import console, log
+from headstart.options import limited
 from headstart.scripts.command_line import SamplingOptions, options
 
 if TYPE_CHECKING:
@@ -37,20 +38,10 @@ class CertifyConfig(SamplingOptions):
 
     required = ("target", "prompts")
     most_used = ("target", "head", "prompts", "server", "output")
-    minimum: ClassVar[dict[str, float]] = {
-        "limit": 1,
-        "max_new_tokens": 1,
-        "samples": 0,
-        "sample_prompts": 1,
-        "sample_tokens": 1,
-        "temperature": 0,
-        "top_k": 0,
-        "repetition_penalty": 0.01,
-    }
 
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts."""
-    limit: int | None = None
+    limit: int | None = limited(None, minimum=1)
     """Use only the first prompts of each file; null for all."""
     engine: Literal["auto", "headstart", "transformers", "server"] = "auto"
     """What generates; auto is a server if one is given, headstart with a head or a drafter, else
@@ -66,17 +57,17 @@ class CertifyConfig(SamplingOptions):
     endpoint: Literal["completions", "chat"] = "completions"
     """The server's endpoint: completions takes the prompts' token ids, chat renders the messages
     itself."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = limited(64, minimum=1)
     """Tokens of each greedy answer."""
-    temperature: float = 1.0
+    temperature: float = limited(1.0, minimum=0)
     """Temperature of the draws; 0 for greedy answers alone."""
-    samples: int = 200
+    samples: int = limited(200, minimum=0)
     """Continuations drawn after each sampled prompt; 0 for greedy answers alone."""
-    sample_prompts: int = 8
+    sample_prompts: int = limited(8, minimum=1)
     """Number of prompts, the first ones, after which continuations are drawn."""
-    sample_tokens: int = 4
+    sample_tokens: int = limited(4, minimum=1)
     """Tokens of each continuation; those after the first come from drafts."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = limited(1.0, minimum=0.01)
     """Penalty of tokens that the text has, greedily and in draws; 1 for none."""
     seed: int = 0
     """Seed of the draws; a server takes its own where it is 0."""

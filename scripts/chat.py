@@ -11,10 +11,10 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headstart.console import console, log
-from headstart.options import template_variables
+from headstart.options import limited, template_variables
 from headstart.scripts.command_line import SamplingOptions, options, recorded
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ class ChatConfig(SamplingOptions):
     required = ("target",)
     most_used = ("target", "head", "max_new_tokens", "temperature", "record")
     texts = ("system",)
-    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 1, "temperature": 0, "top_k": 0}
 
-    max_new_tokens: int = 512
+    max_new_tokens: int = limited(512, minimum=1)
     """Longest answer, in tokens."""
     system: str | None = None
     """The system prompt; null for none."""

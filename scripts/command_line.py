@@ -17,14 +17,19 @@ from argparse import ArgumentError
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from headstart.console import log, printable, show_on_console
-from headstart.options import CommandOptions, Dtype, template_variables
+from headstart.options import (
+    CommandOptions,
+    Dtype,
+    limited,
+    parts_of,
+    template_variables,
+    valid_values,
+)
 from headstart.stopping import Stopped
 
 if TYPE_CHECKING:
@@ -53,21 +58,21 @@ class TargetOptions(CommandOptions):
 class DecodingOptions(TargetOptions):
     """Target, head and sampling of answers."""
 
-    takes_encoder_decoders: typing.ClassVar[bool] = False
+    takes_encoder_decoders: ClassVar[bool] = False
     """Whether the command also answers with an encoder-decoder, which reads a text and no
     conversation."""
 
     head: str | None = None
     """The head's checkpoint folder or Hub id; null for a drafter that needs none, or plain
     decoding."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = limited(128, minimum=1)
     """Tokens of each answer."""
     thinking: bool | None = None
     """Passed to the chat template as enable_thinking; null leaves it to the template."""
     template_kwargs: dict[str, Any] | None = None
     """Further variables for the chat template, such as {reasoning_effort: high} or {thinking:
     true}; null for none."""
-    temperature: float = 0.0
+    temperature: float = limited(0.0, minimum=0)
     """0 for greedy decoding; above 0 for sampling."""
     compile: bool = True
     """How forwards run. true: kernels of our own on a CPU, CUDA graphs on a GPU. false:
@@ -152,15 +157,10 @@ class SpeculativeOptions(DecodingOptions):
 class SamplingOptions(SpeculativeOptions):
     """From which tokens an answer is sampled, for commands that show single answers."""
 
-    top_k: int = 0
+    top_k: int = limited(0, minimum=0)
     """Sample from this many best tokens only; 0 for all."""
-    top_p: float = 1.0
+    top_p: float = limited(1.0, above=0, maximum=1)
     """Sample from the best tokens that hold this share of the probability only."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
 
 
 @contextmanager
@@ -202,9 +202,8 @@ def options(
     """
     # 1. Replace types that are written as strings by the types. jsonargparse would resolve them by
     # running the imports of `if TYPE_CHECKING:`, and to import torch takes seconds.
-    hints = typing.get_type_hints(kind)
     constructor: Any = kind.__init__
-    constructor.__annotations__ = {name: hints.get(name) for name in constructor.__annotations__}
+    constructor.__annotations__ = typing.get_type_hints(kind)
 
     # 2. A parser with an option for each field of the dataclass; nested ones have dots.
     parser = ArgumentParser(
@@ -225,8 +224,9 @@ def options(
     if first and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{first}", *arguments]
     types = option_types(kind)
-    lists = {name for name, hint in types.items() if is_or_holds(hint, list)}
-    flags = {name for name, hint in types.items() if is_or_holds(hint, bool)}
+    kinds = {name: kinds_of(hint) for name, hint in types.items()}
+    lists = {name for name, found in kinds.items() if found & {list, tuple} and str not in found}
+    flags = {name for name, found in kinds.items() if bool in found}
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_out(arguments, lists, flags)))
     except ArgumentError as error:
@@ -234,7 +234,8 @@ def options(
         raise ValueError(
             f"{explanation}\n`headstart {command} --help` lists all options"
         ) from error
-    values = {name: _plain(value) for name, value in vars(parsed).items() if name != "config"}
+    values = dict(vars(parsed))
+    del values["config"]
     return kind(**values)
 
 
@@ -275,12 +276,11 @@ def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
             typed[spelled(option)] = option
         as_typed = [typed.get(name, name) for name in names]
         return unknown_options(as_typed, [name.lstrip("-") for name in names], types)
-    option_of_yaml = re.fullmatch(r"Option '(.+)' is not accepted", message)
-    if option_of_yaml:
-        return unknown_options([option_of_yaml[1]], [option_of_yaml[1]], types)
-    option_of_group = re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message)
-    if option_of_group:
-        name = f"{option_of_group[1]}.{option_of_group[2]}"
+    of_yaml = re.fullmatch(
+        r"Option '(.+)' is not accepted|Group '(.+)' does not accept option '(.+)'", message
+    )
+    if of_yaml:
+        name = ".".join(filter(None, of_yaml.groups()))
         return unknown_options([name], [name], types)
 
     # 2. A value of the wrong type.
@@ -310,39 +310,6 @@ def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -
     return f"{first}\nthe nearest: {', '.join(nearest)}"
 
 
-def valid_values(hint: Any) -> str:
-    """Describe the valid values of an option of a type."""
-    words = {
-        str: "a text",
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        NoneType: "null",
-    }
-    if hint in words:
-        return words[hint]
-    origin = typing.get_origin(hint)
-    if origin is typing.Literal:
-        choices = [str(value) for value in typing.get_args(hint)]
-        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if origin in (Union, UnionType):
-        return " or ".join(valid_values(part) for part in typing.get_args(hint))
-    if origin in (list, tuple):
-        return "a list such as [a, b]"
-    return "a mapping such as {name: value}"
-
-
-def _plain(value: Any, inside: bool = False) -> Any:
-    """Parse the strings inside untyped mappings (`--head.num_heads 2`) as YAML does."""
-    if isinstance(value, dict):
-        return {name: _plain(child, inside=True) for name, child in value.items()}
-    if not inside or not isinstance(value, str):
-        return value
-    if re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", value):
-        return float(value)  # YAML reads 1e-3, which has no dot, as a string
-    return yaml.safe_load(value)
-
-
 def option_types(kind: type, before: str = "") -> dict[str, Any]:
     """List the types of a command's options, nested ones included, by their dotted names."""
     types: dict[str, Any] = {}
@@ -355,9 +322,9 @@ def option_types(kind: type, before: str = "") -> dict[str, Any]:
     return types
 
 
-def is_or_holds(hint: Any, wanted: type) -> bool:
-    """Whether a type is `wanted`, or a union with it, such as list[str] | None."""
-    return wanted in (hint, typing.get_origin(hint), *typing.get_args(hint))
+def kinds_of(hint: Any) -> set[Any]:
+    """The types of a union, without their arguments: list and NoneType of list[str] | None."""
+    return {typing.get_origin(part) or part for part in parts_of(hint)}
 
 
 def spelled(name: str) -> str:

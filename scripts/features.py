@@ -42,14 +42,15 @@ def precompute(config: TrainConfig, source: OpenSource | None = None) -> None:
     # Not before the options are known to be good: these imports take seconds.
     from headstart.console import log
     from headstart.train.data.token_cache import lengths_of
-    from headstart.train.engines import end_together, resolved, start
+    from headstart.train.engines import check_launch, end_together, resolved, start
     from headstart.train.features.filling import fill_folder
     from headstart.train.features.online import cache_bytes, open_cache
-    from headstart.train.loop import load_inputs
+    from headstart.train.inputs import load_inputs
     from headstart.train.run_folder import as_begun
 
     # 1. Load what a training run with these options would, in the same dtypes.
     config = as_begun(config)
+    check_launch(config)
     accelerator, _ = start(config)
     config = resolved(config, accelerator)
     inputs = load_inputs(config, accelerator, outer=source is not None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headstart.console import console, log
+from headstart.options import limited
 from headstart.scripts.command_line import SamplingOptions, options, recorded
 
 if TYPE_CHECKING:
@@ -30,13 +31,12 @@ class GenerateConfig(SamplingOptions):
     most_used = ("target", "head", "prompt", "max_new_tokens", "temperature")
     texts = ("prompt",)
     takes_encoder_decoders: ClassVar[bool] = True
-    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 0, "temperature": 0, "top_k": 0}
 
     prompt: str = ""
     """The user's message."""
     compare: bool = False
     """Let stock `model.generate` answer first, and print both rates."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = limited(256, minimum=0)
     """Longest answer, in tokens."""
     record: str | None = None
     """Folder in which to record the answer with the target's states, for training; null for none.

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headstart.console import console, log
-from headstart.options import CommandOptions
+from headstart.options import CommandOptions, limited
 from headstart.scripts.command_line import options
 from headstart.scripts.verify import PROMPTS, misreadings
 
@@ -42,7 +42,6 @@ class ServeCheckConfig(CommandOptions):
 
     required = ("head", "target")
     most_used = ("target", "head", "python")
-    minimum: ClassVar[dict[str, float]] = {"draft_length": 1, "max_new_tokens": 8}
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""
@@ -51,9 +50,9 @@ class ServeCheckConfig(CommandOptions):
     package."""
     python: str = sys.executable
     """Python of the environment that has vLLM."""
-    draft_length: int | None = None
+    draft_length: int | None = limited(None, minimum=1)
     """Tokens drafted in each round; null for the number in the card's command: 3, or a block."""
-    max_new_tokens: int = 48
+    max_new_tokens: int = limited(48, minimum=8)
     """Longest answer to each prompt, in tokens."""
 
 

@@ -13,9 +13,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from headstart.console import counted, log
+from headstart.options import limited
 from headstart.scripts.command_line import SamplingOptions, options
 
 if TYPE_CHECKING:
@@ -38,18 +39,12 @@ class TraceConfig(SamplingOptions):
     required = ("target",)
     most_used = ("target", "head", "prompt", "output", "max_new_tokens")
     texts = ("prompt",)
-    minimum: ClassVar[dict[str, float]] = {
-        "max_new_tokens": 1,
-        "temperature": 0,
-        "top_k": 0,
-        "limit": 1,
-    }
 
     prompt: str = ""
     """The user's message."""
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts for the report."""
-    limit: int | None = None
+    limit: int | None = limited(None, minimum=1)
     """Use only the first prompts of each file; null for all."""
     output: str = "trace.html"
     """HTML file to write: the page, or the report."""

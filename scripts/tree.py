@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from headstart.console import console, counted, log
+from headstart.options import limited
 from headstart.scripts.command_line import DecodingOptions, options
 
 if TYPE_CHECKING:
@@ -40,22 +41,16 @@ class TreeConfig(DecodingOptions):
 
     required = ("target", "head", "prompts")
     most_used = ("target", "head", "prompts", "nodes", "max_new_tokens")
-    minimum: ClassVar[dict[str, float]] = {
-        "limit": 1,
-        "max_new_tokens": 2,
-        "nodes": 2,
-        "temperature": 0,
-    }
 
     head: str = ""
     """The head's checkpoint folder; the tree is written into it."""
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts on whose answers acceptance is measured."""
-    limit: int | None = None
+    limit: int | None = limited(None, minimum=1)
     """Use only the first prompts of each file; null for all."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = limited(64, minimum=2)
     """Tokens of each answer."""
-    nodes: int | None = None
+    nodes: int | None = limited(None, minimum=2)
     """Size of the tree, the root counted; null for the one that is fastest here."""
 
 

@@ -12,9 +12,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from headstart.console import console, log
+from headstart.options import limited
 from headstart.scripts.command_line import TargetOptions, options
 
 if TYPE_CHECKING:
@@ -43,11 +44,10 @@ class VerifyConfig(TargetOptions):
 
     required = ("head", "target")
     most_used = ("target", "head")
-    minimum: ClassVar[dict[str, float]] = {"max_new_tokens": 8}
 
     head: str = ""
     """The head's checkpoint folder or Hub id."""
-    max_new_tokens: int = 48
+    max_new_tokens: int = limited(48, minimum=8)
     """Longest answer to each of the built-in prompts, in tokens."""
 
 

@@ -10,7 +10,7 @@ import torch
 
 from headstart.addons.record import record
 from headstart.files import at_home, write_whole
-from headstart.heads import DraftHead
+from headstart.heads import load_head, save_head
 from headstart.inference import Retrieval, SpeculativeLM, load_tokenizer, tree_policy
 from headstart.inference.drafters.ngram_index import Datastore
 from headstart.inference.drafters.specs import drafter_spec
@@ -86,9 +86,9 @@ def test_what_python_loads_and_writes(home, target_folder, tools, monkeypatch):
     shutil.copytree(target_folder, home / "target")
     lm = SpeculativeLM.from_pretrained("~/target", compile=False)
     assert lm.target.name == f"{home}/target"
-    tools.head_for(lm.target, "medusa", num_heads=2).save_pretrained("~/head")
+    save_head(tools.head_for(lm.target, "medusa", num_heads=2), "~/head")
     assert str(home / "head") in (home / "head" / "custom_generate" / "generate.py").read_text()
-    DraftHead.from_pretrained("~/head")
+    load_head("~/head")
     lm = SpeculativeLM.from_pretrained(lm.target, head="~/head", compile=False)
     lm.use_head("~/head")
     tokenizer = load_tokenizer("~/target")

@@ -5,13 +5,11 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
-from ..options import CommandOptions, Dtype, template_variables
+from ..options import CommandOptions, Dtype, limited, template_variables
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,6 @@ class SelfMadeConfig(CommandOptions):
 
     required = ("target", "output")
     most_used = ("target", "output", "prompts", "head", "conversations")
-    minimum: ClassVar[dict[str, float]] = {
-        "conversations": 1,
-        "batch_size": 1,
-        "answer_tokens": 1,
-        "prompt_tokens": 1,
-        "temperature": 0,
-    }
 
     target: str = ""
     """The model: a folder, a Hub id, a GGUF file, or package:NAME for the GGUF file of a Python
@@ -43,16 +34,16 @@ class SelfMadeConfig(CommandOptions):
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
     writes other text."""
-    conversations: int = 1000
+    conversations: int = limited(1000, minimum=1)
     """Number of conversations; at most one for each given prompt."""
-    batch_size: int = 16
+    batch_size: int = limited(16, minimum=1)
     """Conversations generated at the same time; a finished one makes room for the next."""
     target_dtype: Dtype = "fastest"
     """Data type of the model's weights; fastest takes the fastest one here that is as exact as the
     checkpoint's own, auto the checkpoint's own."""
-    temperature: float = 0.8
+    temperature: float = limited(0.8, minimum=0)
     """Sampling temperature of answers; 0 for greedy decoding."""
-    answer_tokens: int = 256
+    answer_tokens: int = limited(256, minimum=1)
     """Longest answer, in tokens."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template. Training needs
@@ -64,19 +55,19 @@ class SelfMadeConfig(CommandOptions):
     """Whether prompts that cannot be answered are left out, named and written to
     OUTPUT.rejected.jsonl, or end the command: rows without a message of the user, refused by the
     chat template, or too long for the model."""
-    bad_rows_limit: float | None = None
+    bad_rows_limit: float | None = limited(None, minimum=0, maximum=1)
     """Share of the prompts that may be left out so, beyond which they end the command; null for 1
     %, or ten prompts where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
     """Whether answers are kept that were cut off after `answer_tokens`; training does not learn
     their end."""
-    prompt_temperature: float = 1.0
+    prompt_temperature: float = limited(1.0, above=0)
     """Sampling temperature of generated prompts."""
-    prompt_min_p: float = 0.05
+    prompt_min_p: float = limited(0.05, minimum=0, maximum=1)
     """Tokens less likely than this share of the best one are not sampled in generated prompts."""
-    prompt_tokens: int = 128
+    prompt_tokens: int = limited(128, minimum=1)
     """Longest generated prompt, in tokens; one that does not end by itself is dropped."""
-    min_distinct: float = 0.3
+    min_distinct: float = limited(0.3, minimum=0, maximum=1)
     """Texts in which a smaller share of the 4-grams is distinct are dropped as degenerate; 0 keeps
     all."""
     seed: int = 0
@@ -86,12 +77,6 @@ class SelfMadeConfig(CommandOptions):
         super().__post_init__()
         # Called for its error: they may contradict each other.
         template_variables(self.thinking, self.template_kwargs)
-        if self.prompt_temperature <= 0:
-            raise ValueError(f"prompt_temperature must be above 0, not {self.prompt_temperature}")
-        for name in ("min_distinct", "prompt_min_p", "bad_rows_limit"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
 
 
 def head_options(config: TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -110,13 +95,13 @@ class DataConfig:
     `conversations`, `prompt` and `completion`, or tokens (`input_ids` and `loss_mask`). With
     features.mode stored or cached, the default is the texts that features.folder holds with their
     states."""
-    max_length: int = 1024
+    max_length: int = limited(1024, minimum=3)
     """Tokens after which a conversation is truncated."""
-    held_out: float = 0.02
+    held_out: float = limited(0.02, above=0, below=1)
     """Share of the conversations that is held out from training, for evaluation."""
-    held_out_limit: int | None = 1000
+    held_out_limit: int | None = limited(1000, minimum=1)
     """Conversations that are held out at most; null for no limit."""
-    max_conversations: int | None = None
+    max_conversations: int | None = limited(None, minimum=1)
     """Use only this many, the first ones; null for all."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template."""
@@ -126,7 +111,7 @@ class DataConfig:
     bad_rows: Literal["skip", "refuse"] = "skip"
     """Whether rows that cannot be used are left out, named and written to rejected.jsonl, or end
     the run."""
-    bad_rows_limit: float | None = None
+    bad_rows_limit: float | None = limited(None, minimum=0, maximum=1)
     """Share of the rows that may be left out so, beyond which they end the run; null for 1 %, or
     ten rows where that is at most a tenth of all."""
     weights: list[float] | None = None
@@ -138,10 +123,10 @@ class DataConfig:
     cache: str | None = None
     """Folder of the tokenized conversations; null for `data` in ~/.cache/headstart, or in
     $HEADSTART_CACHE."""
-    num_proc: int | None = None
+    num_proc: int | None = limited(None, minimum=1)
     """Processes that tokenize what the cache does not hold; null for the cores, or fewer for few
     conversations."""
-    workers: int | None = None
+    workers: int | None = limited(None, minimum=0)
     """Processes on each rank that read batches ahead, 0 for none; null for 2 beside an accelerator
     or with features.mode served, 0 on a CPU."""
 
@@ -161,7 +146,7 @@ class FeaturesConfig:
     folder."""
     format: Literal["bfloat16", "float32", "int8"] = "bfloat16"
     """How states are stored; int8 has a scale for each token and layer."""
-    limit: float = 20.0
+    limit: float = limited(20.0, minimum=0)
     """GiB on disk that auto takes at most."""
     repair: bool = False
     """Remove shards that are corrupt, so that their states are computed again."""
@@ -193,48 +178,42 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw; or muon for the matrices inside the head and AdamW for the rest."""
-    lr: float = 1e-3
+    lr: float = limited(1e-3, above=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's running means."""
     weight_decay: float = 0.0
     """Decoupled weight decay per step, times the learning rate."""
-    warmup: float = 0.1
+    warmup: float = limited(0.1, minimum=0, maximum=1)
     """Share of the steps over which the learning rate rises."""
     schedule: Literal["cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"] = (
         "cosine"
     )
     """How the learning rate falls after that, by transformers' name."""
-    clip: float = 1.0
+    clip: float = limited(1.0, above=0)
     """Gradient norm above which gradients are scaled down."""
-    ema: float = 0.0
+    ema: float = limited(0.0, minimum=0, below=1)
     """Decay per step of a moving average of the weights, which is then evaluated and saved; 0 for
     none."""
-
-
-def is_window(text: str) -> bool:
-    """Whether a text is a window of steps, such as 10:12."""
-    window = re.fullmatch(r"(\d+):(\d+)", text)
-    return window is not None and 1 <= int(window[1]) <= int(window[2])
 
 
 @dataclass(frozen=True)
 class LoopConfig:
     """Duration, batches, arithmetic, and how often to log, evaluate and save."""
 
-    epochs: float = 2.0
+    epochs: float = limited(2.0, above=0)
     """Passes over the training conversations."""
-    max_steps: int | None = None
+    max_steps: int | None = limited(None, minimum=1)
     """Stop after this many optimizer steps; null for all of `epochs`."""
-    batch_size: int = 8
+    batch_size: int = limited(8, minimum=1)
     """Rows per optimizer step, over all processes and forwards; a row is a conversation, unless
     data.pack."""
-    micro_batch: int | None = None
+    micro_batch: int | None = limited(None, minimum=1)
     """Rows per forward on each process; null for its whole share of a step."""
     batch_tokens: int | None = None
     """Tokens per optimizer step, padding included, over all processes and forwards, in rows of
     similar length; null for `batch_size` rows."""
-    micro_tokens: int | None = None
+    micro_tokens: int | None = limited(None, minimum=1)
     """With batch_tokens: tokens per forward on each process, about; null for its whole share of a
     step."""
     recompute: bool = False
@@ -242,35 +221,35 @@ class LoopConfig:
     them."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the head's arithmetic; its weights and the optimizer stay float32. auto takes
-    bfloat16 where that is faster than float32."""
+    bfloat16 where that is faster than float32; in float16 gradients would underflow."""
     save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the heads in best/ and last/; checkpoints to resume from keep float32."""
     seed: int = 0
     """Seed of the data order and of all random draws."""
-    log_every: int = 10
+    log_every: int = limited(10, minimum=1)
     """Steps between two lines of losses."""
-    eval_every: int = 200
+    eval_every: int = limited(200, minimum=0)
     """Steps between two evaluations of real acceptance; 0 for only the last."""
-    save_every: int = 200
+    save_every: int = limited(200, minimum=0)
     """Steps between two checkpoints to resume from; 0 for only the last."""
-    save_minutes: float | None = None
+    save_minutes: float | None = limited(None, above=0)
     """Minutes of training between two checkpoints, besides those of `save_every`; null for none."""
     save_in_background: bool = True
     """Write these checkpoints from a copy in host memory, which is as large as one, while steps go
     on; DeepSpeed's are written before the next step."""
-    keep: int = 2
+    keep: int = limited(2, minimum=1)
     """Checkpoints to resume from that are kept, the newest ones."""
-    patience: int = 0
+    patience: int = limited(0, minimum=0)
     """Stop after this many evaluations in a row in which real acceptance was below the best
     although the held-out loss fell; 0 never stops early."""
-    timeout: float = 30.0
+    timeout: float = limited(30.0, above=0)
     """Minutes that a process waits for the others: at least as long as the slowest checkpoint or
     evaluation takes."""
     shard_over: Literal["machine", "all"] = "machine"
     """Processes over which FSDP2 shards the head, and target_placement shard the target: those of
     each machine, with a copy on every machine, or all."""
-    profile: str | None = None
-    """First and last step, such as 10:12, of which torch's profiler writes a trace to the run's
+    profile: tuple[int, int] | None = None
+    """First and last step, such as [10, 12], of which torch's profiler writes a trace to the run's
     folder `profile`."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Experiment tracker that gets the numbers, through accelerate; `tracking` sets its names."""
@@ -301,7 +280,7 @@ class TrackingConfig:
     name and a digest of its path."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run; those of WANDB_TAGS if there are none here."""
-    samples: int = 4
+    samples: int = limited(4, minimum=0)
     """Held-out prompts that are answered at each evaluation for a table of answers with accepted
     tokens marked; 0 for none."""
     upload: bool = True
@@ -312,10 +291,10 @@ class TrackingConfig:
 class AdapterConfig:
     """LoRA on the target, trained jointly with the heads (Medusa-2)."""
 
-    rank: int = 0
+    rank: int = limited(0, minimum=0)
     """Rank of the update of each matrix, 32 as published; 0 trains no adapter and leaves the target
     as it is."""
-    alpha: int = 16
+    alpha: int = limited(16, above=0)
     """The update is scaled by alpha / rank."""
     modules: list[str] = field(
         default_factory=lambda: [
@@ -329,44 +308,26 @@ class AdapterConfig:
         ]
     )
     """Linear layers of the target that get one, by the last part of their names."""
-    heads_first: float = 0.5
+    heads_first: float = limited(0.5, minimum=0, maximum=1)
     """Share of the steps in which only the heads learn."""
-    head_lr_ratio: float = 4.0
+    head_lr_ratio: float = limited(4.0, above=0)
     """The adapter's learning rate is optim.lr divided by this."""
-    keep_base: float = 1.0
+    keep_base: float = limited(1.0, minimum=0)
     """Weight of the KL term that holds the adapted model to the original, relative to the heads'
     loss."""
-
-    def __post_init__(self) -> None:
-        if (
-            self.rank < 0
-            or self.alpha <= 0
-            or self.head_lr_ratio <= 0
-            or self.keep_base < 0
-            or not self.modules
-        ):
-            raise ValueError(
-                "adapter needs a rank of at least 0, alpha and head_lr_ratio above 0, keep_base of"
-                f" at least 0 and some modules, not {self.rank}, {self.alpha},"
-                f" {self.head_lr_ratio}, {self.keep_base} and {self.modules}"
-            )
-        if not 0 <= self.heads_first <= 1:
-            raise ValueError(
-                f"adapter.heads_first is a share between 0 and 1, not {self.heads_first}"
-            )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Real acceptance on held-out conversations, through the decoder itself."""
 
-    prompts: int = 16
+    prompts: int = limited(16, minimum=1)
     """Held-out prompts that are answered with the head."""
-    new_tokens: int = 64
+    new_tokens: int = limited(64, minimum=2)  # the first is the prefill's
     """Tokens of each answer."""
-    conversations: int = 64
+    conversations: int = limited(64, minimum=1)
     """Held-out conversations on which the accuracies behind the static tree are measured."""
-    nodes: int = 12
+    nodes: int = limited(12, minimum=2)
     """Size of the trees that are measured and of the one that is saved with the head, the root
     counted."""
 
@@ -375,30 +336,8 @@ class EvalConfig:
 class TrainConfig(CommandOptions):
     """All that a run of `headstart train` depends on."""
 
-    required = ("target", "output", "data.sources")
+    required = ("target", "output", "data.sources", "adapter.modules")
     most_used = ("target", "head", "data.sources", "output", "optim.lr")
-    minimum: ClassVar[dict[str, float]] = {
-        "data.max_length": 3,
-        "data.held_out_limit": 1,
-        "data.max_conversations": 1,
-        "data.num_proc": 1,
-        "data.workers": 0,
-        "features.limit": 0,
-        "loop.max_steps": 1,
-        "loop.batch_size": 1,
-        "loop.micro_batch": 1,
-        "loop.micro_tokens": 1,
-        "loop.log_every": 1,
-        "loop.eval_every": 0,
-        "loop.save_every": 0,
-        "loop.keep": 1,
-        "loop.patience": 0,
-        "eval.prompts": 1,
-        "eval.new_tokens": 2,  # the first is the prefill's
-        "eval.conversations": 1,
-        "eval.nodes": 2,
-        "tracking.samples": 0,
-    }
     free_to_change: ClassVar[tuple[str, ...]] = ()
     """Options of a subclass that may differ when a run resumes."""
 
@@ -450,7 +389,7 @@ class TrainConfig(CommandOptions):
 
     def __post_init__(self) -> None:
         self._take_stored_texts()
-        super().__post_init__()  # what is required, and minima
+        super().__post_init__()  # what is required, types and limits
         data = self.data
         features = self.features
         optim = self.optim
@@ -488,32 +427,14 @@ class TrainConfig(CommandOptions):
                 "loop.micro_tokens divides loop.batch_tokens, which is not given; choose"
                 " loop.micro_batch"
             )
-        if data.bad_rows_limit is not None and not 0 <= data.bad_rows_limit <= 1:
-            raise ValueError(
-                f"data.bad_rows_limit is a share between 0 and 1, not {data.bad_rows_limit}"
-            )
-        if not 0 < data.held_out < 1:
-            raise ValueError(f"data.held_out is a share between 0 and 1, not {data.held_out}")
         if loop.batch_tokens is not None and loop.batch_tokens < data.max_length:
             raise ValueError(
                 f"loop.batch_tokens must be at least {data.max_length}, not {loop.batch_tokens}"
             )
-        for name in ("loop.epochs", "loop.timeout", "loop.save_minutes", "optim.lr", "optim.clip"):
-            value = attrgetter(name)(self)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be above 0, not {value}")
-        if not 0 <= optim.ema < 1:
-            raise ValueError(f"optim.ema is a decay of at least 0 and below 1, not {optim.ema}")
-        if not 0 <= optim.warmup <= 1:
-            raise ValueError(f"optim.warmup is a share between 0 and 1, not {optim.warmup}")
-        if loop.profile is not None and not is_window(loop.profile):
+        if loop.profile is not None and not 1 <= loop.profile[0] <= loop.profile[1]:
             raise ValueError(
-                "loop.profile takes the first and the last step, such as 10:12, not"
+                "loop.profile takes the first and the last step, such as [10, 12], not"
                 f" {loop.profile!r}"
-            )
-        if loop.tracker not in TRACKERS:
-            raise ValueError(
-                f"unknown loop.tracker {loop.tracker!r}; choose from {', '.join(TRACKERS)}"
             )
         for name in ("project", "entity", "group", "name", "tags"):
             if getattr(self.tracking, name) and name not in TRACKERS[loop.tracker]:
@@ -535,11 +456,6 @@ class TrainConfig(CommandOptions):
             raise ValueError(
                 "an adapter changes the target's states, so it needs features.mode online, and"
                 f" optim.name adamw, not {features.mode} and {optim.name}"
-            )
-        if loop.precision not in ("auto", "float32", "bfloat16"):
-            raise ValueError(
-                f"loop.precision {loop.precision!r} is none to train in; choose from auto, float32,"
-                " bfloat16 (gradients underflow in float16; target_dtype may be float16)"
             )
         if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
             raise ValueError(

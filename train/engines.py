@@ -98,26 +98,14 @@ Value = TypeVar("Value")
 def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     """Join the other processes, if any; return the accelerator and this process's share of steps.
 
+    `check_launch` has refused what the environment alone decides.
+
     Raises:
         ValueError: the launch file contradicts the config, or its engine cannot train it.
     """
-    # 1. Refuse what the launch file asks for and the config does not.
-    check_launch(config)
+    # 1. Set the environment that accelerate, DeepSpeed and transformers read.
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        if os.environ.get("FSDP_VERSION", "1") != "2":
-            raise ValueError(
-                "the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version"
-                " to 2"
-            )
-        if not several:
-            raise ValueError(
-                "the launch file asks for FSDP2, and one process has nothing to shard; launch"
-                " several"
-            )
-
-    # 2. Set the environment that accelerate, DeepSpeed and transformers read.
     on_cpu = not torch.accelerator.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     group = InitProcessGroupKwargs(
@@ -127,7 +115,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # With this on, transformers would load the target's weights on the first process only.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    # 3. Join the processes. For FSDP2 accelerate joins them as for DDP; `shard` shards later.
+    # 2. Join the processes. For FSDP2 accelerate joins them as for DDP; `shard` shards later.
     fsdp = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         accelerator = Accelerator(
@@ -152,7 +140,7 @@ def start(config: TrainConfig) -> tuple[Accelerator, Share]:
     if torch.distributed.is_initialized():
         GROUPS.append(torch.distributed.group.WORLD)
 
-    # 4. Check what the processes turned out to be.
+    # 3. Check what the processes turned out to be.
     share = Share.of_loop(config.loop, accelerator.process_index, accelerator.num_processes)
     check_engine(requested_engine(accelerator), config)
     check_accumulation(share)
@@ -178,6 +166,14 @@ def check_launch(config: TrainConfig) -> None:
                 f"the launch file has {name} {value!r} ({variable} in the environment), but"
                 f" {reason}; set it to {harmless!r}"
             )
+    if fsdp and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ValueError(
+            "the launch file asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2"
+        )
+    if fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise ValueError(
+            "the launch file asks for FSDP2, and one process has nothing to shard; launch several"
+        )
 
 
 def check_accumulation(share: Share) -> None:

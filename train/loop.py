@@ -15,10 +15,9 @@ callbacks=[Stop()])` runs this one:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,42 +34,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import record_function
-from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar, log
-from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
-from ..heads.checkpoints.save_load import copy_weights, load_head, save_head
-from ..heads.layers.draft_vocab import favouring
-from ..heads.mtp.native import NATIVE
-from ..heads.objective import Objective
-from ..inference.engines.target import Target
-from ..inference.head_loading import native_head
+from ..heads.base import CheckpointMetadata, HeadOutput
+from ..heads.checkpoints.save_load import save_head
 from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
-from ..inference.replay import ReplayTarget
 from ..inference.targets.dtypes import dtype_named
-from ..inference.targets.loading import load_tokenizer, target_facts
 from ..inference.targets.provenance import provenance
-from ..inference.text.chat_template import data_origin, warn_of_unread_variables
 from ..stopping import StopFlag, Stopped, stop_on_signals
 from .config import TrainConfig
-from .data.bad_rows import settle_unused_rows
-from .data.batches import Batch, Order, Share, Step, Steps, loaded, worker_deaths_explained
-from .data.chat_template import Example
-from .data.conversations import Source, open_sources
-from .data.split import check_renders, rendering, split_cache
-from .data.token_cache import (
-    Rendering,
-    TokenCache,
-    TokenizedSequences,
-    cached_sequences,
-    count_answer_tokens,
-    digest_of,
-    lengths_of,
-)
+from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
     autocast,
+    check_launch,
     end_together,
     from_main,
     prepare,
@@ -79,19 +57,13 @@ from .engines import (
     start,
     state_dtype,
 )
-from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
-from .features.by_mode import (
-    check_outside_source,
-    check_source,
-    feature_source,
-    needs_no_target,
-    open_source,
-)
+from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
+from .features.by_mode import check_outside_source, feature_source
 from .features.online import OnlineFeatures, online_features
-from .features.placement import load_target
-from .features.sources import OpenSource, StateSource
+from .features.sources import OpenSource
 from .features.stored import StoredFeatures, StoredReplay
 from .head import head_of, objective_of
+from .inputs import Inputs, load_inputs
 from .lost_processes import lost_processes_explained
 from .machines import require_shared
 from .optim import apply_settings, build_optimizer, settings_of
@@ -185,53 +157,37 @@ def train(
         Stopped: Ctrl-C or SIGTERM, once a checkpoint has been written.
         Exception: a callback's, once a checkpoint has been written.
     """
+    # 1. Refuse what cannot run, before anything is built. Then join the other processes.
     config = as_begun(config)
+    check(config, source)
     accelerator, share = start(config)
     run = RunFolder(Path(config.output), accelerator, config.loop.timeout)
     with lost_processes_explained(accelerator, run.newest):
-        return train_in(run, share, config, callbacks, source)
+        config = resolved(config, accelerator)
+        # Before the head is built: its first weights come from torch's global generator.
+        set_seed(config.loop.seed)
 
+        # 2. Take the folder, or check that the run in it has these options. It must be the same
+        # one on every machine.
+        require_shared(accelerator, run.folder, "output")
+        if config.features.mode != "online" and config.features.folder is not None:
+            require_shared(accelerator, Path(config.features.folder), "features.folder")
+        run.claim(config)
 
-def train_in(
-    run: RunFolder,
-    share: Share,
-    config: TrainConfig,
-    callbacks: Sequence[Callback],
-    source: OpenSource | None,
-) -> Path:
-    """Do the work of `train` once all processes have been joined."""
-    accelerator = run.accelerator
-    config = resolved(config, accelerator)
-    # Before the head is built: its first weights come from torch's global generator.
-    set_seed(config.loop.seed)
+        # 3. A finished run has nothing to do. It may have been killed before its report was
+        # written.
+        if from_main(accelerator, run.last.exists()):
+            log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
+            if accelerator.is_main_process and not (run.folder / "report.md").exists():
+                log.info(f"the report: {write_report(run.folder)}")
+            end_together(accelerator)
+            return run.folder
 
-    # 1. The folders must be the same ones on every machine.
-    require_shared(accelerator, run.folder, "output")
-    if config.features.mode != "online" and config.features.folder is not None:
-        require_shared(accelerator, Path(config.features.folder), "features.folder")
-    # 2. Take the folder, or check that the run in it has these options.
-    run.claim(config)
-
-    # 3. A finished run has nothing to do. It may have been killed before its report was written.
-    if from_main(accelerator, run.last.exists()):
-        log.info(f"{run.folder} is finished: its heads are {run.best} and {run.last}")
-        if accelerator.is_main_process and not (run.folder / "report.md").exists():
-            log.info(f"the report: {write_report(run.folder)}")
-        end_together(accelerator)
-        return run.folder
-
-    # 4. Train. The tracker learns of a failure, whatever raised it.
-    check_tracker(config)
-    tracker = Tracker(accelerator)
-    called = Callbacks(callbacks, accelerator.is_main_process)
-    failed = True
-    try:
-        unfinished = run_steps(run, share, config, tracker, called, source)
-        failed = False
-    finally:
-        run.close()
-        tracker.close(run.best, failed)
-    accelerator.end_training()
+        # 4. Train. The tracker learns of a failure, whatever raised it.
+        called = Callbacks(callbacks, accelerator.is_main_process)
+        with Tracker(accelerator, run.best) as tracker, closing(run):
+            unfinished = Trainer(run, share, config, tracker, called, source).train()
+        accelerator.end_training()
 
     # 5. Tell the caller why the run stopped. A callback's own exception comes first.
     if called.error is not None:
@@ -241,413 +197,255 @@ def train_in(
     return run.folder
 
 
-def run_steps(
-    run: RunFolder,
-    share: Share,
-    config: TrainConfig,
-    tracker: Tracker,
-    callbacks: Callbacks,
-    source: OpenSource | None,
-) -> str | None:
-    """Make a run's remaining steps, with evaluations and checkpoints between them.
+def check(config: TrainConfig, source: OpenSource | None) -> None:
+    """Refuse a run that cannot start here; what options alone decide, `TrainConfig` has refused.
 
-    Ctrl-C and SIGTERM set a flag, which is looked at after each step and between the parts of an
-    evaluation.
-
-    Returns:
-        How far the run has come if it was stopped, once a checkpoint has been written; else None.
+    Raises:
+        ValueError: what is wrong, and what is valid.
     """
-    accelerator = run.accelerator
+    check_launch(config)  # the launch file, and what is left in the environment
+    objective_of(config)  # options of the head, and whether it can be trained on this objective
+    check_outside_source(config, source)
+    check_tracker(config)  # its package, and its key
 
-    # 1. Load the data, the target and the head, and compare them with those of an earlier start.
-    inputs = load_inputs(config, accelerator, run.folder, outside=source)
-    run.settle(config, inputs.digests)
-    target = inputs.target
-    head = inputs.head.to(accelerator.device)
-    training = inputs.training
-    size = sum(parameter.numel() for parameter in head.parameters())
-    steps = config.loop.max_steps or inputs.order.count(config.loop.epochs)
 
-    # 2. Build the module and its optimizer.
-    state = build_state(run, share, inputs, config, steps)
-    run.check_space(checkpoint_bytes(state.module), config.loop.keep)
-    # Heads that draw while they train must not draw the same on every process.
-    torch.manual_seed(config.loop.seed + share.process)
+class Trainer:
+    """A run from its newest checkpoint, or its first step, to its last: built here, then trained.
 
-    # 3. Continue from the newest checkpoint, if there is one. It replaces weights, optimizer,
-    # schedule and random state. The options of the optimizer are those of this start.
-    settings = settings_of(state.schedule)
-    progress = run.resume(actual_engine(state.module))
-    apply_settings(state.schedule, settings)
-    tracker.start(config, progress.step)
-    # The run had already stopped early, and was killed before its last evaluation: no step is left.
-    if 0 < config.loop.patience <= progress.falling:
-        steps = progress.step
-    log.info(
-        f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens cover"
-        f" {inputs.coverage:.2%} of the answers; {len(training)} sequences to train on,"
-        f" {len(inputs.held_out)} held out; {progress.engine}; step {progress.step} of {steps}"
-    )
+    Between two steps it evaluates and saves; `metrics` reports and tracks, `profiler` profiles, and
+    `callbacks` are the user's.
+    """
 
-    # 4. Open what yields the target's features, and the instruments that watch the steps.
-    epochs = steps / inputs.order.steps_in(0)
-    features = feature_source(
-        accelerator,
-        target,
-        head,
-        inputs.provenance,
-        training,
-        config,
-        epochs,
-        inputs.source,
-        source,
-    )
-    cached = config.features.mode in ("cached", "stored", "served")
-    adapted = config.adapter.rank > 0
-    # Counting must not fill the cache of features, so a loaded target computes its own for it.
-    features_of = partial(online_features, target, head) if inputs.source is None else features
-    flops = count_flops(features_of, head, inputs.objective, training[:SAMPLE], cached, adapted)
-    metrics = MetricsLogger(
-        run, tracker, config.loop.log_every, steps, epochs / steps, progress, flops
-    )
-    # Steps before this one train the head alone; from it on, the adapter learns too.
-    joint_from = round(config.adapter.heads_first * steps)
-    profiler = StepProfiler(
-        config.loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
-    )
-    # A batch's shortest row: depth d predicts the token at t + 2 + d, so that a row of
-    # max_depth + 2 tokens gives every depth a gradient on every process.
-    reader = Steps(training, share, head.max_depth + 2, features.read_ahead)
-    workers = config.data.workers
-    if workers is None:
-        # On a CPU workers take cores from the steps, which pays only for states that are served:
-        # a worker then waits for the network.
-        workers = 2 if accelerator.device.type != "cpu" or config.features.mode == "served" else 0
+    def __init__(
+        self,
+        run: RunFolder,
+        share: Share,
+        config: TrainConfig,
+        tracker: Tracker,
+        callbacks: Callbacks,
+        source: OpenSource | None,
+    ) -> None:
+        accelerator = run.accelerator
+        loop = config.loop
+        self.run = run
+        self.config = config
+        self.callbacks = callbacks
 
-    saved_at = time.monotonic()
+        # 1. The target, the data and the head, compared with those of an earlier start.
+        inputs = load_inputs(config, accelerator, run.folder, outside=source)
+        run.settle(config, inputs.digests)
+        self.inputs = inputs
+        self.steps = loop.max_steps or inputs.order.count(loop.epochs)
+        head = inputs.head.to(accelerator.device)
+        size = sum(parameter.numel() for parameter in head.parameters())
 
-    def save(background: bool) -> None:
-        nonlocal saved_at
-        # A run that resumes from here must find the states that it has trained on.
-        features.settle(accelerator)
-        # One write at a time.
-        run.wait()
-        tell_of_saves()  # of the last checkpoint, before the next one may remove it
-        run.save(progress, config.loop.keep, background)
-        tell_of_saves()
-        saved_at = time.monotonic()
+        # 2. The engine and the optimizer.
+        self.state = build_state(run, share, inputs, config, self.steps)
+        run.check_space(checkpoint_bytes(self.state.module), loop.keep)
+        # Heads that draw while they train must not draw the same on every process.
+        torch.manual_seed(loop.seed + share.process)
 
-    def tell_of_saves() -> None:
-        for saved, checkpoint in run.written():
-            callbacks.call("on_save", saved, checkpoint, stop)
+        # 3. The newest checkpoint, if there is one. It replaces weights, optimizer, schedule and
+        # random state. The options of the optimizer are those of this start.
+        settings = settings_of(self.state.schedule)
+        self.progress = progress = run.resume(actual_engine(self.state.module))
+        apply_settings(self.state.schedule, settings)
+        tracker.start(config, progress.step)
+        # The run had already stopped early, and was killed before its last evaluation: no step is
+        # left.
+        if 0 < loop.patience <= progress.falling:
+            self.steps = progress.step
+        # Steps before this one train the head alone; from it on, the adapter learns too.
+        self.joint_from = round(config.adapter.heads_first * self.steps)
+        log.info(
+            f"{type(head).__name__}: {size:,} parameters; its {head.draft_vocab_size:,} tokens"
+            f" cover {inputs.coverage:.2%} of the answers; {len(inputs.training)} sequences to"
+            f" train on, {len(inputs.held_out)} held out; {progress.engine}; step {progress.step}"
+            f" of {self.steps}"
+        )
 
-    def save_is_due() -> bool:
-        minutes = config.loop.save_minutes
-        return minutes is not None and time.monotonic() - saved_at >= 60 * minutes
+        # 4. What yields the target's features.
+        epochs = self.steps / inputs.order.steps_in(0)
+        self.features = feature_source(
+            accelerator,
+            inputs.target,
+            head,
+            inputs.provenance,
+            inputs.training,
+            config,
+            epochs,
+            inputs.source,
+            source,
+        )
 
-    # 5. Make the steps.
-    with stop_on_signals() as stop, worker_deaths_explained():
-        with (
-            ProgressBar("training steps", steps, progress.step) as bar,
-            closing(
-                loaded(
-                    reader, inputs.order, progress.step, workers, accelerator.device.type == "cuda"
-                )
-            ) as batches,
-        ):
-            last_epoch = None
-            stopping = saving = False
-            while True:
-                # 5a. Evaluate between steps. A run that resumes at a step that it has already
-                # evaluated (`progress.judged`) does not do so again, and the last step has an
-                # evaluation of its own below.
-                if (
-                    due(progress.step, config.loop.eval_every)
-                    and progress.judged < progress.step < steps
-                ):
-                    evaluation = evaluate_and_save(state, metrics, stop, callbacks)
-                    if evaluation is None:
+        # 5. What watches the steps.
+        # Counting must not fill the cache of features, so a loaded target computes its own for it.
+        on_target = partial(online_features, inputs.target, head)
+        flops = count_flops(
+            on_target if inputs.source is None else self.features,
+            head,
+            inputs.objective,
+            inputs.training[:SAMPLE],
+            config.features.mode in ("cached", "stored", "served"),
+            config.adapter.rank > 0,
+        )
+        self.metrics = MetricsLogger(
+            run, tracker, loop.log_every, self.steps, epochs / self.steps, progress, flops
+        )
+        self.profiler = StepProfiler(
+            loop.profile, run.folder / "profile", accelerator.process_index, progress.step + 1
+        )
+        self.stop = StopFlag()
+        self.saved_at = time.monotonic()
+
+    def train(self) -> str | None:
+        """Make the remaining steps, with evaluations and checkpoints between them.
+
+        Ctrl-C and SIGTERM set a flag, which is looked at after each step and between the parts of
+        an evaluation.
+
+        Returns:
+            How far the run has come if it was stopped, once a checkpoint has been written; else
+            None.
+        """
+        progress = self.progress
+        metrics = self.metrics
+        epoch = None
+        agreed_on = Wishes()
+        with stop_on_signals() as self.stop, worker_deaths_explained():
+            with (
+                ProgressBar("training steps", self.steps, progress.step) as bar,
+                closing(self.batches()) as batches,
+            ):
+                while True:
+                    # 1. Evaluate, and then save, so that the checkpoint knows of the evaluation.
+                    if not self.evaluate_if_due():
                         break
-                    stops = stops_early(progress, evaluation, config.loop.patience)
-                    if from_main(accelerator, stops):
-                        steps = progress.step
+                    self.save_if_due(agreed_on.save)
 
-                # 5b. Save after the evaluation, so that the checkpoint knows of it.
-                if (
-                    saving or due(progress.step, config.loop.save_every)
-                ) and 0 < progress.step < steps:
-                    save(config.loop.save_in_background)
+                    # 2. Stop? Several processes have agreed on it during the last step; one alone
+                    # can look now, and so before its first step.
+                    alone = self.run.accelerator.num_processes == 1
+                    stopping = self.stop.wanted if alone else agreed_on.stop
+                    if progress.step == self.steps or stopping:
+                        break
 
-                # 5c. Stop? Several processes have agreed on it during the last step; one alone
-                # can look now, and so before its first step.
-                if accelerator.num_processes == 1:
-                    stopping = stop.wanted
-                if progress.step == steps or stopping:
-                    break
+                    # 3. One optimizer step. Steps count from 1; `progress.step` are made so far.
+                    number = progress.step + 1
+                    self.profiler.begin(number)
+                    metrics.start_step()
+                    data = next(batches)
+                    # States that were computed in one epoch are read in the next.
+                    if data.epoch != epoch:
+                        self.features.settle(self.run.accelerator)
+                    epoch = data.epoch
+                    # Processes agree on their wishes in the sum of the loss: the one exchange that
+                    # a step has anyway.
+                    wishes = Wishes(self.stop.wanted, self.wants_to_save())
+                    adapt = progress.step >= self.joint_from
+                    outputs, norm, agreed_on = gradients(
+                        self.state, data, self.features, metrics.clock, number, adapt, wishes
+                    )
+                    lr = update(self.state)
 
-                # 5d. One optimizer step. Steps count from 1; `progress.step` are made so far.
-                profiler.begin(progress.step + 1)
-                metrics.start_step()
-                data = next(batches)
-                # States that were computed in one epoch are read in the next.
-                if data.epoch != last_epoch:
-                    features.settle(accelerator)
-                last_epoch = data.epoch
-                number = progress.step + 1
-                adapt = progress.step >= joint_from
-                # Processes agree on both wishes in the sum of the loss: the one exchange that a
-                # step has anyway.
-                wishes = Wishes(stop.wanted, save_is_due() or run.failed())
-                outputs, norm, agreement = gradients(
-                    state, data, features, metrics.clock, number, adapt, wishes
-                )
-                stopping = agreement.stop
-                saving = agreement.save
-                lr = update(state)
+                    # 4. Count it only now that weights, optimizer and schedule include it.
+                    progress.step = number
+                    progress.answer_tokens += data.answer_tokens
+                    row = metrics.end_step(outputs, norm, lr)
+                    self.callbacks.call("on_step", progress, row, self.stop)
+                    self.tell_of_saves()
+                    self.profiler.end(number)
+                    bar.update(number, metrics.note)
+            self.profiler.close()
+            return self.finish()
 
-                # 5e. Count the step only now that weights, optimizer and schedule include it.
-                progress.step = number
-                progress.answer_tokens += data.answer_tokens
-                callbacks.call("on_step", progress, metrics.end_step(outputs, norm, lr), stop)
-                tell_of_saves()
-                profiler.end(progress.step)
-                bar.update(progress.step, metrics.note)
-        profiler.close()
-        if inputs.source is not None and metrics.stepped > 0:
+    def batches(self) -> Generator[Step]:
+        """Read the batches of the remaining steps ahead."""
+        config = self.config
+        on_cpu = self.run.accelerator.device.type == "cpu"
+        workers = config.data.workers
+        if workers is None:
+            # On a CPU workers take cores from the steps, which pays only for states that are
+            # served: a worker then waits for the network.
+            workers = 0 if on_cpu and config.features.mode != "served" else 2
+        # A batch's shortest row: depth d predicts the token at t + 2 + d, so that a row of
+        # max_depth + 2 tokens gives every depth a gradient on every process.
+        shortest = self.inputs.head.max_depth + 2
+        steps = Steps(self.inputs.training, self.state.share, shortest, self.features.read_ahead)
+        pin = self.run.accelerator.device.type == "cuda"
+        return loaded(steps, self.inputs.order, self.progress.step, workers, pin)
+
+    def evaluate_if_due(self) -> bool:
+        """Evaluate between two steps; return False, on all processes, if that was stopped."""
+        progress = self.progress
+        # A run that resumes at a step that it has already evaluated (`progress.judged`) does not do
+        # so again, and the last step has an evaluation of its own.
+        between = progress.judged < progress.step < self.steps
+        if not (between and due(progress.step, self.config.loop.eval_every)):
+            return True
+        evaluation = evaluate_and_save(self.state, self.metrics, self.stop, self.callbacks)
+        if evaluation is None:
+            return False
+        # Stop early after `patience` evaluations in a row in which the held-out loss fell and
+        # acceptance stayed below its best.
+        loss = sum(evaluation.loss_K)
+        fell = loss < progress.held_out_loss
+        progress.held_out_loss = loss
+        shorter = evaluation.acceptance_length < progress.longest_length
+        progress.falling = progress.falling + 1 if fell and shorter else 0
+        if from_main(self.run.accelerator, 0 < self.config.loop.patience <= progress.falling):
+            self.steps = progress.step
+        return True
+
+    def wants_to_save(self) -> bool:
+        """Whether a checkpoint is due by the clock, or the last one could not be written."""
+        minutes = self.config.loop.save_minutes
+        late = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return late or self.run.failed()
+
+    def save_if_due(self, wanted: bool) -> None:
+        """Save between two steps, if it is due or the processes have agreed on it."""
+        loop = self.config.loop
+        step = self.progress.step
+        if 0 < step < self.steps and (wanted or due(step, loop.save_every)):
+            self.save(loop.save_in_background)
+
+    def save(self, background: bool) -> None:
+        """Write a checkpoint to resume from."""
+        # A run that resumes from here must find the states that it has trained on.
+        self.features.settle(self.run.accelerator)
+        # One write at a time.
+        self.run.wait()
+        self.tell_of_saves()  # of the last checkpoint, before the next one may remove it
+        self.run.save(self.progress, self.config.loop.keep, background)
+        self.tell_of_saves()
+        self.saved_at = time.monotonic()
+
+    def tell_of_saves(self) -> None:
+        """Tell the callbacks of checkpoints that have become complete."""
+        for saved, checkpoint in self.run.written():
+            self.callbacks.call("on_save", saved, checkpoint, self.stop)
+
+    def finish(self) -> str | None:
+        """Save; after the last step, evaluate and report too. Return as `train` does."""
+        step = self.progress.step
+        metrics = self.metrics
+        if self.inputs.source is not None and metrics.stepped > 0:
             log.info(
                 f"steps waited {metrics.waited:.1f} of {metrics.stepped:.1f} s for their states"
             )
-
-        # 6. Save before the last evaluation: killed during it, the run resumes with no step left.
-        save(background=False)
-        if progress.step < steps:
-            return (
-                f"stopped at step {progress.step} of {steps}; the same command resumes from there"
-            )
-        if evaluate_and_save(state, metrics, stop, callbacks, last=True) is None:
+        # Before the last evaluation: killed during it, the run resumes with no step left.
+        self.save(background=False)
+        if step < self.steps:
+            return f"stopped at step {step} of {self.steps}; the same command resumes from there"
+        if evaluate_and_save(self.state, metrics, self.stop, self.callbacks, last=True) is None:
             return "stopped in the last evaluation; the same command resumes from there"
-
-        # 7. All steps are done, and best/ and last/ are written.
-        if accelerator.is_main_process:
-            log.info(f"the report: {write_report(run.folder)}")
-        callbacks.call("on_end", progress, run.folder)
-        end_together(accelerator)
-    return None
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Target, head and data of a run, loaded and checked."""
-
-    target: Target
-    head: DraftHead
-    objective: Objective
-    tokenizer: PreTrainedTokenizerBase
-    provenance: dict[str, Any]
-    """Identity of target and tokenizer, saved with the head."""
-    training: Sequence[Example]
-    """Read from the cache as they are accessed."""
-    held_out: list[Example]
-    order: Order
-    """Order of the training sequences, by steps."""
-    coverage: float
-    """Share of the answers' tokens that are in the draft vocabulary."""
-    digests: dict[str, str]
-    """Of the sequences to train on, the target's weights and the tokenizer."""
-    replay: ReplayTarget | None = None
-    """The target for evaluations; None where training changes it."""
-    source: StateSource | None = None
-    """Where all states come from, if the target's blocks are not loaded."""
-
-
-def load_inputs(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    folder: Path | None = None,
-    outer: bool | None = None,
-    outside: OpenSource | None = None,
-) -> Inputs:
-    """Load data, target and head.
-
-    Args:
-        config: options of the run.
-        accelerator: the processes that load together.
-        folder: where rows that cannot be used are written to a file; None writes none.
-        outer: True loads the target's outer modules only (no blocks), and opens no source of
-            states; None does what `features.mode` says.
-        outside: opens the source of states; None for what `features` names.
-
-    Raises:
-        ValueError: invalid options or data, before the target is loaded.
-    """
-    if outer is None:
-        check_outside_source(config, outside)
-
-    # 1. What costs nothing comes first: mistakes in the options are reported within seconds.
-    objective = objective_of(config)
-    sources = open_sources(config.data.sources, config.data.max_conversations)
-    tokenizer = load_tokenizer(config.target, config.target_revision)
-    check_renders(tokenizer, sources, config.target)
-    if accelerator.is_main_process:
-        warn_of_unread_variables(tokenizer, config.data.thinking, config.data.template_kwargs)
-
-    # 2. The data, before the target, whose loading takes minutes. How they are rendered follows
-    # from facts in the target's config files; if those say too little, the target comes first.
-    without_blocks = needs_no_target(config) if outer is None else outer
-    load = partial(load_target, config, accelerator, without_blocks)
-    known = target_facts(config.target, config.target_revision) or load()
-    how = rendering(config, known, tokenizer)
-    cache, training, held_out = load_data(config, accelerator, sources, how, folder)
-
-    # 3. The target. What it says once loaded outranks its config files.
-    target = known if isinstance(known, Target) else load()
-    actual = rendering(config, target, tokenizer)
-    if actual != how:
-        cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
-
-    # 4. The head, and whether this target can train it and decode with it.
-    head = head_of(config, target.info, target.config)
-    head.recompute = config.loop.recompute
-    target.check_layers(head.feature_layers)
-    target.check_features()
-    target.check_decoding()
-    origin = data_origin(tokenizer, config.data.thinking, config.data.template_kwargs)
-    provenance = {**target.provenance, **origin}
-
-    # 5. The target as evaluations see it: its plain answers are computed once and replayed.
-    replay: ReplayTarget | None = None
-    source: StateSource | None = None
-    if not isinstance(target, OuterTarget):
-        # An adapter changes the target, and with it the answers, from one evaluation to the next.
-        # A sharded target is replayed too: plain answers take a fixed number of forwards, whatever
-        # a process computes. With drafts, a token that rounding decides would give one process a
-        # round more than the others, in which it waits for ever.
-        replay = None if config.adapter.rank > 0 else ReplayTarget(target)
-    elif outer is None:
-        # No blocks are here: the states come from elsewhere, for evaluations too.
-        source = open_source(config, accelerator, target, head, provenance, outside)
-        held_out = judged(held_out, config.eval)
-        check_source(source, accelerator, target, training, held_out)
-        replay = StoredReplay(target, source, held_out)
-    # Called for its error, which should come now and not at the first evaluation.
-    eval_prompts(replay or target, held_out, config.eval)
-
-    # 6. The first weights, and the draft vocabulary: the most frequent tokens of the answers.
-    counts_V = count_answer_tokens(training, target.info.vocab_size)
-    if config.init_from is None:
-        head.initialize(target.modules, counts_V)
-    else:
-        warm_start(head, config.init_from, target, counts_V, provenance)
-    mask_token = getattr(head, "mask_token", None)
-    if mask_token is not None and counts_V[mask_token]:
-        log.info(
-            f"the mask token, {mask_token}, stands {int(counts_V[mask_token])} times in the"
-            " answers: better head.mask_token_id is a token that no text holds"
-        )
-    covered = counts_V[head.vocabulary()].sum() / counts_V.sum()
-
-    # 7. The order of the sequences: which of them each step trains on.
-    data = config.data
-    loop = config.loop
-    sources_of_rows = cache.sources_of(training.conversations)
-    lengths = lengths_of(training)
-    order = Order(
-        lengths,
-        loop.batch_size,
-        loop.seed,
-        data.pack,
-        sources_of_rows,
-        data.weights,
-        loop.batch_tokens,
-    )
-
-    # 8. Digests, by which a run that resumes notices that its inputs have changed. The source of a
-    # sequence matters only where sources have weights.
-    weighted = "" if data.weights is None else str(sources_of_rows)
-    digests = {
-        "data": hashlib.sha256(digest_of(training) + weighted.encode()).hexdigest()[:16],
-        # Unknown where blocks are not loaded and the files name their weights differently.
-        "weights": str(provenance.get("weights", "unknown")),
-        "tokenizer": str(provenance["tokenizer"]),
-    }
-    return Inputs(
-        target,
-        head,
-        objective,
-        tokenizer,
-        provenance,
-        training,
-        held_out,
-        order,
-        float(covered),
-        digests,
-        replay,
-        source,
-    )
-
-
-def load_data(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    sources: list[Source],
-    how: Rendering,
-    folder: Path | None,
-) -> tuple[TokenCache, TokenizedSequences, list[Example]]:
-    """Tokenize the sources, check their rows, and split off the held-out sequences."""
-    cache = cached_sequences(sources, how, config.data.cache, config.data.num_proc)
-    settle_unused_rows(cache, config.data, how.max_length, folder, accelerator.is_main_process)
-    training, held_out = split_cache(cache, config)
-    check_same_everywhere(accelerator, training)
-    return cache, training, held_out
-
-
-def warm_start(
-    head: DraftHead, source: str, target: Target, counts_V: Tensor, provenance: dict[str, Any]
-) -> None:
-    """Start from the weights of another head, or of the target's own MTP head ("mtp").
-
-    The draft vocabulary follows the data: it is the most frequent tokens of these answers, then
-    those of the other head. A token that the other head cannot draft begins with the weights that
-    training is expected to have given it (`with_trained_rows`).
-
-    Raises:
-        ValueError: the other head does not fit this one.
-    """
-    if source == NATIVE:
-        other: DraftHead = native_head(target)
-        metadata = CheckpointMetadata()
-    else:
-        other, metadata = load_head(source, head.target)
-
-    # Refuse a head of another algorithm, tokenizer or computation.
-    if type(other) is not type(head):
-        raise ValueError(f"{source!r} holds a {type(other).__name__}, not a {type(head).__name__}")
-    trained = metadata.provenance.get("tokenizer")
-    if trained not in (None, provenance["tokenizer"]):
-        raise ValueError(
-            f"init_from {source!r} was trained with tokenizer {trained}, not"
-            f" {provenance['tokenizer']}: its draft vocabulary means other tokens; choose a head of"
-            " the same tokenizer, or null"
-        )
-    if (
-        head.draft_vocab_size < head.target.vocab_size
-        or other.draft_vocab_size < other.target.vocab_size
-    ):
-        # Among tokens that the answers hold equally often, those of the other head come first.
-        head.initialize(target.modules, favouring(counts_V, other.vocabulary()))
-    # Options that change what a head computes, so that the weights would mean something else.
-    for name in head.computes:
-        ours = getattr(head.config, name)
-        theirs = getattr(other.config, name)
-        if ours != theirs:
-            raise ValueError(
-                f"init_from {source!r} was made with head.{name} {theirs!r}, and this head has"
-                f" {ours!r}"
-            )
-    try:
-        copy_weights(head, other)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+        # best/ and last/ are written.
+        if self.run.accelerator.is_main_process:
+            log.info(f"the report: {write_report(self.run.folder)}")
+        self.callbacks.call("on_end", self.progress, self.run.folder)
+        end_together(self.run.accelerator)
+        return None
 
 
 @dataclass(frozen=True)
@@ -913,20 +711,6 @@ def training_record(run: RunFolder, config: TrainConfig, progress: Progress) -> 
     return {**record, "changes": changes} if changes else record
 
 
-def stops_early(progress: Progress, evaluation: Evaluation, patience: int) -> bool:
-    """Whether acceptance has stayed below its best while the held-out loss fell.
-
-    It must have done so in `patience` evaluations in a row, which `progress` counts. A patience of
-    0 never stops early.
-    """
-    loss = sum(evaluation.loss_K)
-    fell = loss < progress.held_out_loss
-    progress.held_out_loss = loss
-    shorter = evaluation.acceptance_length < progress.longest_length
-    progress.falling = progress.falling + 1 if fell and shorter else 0
-    return 0 < patience <= progress.falling
-
-
 def agreed(
     accelerator: Accelerator, outputs: list[HeadOutput], wishes: Wishes, norm: Tensor | None = None
 ) -> tuple[float, float, Wishes]:
@@ -971,19 +755,3 @@ def check_finite(
         f" {numbers} (counted from 0 over all sources). The newest checkpoint is"
         f" {newest or 'not yet written'}; {advice}"
     )
-
-
-def check_same_everywhere(accelerator: Accelerator, examples: Sequence[Example]) -> None:
-    """Raise a ValueError if processes read different data: their shares would not make up steps."""
-    # [number of sequences, digest of their tokens], gathered to [processes, 2]
-    count_and_digest = torch.tensor(
-        [len(examples), int.from_bytes(digest_of(examples), "big")], device=accelerator.device
-    )
-    everyone = accelerator.gather(count_and_digest).view(-1, 2).tolist()
-    for process, (count, digest) in enumerate(everyone):
-        if [count, digest] != everyone[0]:
-            raise ValueError(
-                f"process {process} reads other data than process 0: {count} and {everyone[0][0]}"
-                " sequences to train on; give every process the same data.sources, tokenizer and"
-                " options"
-            )

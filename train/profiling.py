@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch's profiler: `--loop.profile 10:12` traces steps 10 to 12."""
+"""Traces of a few steps by torch's profiler: `--loop.profile 10 12` traces steps 10 to 12."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ROWS = 12
 class StepProfiler:
     """Profiles the steps of a window after one warm-up step, and writes a trace per process."""
 
-    def __init__(self, window: str | None, folder: Path, process: int, next_step: int) -> None:
-        """Prepare for a window such as "10:12"; None profiles nothing.
+    def __init__(
+        self, window: tuple[int, int] | None, folder: Path, process: int, next_step: int
+    ) -> None:
+        """Prepare for a window of the first and the last step; None profiles nothing.
 
         A window that begins before `next_step`, the run's next one, is skipped. Traces go to
         `folder`, one for each process.
         """
-        first, _, last = (window or "0:0").partition(":")
-        self.first = int(first)
-        self.last = int(last)
+        self.first, self.last = window or (0, 0)
         self.path = folder / f"steps-{self.first}-to-{self.last}.process-{process}.json.gz"
         self.process = process
         self._profile: Any = None

@@ -26,7 +26,7 @@ from ..plots import plotted
 from .data.batches import Batch, collate
 from .data.chat_template import Example
 from .evaluate import Evaluation, Sample
-from .run_folder import Progress, RunFolder
+from .run_folder import Progress, RunFolder, read_options
 from .tracking import Tracker
 
 PEAK_TFLOPS = {
@@ -412,7 +412,7 @@ def _page(
     folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> list[str]:
     """Return the lines of report.md."""
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    config = read_options(folder / "config.yaml")
     lines = [f"# {config['head']['type']} for {config['target']}", ""]
     # A table with a row for each evaluation and a column for each tree.
     trees = list(evaluations[-1]["eval"])

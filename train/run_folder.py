@@ -36,6 +36,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
+from jsonargparse import get_loader
 from safetensors import SafetensorError
 
 from ..console import log
@@ -190,12 +191,17 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
+def read_options(path: Path) -> Any:
+    """Read a YAML file as the command line does: 1e-3 is a number."""
+    return get_loader("yaml")(path.read_text(encoding="utf-8"))
+
+
 def earlier_options(folder: Path) -> dict[str, Any]:
     """Read the options, by dotted names, of a folder's run; empty while it has no checkpoint."""
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
-    return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return flat(read_options(path))
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
@@ -225,7 +231,7 @@ def _refuse_foreign_config(path: Path) -> None:
     if not path.exists():
         return
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = read_options(path)
     except (yaml.YAMLError, UnicodeDecodeError):
         options = None
     if not isinstance(options, dict) or not {"target", "head", "loop", "optim"} <= options.keys():

@@ -41,8 +41,10 @@ class Tracker:
     sent: the run goes on without its tracker, and log.jsonl has all numbers.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, best: Path) -> None:
+        """Begin nothing yet; `best` is the folder of the best head, which is sent at the end."""
         self.accelerator = accelerator
+        self.best = best
         # The tracker that has begun; "none" without one, and on other processes.
         self._name = "none"
         self._upload = False
@@ -91,13 +93,16 @@ class Tracker:
             tracker = self.accelerator.get_tracker(self._name, unwrap=True)
             self._forgiven(lambda: show(tracker, rates, samples, step))
 
-    def close(self, best: Path, failed: bool = False) -> None:
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Send the best head's folder, and end the tracker's run, as failed or finished."""
         if self._name == "wandb":
             run = self.accelerator.get_tracker("wandb", unwrap=True)
-            if self._sends and self._upload and best.is_dir():
-                self._forgiven(lambda: _upload(run, best))
-            self._forgiven(lambda: run.finish(exit_code=int(failed)))
+            if self._sends and self._upload and self.best.is_dir():
+                self._forgiven(lambda: _upload(run, self.best))
+            self._forgiven(lambda: run.finish(exit_code=int(error is not None)))
         else:
             for tracker in self.accelerator.trackers:
                 self._forgiven(tracker.finish)

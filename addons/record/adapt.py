@@ -43,9 +43,10 @@ from ...train.config import (
     TrainConfig,
 )
 from ...train.data.chat_template import Example
-from ...train.engines import start
+from ...train.engines import check_launch, start
 from ...train.features.online import CachedFeatures, lacking_in, open_cache
-from ...train.loop import load_inputs, train
+from ...train.inputs import load_inputs
+from ...train.loop import train
 from .adapt_data import CONVERSATIONS, REPLAYED, manifest_of, rows_of, snapshot
 from .config import AdaptConfig
 from .judging import judge, report
@@ -248,6 +249,7 @@ def compute_states(training: TrainConfig, folder: Path) -> None:
     older = [row for row in rows_of(folder / "judged.jsonl") if row.get("replayed")]
     examples = [Example.of_row(row) for row in rows_of(folder / CONVERSATIONS) + older]
     states = FeatureCache(folder / "states", manifest_of(folder / "states"))
+    check_launch(training)
     accelerator, _ = start(training)
     if not lacking_in(accelerator, states, examples):
         return

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from ...options import CommandOptions
+from ...options import CommandOptions, limited
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,6 @@ class AdaptConfig(CommandOptions):
 
     required = ("target", "head", "recorded", "output")
     most_used = ("target", "head", "recorded", "output", "replay")
-    minimum: ClassVar[dict[str, float]] = {"steps": 1, "batch_size": 1, "new_tokens": 2}
 
     target: str = ""
     """The model whose answers were recorded: a folder, a Hub id, a GGUF file, or package:NAME."""
@@ -30,34 +28,23 @@ class AdaptConfig(CommandOptions):
     """Older data to train on as well, so that what the head knew is kept: a folder of an older
     recording, or a file of conversations such as the head was trained on, whose states the target
     then computes; null for nothing."""
-    replay_share: float = 0.5
+    replay_share: float = limited(0.5, above=0, below=1)
     """Share of the training sequences that are taken from `replay`."""
     first: str | None = None
     """The head before all adaptations, part of whose weights stay in the new one; null for what the
     checkpoint of `head` says, if an adaptation here wrote it, and otherwise `head`."""
-    first_share: float = 0.5
+    first_share: float = limited(0.5, minimum=0, below=1)
     """Share of these weights in the new head, from 0 to 1: the rest are those that were trained. So
     it forgets less, and what one adaptation after another loses of other texts does not add up.
     Lower it where the target has changed since, as a policy does."""
-    held_out: float = 0.2
+    held_out: float = limited(0.2, above=0, below=1)
     """Share of the answers that both heads are judged on, the newest ones of each kind."""
-    steps: int = 100
+    steps: int = limited(100, minimum=1)
     """Optimizer steps."""
-    batch_size: int = 8
+    batch_size: int = limited(8, minimum=1)
     """Sequences of a step."""
-    lr: float = 4e-4
+    lr: float = limited(4e-4, above=0)
     """Peak learning rate of AdamW."""
-    new_tokens: int = 64
+    new_tokens: int = limited(64, minimum=2)
     """Tokens of each answer along which the heads draft; shorter ones count if they end by
     themselves."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("replay_share", "held_out"):
-            share = getattr(self, name)
-            if not 0 < share < 1:
-                raise ValueError(f"{name} is a share between 0 and 1, not {share}")
-        if not 0 <= self.first_share < 1:
-            raise ValueError(f"first_share is a share from 0 to below 1, not {self.first_share}")
-        if self.lr <= 0:
-            raise ValueError(f"lr must be above 0, not {self.lr}")

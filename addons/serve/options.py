@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from ...options import limited
 from ...train.config import FeaturesConfig, SelfMadeConfig, TrainConfig
 
 if TYPE_CHECKING:  # torch is not needed to read options
@@ -25,7 +26,6 @@ class AnswersConfig(SelfMadeConfig):
     """Conversations that the model generates, or servers of it."""
 
     most_used = ("target", "output", "prompts", "server", "conversations")
-    minimum: ClassVar[dict[str, float]] = {**SelfMadeConfig.minimum, "request_seconds": 1}
 
     server: str | list[str] | None = None
     """URLs, separated by commas or as a list, of OpenAI-compatible servers of `target` (vLLM,
@@ -34,7 +34,7 @@ class AnswersConfig(SelfMadeConfig):
     tokenizer: str | None = None
     """Where the tokenizer of the servers' model is, if `target` is a name that only the servers
     know."""
-    request_seconds: float = 600.0
+    request_seconds: float = limited(600.0, minimum=1)
     """Longest time that a server may take for an answer, in seconds."""
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class ServedFeaturesConfig(FeaturesConfig):
     server_folder: str | None = None
     """The folder to which the server writes, as this machine sees it: of the server's answers only
     names of files count, and files are removed once they are read. Needed with `server`."""
-    server_seconds: float = 300.0
+    server_seconds: float = limited(300.0, above=0)
     """Longest time that the server may take for a sequence, in seconds, with restarts of it."""
 
 
@@ -129,8 +129,6 @@ def check_server(features: ServedFeaturesConfig) -> None:
             "features.server needs features.server_folder, the folder to which the server writes,"
             " as this machine sees it: its files are removed once they are read"
         )
-    if features.server_seconds <= 0:
-        raise ValueError(f"features.server_seconds must be above 0, not {features.server_seconds}")
 
 
 def training_source(config: ServedTrainConfig) -> tuple[TrainConfig, OpenSource | None]:

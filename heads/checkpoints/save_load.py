@@ -89,10 +89,10 @@ def load_head(
     revision: str | None = None,
     **hub: Any,
 ) -> tuple[DraftHead, CheckpointMetadata]:
-    """Load a head from a folder or a Hub id, strictly; see `DraftHead.from_pretrained`.
+    """Load a head, and what its checkpoint says of it, from a folder or a Hub id, strictly.
 
     Its dimensions must match those of `target`, if given. A `dtype` of None keeps the saved one.
-    `hub` holds options of `hub.HUB_OPTIONS`.
+    `hub` holds options of `hub.HUB_OPTIONS`, such as `token` and `cache_dir`.
 
     Raises:
         ValueError: no head checkpoint at `source`, a target that does not match, or a tensor that
@@ -141,13 +141,29 @@ def trained_for(source: str | Path, revision: str | None = None, **hub: Any) -> 
 
 
 def save_head(
-    head: DraftHead, folder: str | Path, metadata: CheckpointMetadata, adapter: Any = None
+    head: DraftHead,
+    folder: str | Path,
+    metadata: CheckpointMetadata | None = None,
+    adapter: Any = None,
 ) -> None:
-    """Write a head's checkpoint, with the peft model that it drafts for if `metadata.adapted`.
+    """Write a head's checkpoint; `folder` changes only when everything has been written.
 
-    `folder` changes only when everything has been written.
+    Args:
+        head: a head of a class in `HEADS`.
+        folder: replaced if it holds a head's checkpoint.
+        metadata: what the checkpoint says of the head; None for what the head was loaded with.
+        adapter: the peft model that the head drafts for, if `metadata.adapted`.
+
+    Raises:
+        ValueError: a head that belongs to an adapter, which is not here, or a folder of other
+            files.
     """
-    assert metadata.adapted == (adapter is not None)
+    if metadata is None:
+        metadata = head.metadata or CheckpointMetadata()
+    if metadata.adapted and adapter is None:
+        raise ValueError(
+            "this head drafts for a model with an adapter, which lies in its folder: copy that"
+        )
     # 1. Everything that is written, before the disk is touched.
     section = json_ready(
         {
@@ -319,13 +335,25 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def push_head(head: DraftHead, repo: str, *options: Any) -> str:
-    """Save a head, upload it with the `options` of `push_folder`, and return the commit's URL."""
+def push_head(
+    head: DraftHead,
+    repo: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    branch: str | None = None,
+    create_pr: bool = False,
+    message: str = "A draft head",
+) -> str:
+    """Save a head, upload it as one commit and return its URL.
+
+    `headstart push` also adds the tensors that servers need of the target.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         saved, ready = Path(scratch) / "saved", Path(scratch) / "head"
-        head.save_pretrained(saved)
+        save_head(head, saved)
         publishable(saved, ready, Listing(repo), {})
-        return push_folder(ready, repo, *options)
+        return push_folder(ready, repo, private, token, branch, create_pr, message)
 
 
 def take_dtypes(head: DraftHead, saved: Mapping[str, Tensor]) -> None:

@@ -26,10 +26,6 @@ class MedusaConfig:
     them."""
 
     def __post_init__(self) -> None:
-        if self.lm_head not in ("own", "shared"):
-            raise ValueError(
-                f"unknown {self.name} lm_head {self.lm_head!r}; choose from own, shared"
-            )
         if self.num_heads < 1 or self.num_layers < 1:
             raise ValueError(
                 f"{self.name} needs num_heads and num_layers of at least 1, not {self.num_heads}"

@@ -383,7 +383,7 @@ def test_training_leaves_the_target_alone(lm_head: str, tiny_target) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lm_head": "onw"}, "unknown medusa lm_head 'onw'; choose from own, shared"),
+        ({"lm_head": "onw"}, "medusa head option 'lm_head' must be one of own, shared, not 'onw'"),
         ({"num_heads": 0}, "num_heads and num_layers of at least 1, not 0 and 1"),
         ({"num_layers": 0}, "num_heads and num_layers of at least 1, not 4 and 0"),
         ({"draft_vocab_size": 8, "lm_head": "shared"}, "draft_vocab_size needs lm_head: own"),

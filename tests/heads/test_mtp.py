@@ -25,7 +25,7 @@ from headstart.inference import SpeculativeLM, Target
 from headstart.inference.targets.info import target_info, target_modules
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.head import head_of
-from headstart.train.loop import warm_start
+from headstart.train.inputs import warm_start
 
 modeling = pytest.importorskip("transformers.modeling_layers")
 needs_mtp = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from headstart.heads import CheckpointMetadata, DraftHead, build_head
+from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target, generate_from
 from headstart.inference.drafters import costs
@@ -24,10 +24,9 @@ WAYS = pytest.mark.parametrize(
     [
         lambda folder: folder,
         str,
-        DraftHead.from_pretrained,
         lambda folder: load_head(folder)[0],
     ],
-    ids=["folder", "text", "from_pretrained", "load_head"],
+    ids=["folder", "text", "head object"],
 )
 
 

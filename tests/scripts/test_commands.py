@@ -334,6 +334,20 @@ def test_a_list_of_the_adapter_is_written_as_other_lists_are(parsed):
     assert found.adapter == AdapterConfig(rank=8, modules=["q_proj", "v_proj"])
 
 
+def test_lists_that_may_be_null_and_pairs_are_written_as_other_lists_are(parsed):
+    line = "--data.weights 2 --optim.betas 0.9 0.99 --loop.profile 10 12"
+    found = parsed("train", *REQUIRED["train"], *line.split())
+    assert found.data.weights == [2.0] and found.optim.betas == (0.9, 0.99)
+    assert found.loop.profile == (10, 12)
+
+
+def test_a_number_without_a_dot_is_one_in_mappings_too(parsed, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("head: {type: eagle, noise: 2e-1}\noptim: {lr: 1e-3}\n")
+    found = parsed("train", *REQUIRED["train"], "--config", str(path), "--head.depth", "3")
+    assert found.head == {"type": "eagle", "noise": 0.2, "depth": 3} and found.optim.lr == 1e-3
+
+
 def test_a_mix_of_losses_comes_from_yaml_and_from_the_command_line(parsed, tmp_path):
     path = tmp_path / "losses.yaml"
     path.write_text("objective: {decay: 0.5, loss: {ce: 0.25, lk_lambda: 1.0}}\n")
@@ -472,7 +486,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         ),
         (
             ["data", *REQUIRED["data"], "--min_distinct", "2"],
-            ["min_distinct", "between 0 and 1", "2"],
+            ["min_distinct", "at most 1", "2"],
         ),
         (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
         (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
@@ -487,7 +501,7 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
         ),
         (
             ["train", *REQUIRED["train"], "--adapter.rank", "-1"],
-            ["adapter", "a rank of at least 0", "not -1"],
+            ["adapter.rank must be at least 0", "not -1"],
         ),
         (
             ["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"],

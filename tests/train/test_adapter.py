@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from headstart.heads import DraftHead, MedusaConfig, MedusaHead, TargetFeatures
+from headstart.heads import MedusaConfig, MedusaHead, TargetFeatures
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.heads.objective import Objective
 from headstart.inference import SpeculativeLM, Stats, Target, custom_generate, load_tokenizer
@@ -403,7 +403,7 @@ def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
     strong, taught, given
 ):
     """Its text would be another one: a head that a stranger published must not do that unasked."""
-    head = DraftHead.from_pretrained(strong).to(torch.float32) if given == "head object" else strong
+    head = load_head(strong)[0].to(torch.float32) if given == "head object" else strong
     options = {"target": str(taught), "head": head, "dtype": "float32"}
     if given == "command":
         options["head"] = str(strong)
@@ -423,7 +423,7 @@ def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
 
 
 def test_a_head_object_that_does_not_know_its_folder_needs_a_merged_target(strong, taught):
-    head = DraftHead.from_pretrained(strong).to(torch.float32)
+    head = load_head(strong)[0].to(torch.float32)
     head.folder = None
     with pytest.raises(ValueError, match=r"an adapter, whose folder the head does not know"):
         SpeculativeLM.from_pretrained(
@@ -442,7 +442,7 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
     model = base_model(taught, torch.float32)
     with pytest.raises(ValueError, match="allow_adapter=True"):
         model.generate(prompt, custom_generate=custom_generate(strong), **settings)
-    for head in (strong, DraftHead.from_pretrained(strong).to(torch.float32)):
+    for head in (strong, load_head(strong)[0].to(torch.float32)):
         method = custom_generate(head, allow_adapter=True, compile=compile, fallback=False)
         assert (
             model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()

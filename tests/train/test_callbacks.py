@@ -7,9 +7,11 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +126,17 @@ def test_an_exception_after_the_last_step_is_raised_too(judged):
     assert (train(judged) / "last").is_dir()
 
 
+def launched(script, *arguments):
+    """What a script printed in two processes of `accelerate launch`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2"]
+    command += ["--main_process_port", "0", str(script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
+    )
+
+
 TWO = """
 import sys
 from headstart.scripts.command_line import options
@@ -147,30 +160,12 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
     script, given = tmp_path / "two.py", tmp_path / "two.yaml"
     script.write_text(TWO)
     given.write_text(yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config)))))
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "configs/accelerate/ddp.yaml",
-    ]
-    command += [
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        str(script),
-        "--config",
-        str(given),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    told = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 250}
-    first = subprocess.run([*command, "broken"], **told)
+    first = launched(script, "--config", given, "broken")
     assert first.returncode != 0 and "KeyError: 'in the main process alone'" in first.stderr
     assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == [
         "step-00000005"
     ]  # the others are told at a step's end
-    second = subprocess.run([*command, "whole"], **told)
+    second = launched(script, "--config", given, "whole")
     assert second.returncode == 0, second.stderr
     assert second.stdout.count("step 5 of 12") == 1  # one process reports
     assert (Path(config.output) / "last").is_dir()
@@ -179,6 +174,44 @@ def test_an_exception_in_one_of_two_processes_ends_both_with_a_checkpoint(
     ]
     memory = [row["costs"]["peak_memory_gib_by_process"] for row in rows if "costs" in row]
     assert all(len(both) == 2 and both[0] != both[1] for both in memory)
+
+
+def shown(number, config):
+    """A block of Python in the section "From Python" of docs/training.md, with a small run's own
+    target, data, steps and folder."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("## From Python")[2], re.DOTALL)
+    code = blocks[number]
+    for there, here in (
+        ("Qwen/Qwen3-8B", config.target),
+        ("conversations.jsonl", config.data.sources[0]),
+        ("runs/mine", config.output),
+        ("epochs=1.0", "max_steps=2, batch_size=4"),
+        ('"depth": 5', '"depth": 2, "feature_layers": [0]'),
+    ):
+        code = code.replace(there, here)
+    return code
+
+
+def test_the_notebook_of_the_page_trains_resumes_and_decodes(short):
+    names: dict[str, Any] = {}
+    for _ in range(2):  # the same cell again
+        exec(shown(0, short), names)
+        assert names["folder"] == Path(short.output)
+    answer = names["lm"].generate(torch.tensor([[256, 65, 66]]), max_new_tokens=4, do_sample=False)
+    assert answer.sequences.shape == (1, 7)
+
+
+def test_the_script_of_the_page_runs_under_accelerate_launch(short, tmp_path):
+    script = tmp_path / "train_mine.py"
+    script.write_text(shown(1, short).replace("data=data)", "data=data, loop=STEPS)"))
+    few = "from headstart.train import LoopConfig\nSTEPS = LoopConfig(max_steps=2, batch_size=4)\n"
+    script.write_text(few + script.read_text())
+    done = launched(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{short.output}\n") == 2  # each process prints its folder
+    rows = (Path(short.output) / "log.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == 2 and (Path(short.output) / "best").is_dir()
 
 
 def test_callbacks_run_on_the_main_process_with_copies():

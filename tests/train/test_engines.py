@@ -37,7 +37,8 @@ from headstart.train.data.chat_template import Example
 from headstart.train.engines import check_engine, configure_deepspeed
 from headstart.train.features import online as features
 from headstart.train.features.placement import load_target
-from headstart.train.loop import check_same_everywhere, train
+from headstart.train.inputs import check_same_everywhere
+from headstart.train.loop import train
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30

@@ -30,7 +30,7 @@ from headstart.scripts.command_line import options as options_of
 from headstart.stopping import Stopped
 from headstart.train import evaluate, loop
 from headstart.train.checkpoint_writer import TrainingState
-from headstart.train.config import FeaturesConfig, TrainConfig
+from headstart.train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_examples
@@ -288,7 +288,7 @@ def test_a_finished_run_returns_at_once_even_if_asked_to_log_otherwise(
         ("loop.batch_size", {"loop": {"batch_size": 3}}, "4", "3"),
         ("head.num_heads", {"head": {"type": "medusa", "num_heads": 5}}, "2", "5"),
         ("head.bias", {"head": {"type": "medusa", "num_heads": 2, "bias": False}}, "None", "False"),
-        ("objective.decay", {"objective": {"decay": 0.25}}, "None", "0.25"),
+        ("objective.decay", {"objective": ObjectiveConfig(decay=0.25)}, "None", "0.25"),
     ],
 )
 def test_a_folder_with_a_run_of_other_options_is_refused(

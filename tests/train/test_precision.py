@@ -118,7 +118,7 @@ def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(config):
 def test_heads_are_not_trained_in_float16(config):
     with pytest.raises(
         ValueError,
-        match=r"loop\.precision 'float16' is none to train in; choose from auto, float32,",
+        match=r"loop\.precision must be one of auto, float32, bfloat16, not 'float16'",
     ):
         config("float16", "float16", "float16")
 

@@ -20,6 +20,7 @@ from headstart.stopping import Stopped
 from headstart.train import loop, report
 from headstart.train.data.chat_template import Example
 from headstart.train.features.online import online_features
+from headstart.train.inputs import load_inputs
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
 
@@ -283,7 +284,5 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
             train(config)
     folder = train(config)
     assert max(row["step"] for row in log_of(folder)) == 6
-    head = build_head(
-        "medusa", {"num_heads": 2}, loop.load_inputs(config, Accelerator()).target.info
-    )
+    head = build_head("medusa", {"num_heads": 2}, load_inputs(config, Accelerator()).target.info)
     head.load_state_dict(last(folder))

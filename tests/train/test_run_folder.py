@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import yaml
 from accelerate import Accelerator
 
 from headstart.heads.checkpoints.files import finish_replacing
-from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
+from headstart.train.config import DataConfig, OptimConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
 from headstart.train.run_folder import Progress, RunFolder, whole_checkpoints
 
@@ -25,6 +27,19 @@ def test_options_that_never_trained_do_not_claim_the_folder(tmp_path):
     (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a run with target = 'right', not 'typo'"):
         run.claim(config("typo", run.folder))
+
+
+def test_a_number_without_a_dot_in_the_options_of_a_run_is_one(tmp_path):
+    """As the advice after a loss that is not finite may have a user write it."""
+    run = RunFolder(tmp_path / "run", Accelerator())
+    slow = dataclasses.replace(config("target", run.folder), optim=OptimConfig(lr=5e-6))
+    run.claim(slow)
+    path = run.folder / "config.yaml"
+    path.write_text(path.read_text().replace("lr: 5.0e-06", "lr: 5e-06"))
+    assert "lr: 5e-06" in path.read_text()
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").write_text("{}")
+    run.claim(slow)
 
 
 def test_options_that_made_no_conversation_do_not_claim_the_file(tmp_path):

@@ -449,7 +449,7 @@ def test_a_run_from_before_there_was_a_group_of_options_continues_with_any(
 
 def test_what_is_not_set_is_not_sent():
     assert flat({"a": {"b": 1.5, "c": None}, "d": [0.5, None]}) == {"a.b": 1.5, "d.0": 0.5}
-    tracker, sent = Tracker(Accelerator()), []
+    tracker, sent = Tracker(Accelerator(), Path("best")), []
     tracker.accelerator.log = lambda values, step: sent.append((values, step))
     tracker._sends = True
     tracker.log({"eval": {"chain": [0.5, float("nan")]}}, 3)

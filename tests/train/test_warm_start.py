@@ -16,7 +16,8 @@ from headstart.heads.layers.draft_vocab import with_trained_rows
 from headstart.inference import Target
 from headstart.train import loop
 from headstart.train.features import online as features
-from headstart.train.loop import train, warm_start
+from headstart.train.inputs import warm_start
+from headstart.train.loop import train
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from accelerate import Accelerator
 
 from ...console import log
@@ -14,13 +12,11 @@ from ..config import TrainConfig
 from ..data.chat_template import Example
 from ..engines import all_agree, from_main
 from ..evaluate import eval_prompts, judged
+from ..inputs import Inputs
 from .by_mode import import_states, normed
 from .online import CachedFeatures
 from .sources import OpenSource
 from .stored import PROBE_TOKENS, answer_path, write_answer
-
-if TYPE_CHECKING:  # loop.py imports this package
-    from ..loop import Inputs
 
 
 def fill_folder(

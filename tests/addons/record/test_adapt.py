@@ -255,7 +255,7 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
         ValueError, match=r"holds states with tokenizer = 'another', and .* replay what is of the"
     ):
         adapt(dataclasses.replace(config, replay=str(few), output=str(tmp_path / "3")))
-    with pytest.raises(ValueError, match=r"held_out is a share between 0 and 1, not 1\.5"):
+    with pytest.raises(ValueError, match=r"held_out must be below 1, not 1\.5"):
         dataclasses.replace(config, held_out=1.5)
     assert "adapt" in COMMANDS
 

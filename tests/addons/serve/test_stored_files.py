@@ -27,9 +27,10 @@ from headstart.addons.serve.state_files import ServerLayers
 from headstart.heads.checkpoints.files import json_ready
 from headstart.inference import Target
 from headstart.scripts.features import precompute
-from headstart.train import loop
+from headstart.train import inputs as loading
 from headstart.train.features import by_mode
-from headstart.train.loop import load_inputs, train
+from headstart.train.inputs import load_inputs
+from headstart.train.loop import train
 
 
 def train_served(config):
@@ -98,7 +99,7 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
         check_source(*given)
         assert len(read) == 1, "all others are decided by name"
 
-    monkeypatch.setattr(loop, "check_source", checked)
+    monkeypatch.setattr(loading, "check_source", checked)
     train_served(started)
 
 

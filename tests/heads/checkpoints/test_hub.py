@@ -16,7 +16,7 @@ from helpers import INFO
 from huggingface_hub import constants
 from loopback_hub import Handler, Hub
 
-from headstart.heads import HEADS, CheckpointMetadata, DraftHead, MedusaHead, build_head
+from headstart.heads import HEADS, CheckpointMetadata, DraftHead, build_head
 from headstart.heads.checkpoints.hub import local_folder, push_folder
 from headstart.heads.checkpoints.model_card import Listing, model_card
 from headstart.heads.checkpoints.save_load import (
@@ -24,6 +24,7 @@ from headstart.heads.checkpoints.save_load import (
     ADAPTER_FOLDER,
     load_head,
     publishable,
+    push_head,
     save_head,
 )
 
@@ -58,19 +59,20 @@ def test_a_pushed_head_comes_back_by_its_id(hub: Hub, kind: str, tmp_path: Path)
     assert same(old, head)
 
 
-def test_the_names_of_the_hubs_own_mixin(hub: Hub, tmp_path: Path) -> None:
+def test_a_head_is_pushed_loaded_and_saved_with_what_it_was_loaded_with(
+    hub: Hub, tmp_path: Path
+) -> None:
     head, _ = made("eagle", tmp_path / "head")
     head.metadata = CheckpointMetadata(tree="chain:3")
-    assert hub.url in head.push_to_hub("me/head", token="hf_x", private=True)
-    found = DraftHead.from_pretrained("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
-    assert same(found, head) and found.metadata == head.metadata
-    found.save_pretrained(tmp_path / "copy")
-    assert same(type(head).from_pretrained(tmp_path / "copy"), head)
-    with pytest.raises(ValueError, match="holds a EagleHead, not a MedusaHead"):
-        MedusaHead.from_pretrained(tmp_path / "copy")
+    assert hub.url in push_head(head, "me/head", token="hf_x", private=True)
+    found, metadata = load_head("me/head", token="hf_x", cache_dir=tmp_path / "cache 2")
+    assert same(found, head) and found.metadata == metadata == head.metadata
+    save_head(found, tmp_path / "copy")
+    copied, metadata = load_head(tmp_path / "copy")
+    assert same(copied, head) and metadata == head.metadata
     found.metadata = CheckpointMetadata(adapted=True)
     with pytest.raises(ValueError, match="drafts for a model with an adapter"):
-        found.save_pretrained(tmp_path / "other")
+        save_head(found, tmp_path / "other")
 
 
 def test_what_is_in_the_cache_is_enough_offline(
@@ -253,7 +255,7 @@ def test_a_decoding_method_names_its_folder_and_once_it_is_pushed_its_repository
     exec(saved, names)
     assert names["HEAD"] == str(folder.resolve())
     assert "inspect" not in saved and "frame" not in saved
-    head.push_to_hub("me/head", token="hf_x")
+    push_head(head, "me/head", token="hf_x")
     files, _ = published(folder, tmp_path / "ready")
     pushed = hub.repos["me/head"]["custom_generate/generate.py"]
     for text in (

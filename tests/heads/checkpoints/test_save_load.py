@@ -208,7 +208,7 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
         (folder / name).write_text("mine")
     before = snapshot(tmp_path)
     with pytest.raises(ValueError, match=re.escape(name)):
-        build(seed=1).save_pretrained(folder)
+        save_head(build(seed=1), folder)
     assert snapshot(tmp_path) == before and (folder / name).exists()
 
 
@@ -456,7 +456,7 @@ def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: P
         ),
         (
             lambda config: config["headstart"]["options"].update(lm_head="x"),
-            "unknown medusa lm_head 'x'",
+            "medusa head option 'lm_head' must be one of own, shared, not 'x'",
         ),
         (lambda config: config.pop("headstart"), "config.json has no 'headstart' section"),
         (lambda config: config["headstart"].pop("target"), "section lacks target"),

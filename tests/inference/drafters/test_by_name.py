@@ -18,8 +18,8 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from headstart.heads import CheckpointMetadata, DraftHead, build_head
-from headstart.heads.checkpoints.save_load import save_head
+from headstart.heads import CheckpointMetadata, build_head
+from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.head_and_lookup import HeadAndLookup
@@ -562,7 +562,7 @@ def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(
     head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
     save_head(head, tmp_path / "head", CheckpointMetadata(tree=tree))
     began = time.monotonic()
-    for given in (str(tmp_path / "head"), DraftHead.from_pretrained(tmp_path / "head")):
+    for given in (str(tmp_path / "head"), load_head(tmp_path / "head")[0]):
         with pytest.raises(ValueError, match=r"the tree in the head's config\.json cannot be used"):
             SpeculativeLM.from_pretrained(target, head=given, compile=False, fallback=False)
     assert time.monotonic() - began < 10
@@ -580,11 +580,7 @@ def test_a_head_object_has_the_tree_and_the_warnings_of_its_folder(target, given
         tmp_path / "head",
         CheckpointMetadata(measured=measured, provenance={"weights": "others"}),
     )
-    source = (
-        str(tmp_path / "head")
-        if given == "folder"
-        else DraftHead.from_pretrained(tmp_path / "head")
-    )
+    source = str(tmp_path / "head") if given == "folder" else load_head(tmp_path / "head")[0]
     with pytest.warns(UserWarning, match="may accept less here: weights 'others'"):
         lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, fallback=False)
     assert lm.drafter.max_nodes == 3 and lm.provenance == {"weights": "others"}

@@ -13,7 +13,7 @@ import pytest
 from helpers import build_tokenizer
 
 from headstart.inference import Target, tokenizer_provenance
-from headstart.train import loop
+from headstart.train import inputs
 from headstart.train.config import DataConfig
 from headstart.train.data.bad_rows import allowed, settle_unused_rows
 from headstart.train.data.conversations import open_sources
@@ -172,7 +172,7 @@ def test_of_200_rows_with_ten_broken_ones_one_start_uses_190_and_names_ten(
 def test_too_many_are_named_in_one_error_before_the_target_is_loaded(
     options, tmp_path, monkeypatch, limit, words
 ):
-    monkeypatch.setattr(loop, "load_target", lambda *_: pytest.fail("loaded the target"))
+    monkeypatch.setattr(inputs, "load_target", lambda *_: pytest.fail("loaded the target"))
     rows: list[Any] = [GOOD] * 20
     rows[4] = rows[9] = "{broken"
     config = options(rows, **limit)
@@ -276,9 +276,9 @@ def test_a_target_whose_configs_do_not_say_all_is_read_for_again(options, monkey
     """As where transformers changes the end tokens while loading: the data are as the loaded target
     says."""
     monkeypatch.setattr(Target, "end_tokens", frozenset({5}))
-    seen, original = [], loop.load_data
+    seen, original = [], inputs.load_data
     monkeypatch.setattr(
-        loop, "load_data", lambda *given: seen.append(given[3].eos) or original(*given)
+        inputs, "load_data", lambda *given: seen.append(given[3].eos) or original(*given)
     )
     train(options([GOOD] * 4))
     assert len(seen) == 2 and 5 in seen[1] and 5 not in seen[0]

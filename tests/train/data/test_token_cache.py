@@ -28,7 +28,8 @@ from headstart.train.data.token_cache import (
     digest_of,
     lengths_of,
 )
-from headstart.train.loop import check_same_everywhere, train
+from headstart.train.inputs import check_same_everywhere
+from headstart.train.loop import train
 from headstart.train.run_folder import as_begun
 
 
