@@ -79,7 +79,15 @@ from .engines import (
     start,
     state_dtype,
 )
-from .evaluate import Evaluation, eval_prompts, evaluate, judged, sample_answers
+from .evaluate import (
+    Evaluation,
+    eval_prompts,
+    evaluate,
+    forward_tokens,
+    judged,
+    sample_answers,
+    try_evaluation,
+)
 from .features.by_mode import (
     check_outside_source,
     check_source,
@@ -271,6 +279,19 @@ def run_steps(
     # 2. Build the module and its optimizer.
     state = build_state(run, share, inputs, config, steps)
     run.check_space(checkpoint_bytes(state.module), config.loop.keep)
+    # The first evaluation may be hours away: what would end it is to end the run now.
+    if from_main(accelerator, run.newest() is None):
+        copy, read = copied_head(state)
+        try_evaluation(
+            inputs.replay or target,
+            copy,
+            inputs.objective,
+            inputs.held_out,
+            config.eval,
+            read,
+            forward_tokens(config),
+        )
+        del copy, read
     # Heads that draw while they train must not draw the same on every process.
     torch.manual_seed(config.loop.seed + share.process)
 
@@ -811,6 +832,26 @@ def update(state: TrainState) -> float:
     return lr
 
 
+def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
+    """Copy the head, whole and in the dtype in which it is saved, to host memory.
+
+    Returns:
+        The copy, and what reads the target's states for it, unless the target computes them.
+    """
+    inputs = state.inputs
+    target = inputs.target
+    copy = head_of(state.config, target.info, target.config)
+    trained = state.averaged.module if state.averaged else inputs.head
+    # An engine may have sharded the weights, so that all processes gather them here.
+    copy.load_state_dict(
+        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
+    )
+    copy = copy.to(dtype_named(state.config.loop.save_dtype))
+    if isinstance(target, OuterTarget) and inputs.source is not None:
+        return copy, StoredFeatures(target, copy, inputs.source)
+    return copy, None
+
+
 def evaluate_and_save(
     state: TrainState,
     metrics: MetricsLogger,
@@ -832,22 +873,21 @@ def evaluate_and_save(
     accelerator = run.accelerator
     target = inputs.target
 
-    # 1. Copy the head, whole and in the dtype in which it is saved: what is measured is what is
-    # served. An engine may have sharded the weights, so that all processes gather them here.
-    copy = head_of(config, target.info, target.config)
-    trained = state.averaged.module if state.averaged else inputs.head
-    copy.load_state_dict(
-        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
-    )
-    copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
+    # 1. Copy the head: what is measured is what is served.
+    copy, read = copied_head(state)
 
     # 2. Measure it on the held-out conversations.
     replay = inputs.replay or target
-    read = None
-    if isinstance(target, OuterTarget) and inputs.source is not None:
-        read = StoredFeatures(target, copy, inputs.source)
     evaluation = evaluate(
-        replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read
+        replay,
+        copy,
+        inputs.objective,
+        inputs.held_out,
+        config.eval,
+        accelerator,
+        stop,
+        read,
+        forward_tokens(config),
     )
     if evaluation is None:
         return None

@@ -38,7 +38,12 @@ from ...inference.tuning.round_costs import RoundCosts
 from ...inference.tuning.tree_search import default_dynamic_tree
 from ...train.config import EvalConfig
 from ...train.data.chat_template import Example
-from ...train.evaluate import difference_interval, greedy_answers, prompt_of
+from ...train.evaluate import (
+    NODES_AT_ONCE,
+    difference_interval,
+    greedy_answers,
+    prompt_of,
+)
 from ...train.features.stored import FolderStates, StoredReplay
 from .config import AdaptConfig
 from .folder import recorded_costs
@@ -49,8 +54,6 @@ NODES = 16
 """Nodes of the dynamic tree that is judged where decoding chooses from none."""
 OLDER = "(replayed)"
 """Name of the kind of all answers that are replayed from older data."""
-NODES_TOGETHER = 512
-"""Nodes that are looked up at once, over all rows: their logits take memory."""
 Lengths = Mapping[TreePolicy, Stats]
 """Statistics of drafts along the same answers, by tree."""
 
@@ -441,7 +444,7 @@ def _lengths(
     new_tokens: int,
 ) -> list[Lengths]:
     """Measure each head's drafts along answers, of which some are in memory at a time."""
-    rows = max(1, NODES_TOGETHER // max(tree.size for tree in trees))
+    rows = max(1, NODES_AT_ONCE // max(tree.size for tree in trees))
     stats_of_heads: list[dict[TreePolicy, list[Stats]]] = []
     for _ in heads:
         stats_of_heads.append({tree: [] for tree in trees})

@@ -93,7 +93,7 @@ def test_teacher_forced_figures_are_those_of_decoding_position_by_position(
     head = build_head(target, draft_vocab_size)
     losses, hits, counts = naive(target, head, examples)
     assert min(counts) > 20 and len(set(counts)) == 3  # deeper heads are judged on fewer positions
-    loss_K, accuracy_KI = teacher_forced(target, head, examples, batch_size=4)
+    loss_K, accuracy_KI = teacher_forced(target, head, examples, tokens=60)
     for depth in range(3):
         assert loss_K[depth] == pytest.approx(losses[depth] / counts[depth], rel=1e-5)
         assert accuracy_KI[depth] == pytest.approx(

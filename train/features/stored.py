@@ -267,7 +267,7 @@ class StoredReplay(ReplayTarget):
             features_TF, _ = chosen_states(
                 self.source, self.original, layers, states_TLD, self.dtype
             )
-            rows.append(features_TF)
+            rows.append(features_TF.cpu())
         return pad_sequence(rows, batch_first=True)
 
     def probe(self, head: DraftHead) -> dict[str, list[float]] | None:
