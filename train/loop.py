@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -787,6 +788,8 @@ def gradients(
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)  # accelerate does not know of it
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
             with record_function("target"):
