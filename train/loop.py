@@ -71,6 +71,7 @@ from .data.token_cache import (
 )
 from .engines import (
     actual_engine,
+    any_process,
     autocast,
     end_together,
     from_main,
@@ -411,6 +412,13 @@ def run_steps(
                 profiler.begin(progress.step + 1)
                 metrics.start_step()
                 data = next(batches)
+                # A source that fails costs no step: the state between two steps is saved.
+                if inputs.source is not None:
+                    failed = [batch.failure for batch in data.batches if batch.failure]
+                    if any_process(accelerator, bool(failed)):
+                        if progress.step > 0:
+                            save(background=False)
+                        raise ValueError(failed[0] if failed else "another process has no states")
                 # States that were computed in one epoch are read in the next.
                 if data.epoch != last_epoch:
                     features.settle(accelerator)
