@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
@@ -554,4 +555,6 @@ class TrainConfig(CommandOptions):
             return
         # The dataclass is frozen: this is its constructor, which may still set its fields.
         if text_shards(folder):
-            object.__setattr__(self, "data", replace(self.data, sources=[folder]))
+            # Their tokens stay in that folder: who removes it removes what people wrote.
+            cache = self.data.cache or str(Path(folder) / "tokens")
+            object.__setattr__(self, "data", replace(self.data, sources=[folder], cache=cache))

@@ -13,10 +13,10 @@ from __future__ import annotations
 import copy
 import html
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -200,9 +200,34 @@ def difference_interval(
     count = len(pairs)
     if count == 1:
         return difference, difference
-    deviations = NormalDist().inv_cdf((1 + confidence) / 2)  # 1.96 for 95 %
+    deviations = student_t(confidence, count - 1)  # 1.98 for 95 % and 100 prompts, 12.7 for two
     half_width = deviations * float((influence_N.square().sum() * count / (count - 1)).sqrt())
     return difference - half_width, difference + half_width
+
+
+def student_t(confidence: float, degrees: int) -> float:
+    """Return t, within +-t of which Student's distribution has this share.
+
+    By Abramowitz and Stegun, 26.7: with x = atan(t / sqrt(n)), n degrees of freedom, c = cos(x) and
+    s = sin(x) the share is
+    2/pi (x + s (c + 2/3 c^3 + 2/3 4/5 c^5 ...)) for odd n, s (1 + 1/2 c^2 + 1/2 3/4 c^4 ...) for
+    even n, with powers up to n - 2.
+    """
+
+    def share(x: float) -> float:
+        odd = degrees % 2
+        term = math.cos(x) if odd else 1.0
+        total = 0.0
+        for power in range(odd, degrees - 1, 2):
+            total += term
+            term *= math.cos(x) ** 2 * (power + 1) / (power + 2)
+        return 2 / math.pi * (x + math.sin(x) * total) if odd else math.sin(x) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
 
 
 def _stats_of(

@@ -246,7 +246,7 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
     for path in text_shards(few)[:-5]:
         path.unlink()
     with pytest.raises(
-        ValueError, match="holds 5 different answers; a head is adapted from 8 or more"
+        ValueError, match="holds 5 different answers; a head is adapted from 32 or more"
     ):
         adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
     manifest = json.loads((few / "manifest.json").read_text())
@@ -347,30 +347,35 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     adapt(config)  # what was taken is kept
 
 
-def test_of_a_file_of_conversations_any_are_judged_on(config, tmp_path, monkeypatch):
-    """Files may have one source after another: if the last ones were kept from training, their
-    source would be."""
+def test_what_a_series_has_replayed_is_never_judged_on(config, tmp_path, monkeypatch):
+    """Whatever number of steps draws from the file, and however the file grows."""
     given = tmp_path / "first.jsonl"
-    lines = []
-    for number in range(20):
-        messages = [
-            {"role": "user", "content": f"say {number}"},
-            {"role": "assistant", "content": f"number {number}."},
-        ]
-        lines.append(json.dumps({"messages": messages}))
-    given.write_text("\n".join(lines))
     monkeypatch.setattr(
         adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
     )
-    with pytest.raises(Stopped):
-        adapt(dataclasses.replace(config, replay=str(given), steps=20))
     tokenizer = load_tokenizer(config.target)
-    rows = (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
-    texts = [
-        tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row
-    ]
-    numbers = [int(re.search(r"number (\d+)", text)[1]) for text in texts]
-    assert len(numbers) == 7 and min(numbers) < 10
+
+    def numbers(path):
+        texts = [tokenizer.decode(json.loads(row)["input_ids"]) for row in path.open()]
+        return {int(found[1]) for text in texts if (found := re.search(r"number (\d+)", text))}
+
+    learned, judged = set(), set()
+    for steps, size in ((10, 60), (20, 60), (40, 80)):
+        lines = []
+        for number in range(size):
+            messages = [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": f"number {number}."},
+            ]
+            lines.append(json.dumps({"messages": messages}))
+        given.write_text("\n".join(lines))
+        output = tmp_path / f"{steps}-{size}"
+        with pytest.raises(Stopped):
+            adapt(dataclasses.replace(config, replay=str(given), steps=steps, output=str(output)))
+        learned |= numbers(output / "recorded" / "conversations.jsonl")
+        judged |= numbers(output / "recorded" / "judged.jsonl")
+    assert not learned & judged
+    assert len(learned) > 30 and len(judged) > 5 and min(judged) < 30
 
 
 def training_rows(folder):
@@ -413,8 +418,8 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
     rows = prompts_differ(answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4))
     training, judged = divided(rows, 0.2)
     assert [(row["kind"], row["input_ids"][1]) for row in judged] == [
-        *(("a", number) for number in range(32, 40)),
-        *(("b", number) for number in range(8, 10)),
+        *(("a", number) for number in range(28, 40)),
+        *(("b", number) for number in range(7, 10)),
         *(("d", number) for number in range(2, 4)),
     ]
     assert training == [row for row in rows if row not in judged]
