@@ -405,6 +405,7 @@ def sequences_of(positions: DraftPositions, features: TargetFeatures) -> list[An
         if features.sequences_BT is not None:
             documents_BT = features.sequences_BT.cpu()  # sync: training gives them on the host
     # With T = 10, index 23 is row 2, column 3. Rows are told apart by numbers from 0 to T.
+    assert positions.on_host_N is not None
     index_N = positions.on_host_N.cpu()
     numbers_BT = documents_BT + (time + 1) * torch.arange(batch)[:, None]
     numbers, counts = numbers_BT.flatten()[index_N].unique_consecutive(return_counts=True)
