@@ -360,10 +360,11 @@ def evaluation(
     if needs_no_target(config):
         parts = [forced + read]
     else:
-        # 3. Plain answers: the KV cache, and a forward that reads the prompts.
+        # 3. Plain answers: the KV cache, and a forward that reads the prompts, without features.
+        # Then another one reads prompts and answers.
         texts = min(prompts * (row + answer), max(TOKENS_AT_ONCE, row + answer))
-        cache = target.cache_bytes(1, texts)
-        parts = [forced, forward(tokens), cache + forward(texts), forward(texts)]
+        prefill = texts * itemsize * (info.hidden_size + in_block)
+        parts = [forced, forward(tokens), target.cache_bytes(1, texts) + prefill, forward(texts)]
 
     # 4. Drafts: logits of the nodes of a tree.
     nodes = max(config.eval.nodes, min(prompts * config.eval.nodes, NODES_AT_ONCE))

@@ -59,6 +59,10 @@ from ..objective import Objective
 from .config import DFlashConfig
 
 
+COPIES = 8
+"""Tensors as large as a chunk's scores that are alive at once in its backward."""
+
+
 @dataclass(frozen=True)
 class DFlashState(DraftState):
     """Committed context in the cache, and the block's output after the round's first `expand`."""
@@ -542,7 +546,7 @@ class AnchorView:
     def chunks(self, query_NHKE: Tensor) -> Iterator[Anchored]:
         """Parts of the sequences whose scores exist at the same time."""
         _, heads, slots, _ = query_NHKE.shape
-        elements = chunk_elements(query_NHKE.device, SCORES_ON_CPU)
+        elements = chunk_elements(query_NHKE.device, SCORES_ON_CPU) // COPIES
         for sequence in self.sequences:
             keys = sequence.columns.stop - sequence.columns.start + slots
             size = max(1, elements // (heads * slots * keys))

@@ -77,6 +77,8 @@ def test_recorded_texts_are_not_copied_beyond_their_folder(
     train(config)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     assert list((recorded / "tokens").rglob("*.arrow"))
+    named = changed(given, data={"sources": [str(recorded)], "cache": None})
+    assert named.data.cache == config.data.cache == str(recorded / "tokens")
     own = changed(given, data={"sources": [], "cache": str(tmp_path / "own")})
     assert own.data.cache == str(tmp_path / "own")
 
