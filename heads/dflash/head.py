@@ -58,7 +58,6 @@ from ..losses import draft_loss
 from ..objective import Objective
 from .config import DFlashConfig
 
-
 COPIES = 8
 """Tensors as large as a chunk's scores that are alive at once in its backward."""
 
