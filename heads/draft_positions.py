@@ -31,8 +31,8 @@ class DraftPositions:
     in the flattened tokens."""
     valid_NK: Tensor
     """True where the root and all drafts up to depth k lie in one answer."""
-    per_row: tuple[int, ...] = ()
-    """Draft positions in each row of the batch, if the loss mask is on the host, as in training."""
+    on_host_N: Tensor | None = None
+    """`index_N` where the loss mask is, which in training is the host."""
     on_host_NK: Tensor | None = None
     """`rows_NK` on the host, unless all positions with a draft are included."""
     judged_by: int = 1
@@ -45,11 +45,16 @@ class DraftPositions:
 
     @classmethod
     def of(
-        cls, features: TargetFeatures, depths: int, at_most: int | None = None
+        cls,
+        features: TargetFeatures,
+        depths: int,
+        at_most: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> DraftPositions:
         """The positions of a batch with at least one draft to judge.
 
-        With `at_most`, that many positions of each sequence, chosen at random.
+        With `at_most`, that many positions of each sequence, chosen at random by `generator`, or by
+        torch's global one.
         """
         # 1. Valid drafts: the tokens from the root at t + 1 to the draft's own at t + 2 + k all
         #    belong to an answer. With loss mask [0, 1, 1, 1] and 2 depths, position 0 has both
@@ -69,7 +74,7 @@ class DraftPositions:
             documents_BT = features.documents_BT
             if documents_BT is None and features.sequences_BT is not None:
                 documents_BT = features.sequences_BT.cpu()  # sync: training gives them on the host
-            chosen_BT = _some_of_each(has_draft_BT, documents_BT, at_most)
+            chosen_BT = _some_of_each(has_draft_BT, documents_BT, at_most, generator)
             every = torch.equal(chosen_BT, has_draft_BT)
             has_draft_BT = chosen_BT
 
@@ -79,8 +84,6 @@ class DraftPositions:
         depth_K = torch.arange(depths, device=index_N.device)
         # Past the end any row serves: no draft is valid there.
         rows_NK = (index_N[:, None] + 1 + depth_K).clamp(max=batch * time - 2)
-        on_host = has_draft_BT.device.type == "cpu"
-        per_row = tuple(has_draft_BT.sum(1).tolist()) if on_host else ()
         valid_NK = valid_BTK.flatten(0, 1)[index_N]
 
         # 4. Where positions were left out, neighbours share fewer states: 3 positions judged by 9
@@ -90,7 +93,7 @@ class DraftPositions:
         if not every:
             on_host_NK = rows_NK
             judged_by = -(-len(rows_NK.unique()) // max(len(index_N), 1))
-        positions = cls(index_N, rows_NK, valid_NK, per_row, on_host_NK, judged_by)
+        positions = cls(index_N, rows_NK, valid_NK, index_N, on_host_NK, judged_by)
         return positions._to(features.tokens_BT.device)
 
     @classmethod
@@ -115,8 +118,13 @@ class DraftPositions:
         )
 
 
-def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: int) -> Tensor:
-    """Choose at most so many positions of each sequence, by torch's global generator on the host.
+def _some_of_each(
+    has_draft_BT: Tensor,
+    documents_BT: Tensor | None,
+    at_most: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Choose at most so many positions of each sequence, by a generator on the host.
 
     A packed row holds several sequences, numbered in order; None where every row is one sequence.
     """
@@ -134,7 +142,8 @@ def _some_of_each(has_draft_BT: Tensor, documents_BT: Tensor | None, at_most: in
 
     # 2. Sort by sequence, then at random, with positions that have no draft last: a draw is below
     #    1, so sequence 1 has keys from 2 to 3. The double argsort turns an order into ranks.
-    draws_BT = torch.rand(batch, time, dtype=torch.float32).masked_fill(~has_draft_BT, 1.0).double()
+    draws_BT = torch.rand(batch, time, dtype=torch.float32, generator=generator)
+    draws_BT = draws_BT.masked_fill(~has_draft_BT, 1.0).double()
     order_BT = (2 * sequences_BT + draws_BT).argsort(1)
     ranks_BT = order_BT.argsort(1)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .cache.kv_cache import StateShape, TreeCache
+from .cache.kv_cache import StateShape, TreeCache, free_memory
 from .engines.base import Engine, TargetOutput
 from .engines.target import Target
 from .rounds.observers import RoundObserver
@@ -34,8 +34,10 @@ from .trees.tree import DraftTree
 
 BEYOND = 16
 """Tokens that are known beyond an answer, so that the drafts of its last round are judged, too."""
-READ_ROWS = 8
-"""Texts that the target reads at once."""
+TOKENS_AT_ONCE = 8192
+"""Tokens of the texts that the target answers, or reads, at once; one text may be longer."""
+SHARE_OF_FREE = 0.5
+"""Share of the free memory that the KV cache of prompts that are answered at once may take."""
 UNKNOWN = -1
 """Padding after a text, equal to no token."""
 
@@ -57,10 +59,14 @@ class ReplayTarget(Target):
         self.texts: dict[tuple[int, ...], Tensor] = {}
         """By prompt, the text [T] that begins with it."""
         self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        """By layers, texts_RT with padding, and their features_RTF."""
+        """By layers, texts_RT with padding, and their features_RTF, which stay in host memory."""
 
     def check_decoding(self) -> None:
         self.original.check_decoding()
+
+    def cache_bytes(self, rows: int, tokens: int) -> int:
+        """The bytes of the tokens, which are all that the cache holds."""
+        return sum(rows * tokens * shape.dtype.itemsize for shape in self.engine.state_shapes)
 
     def compile(self, mode: bool = True) -> None:
         """Keep the engine: nothing is computed here, in whatever mode."""
@@ -111,8 +117,11 @@ class ReplayTarget(Target):
             input_ids,
             attention_mask=mask,
             max_new_tokens=min(new_tokens + BEYOND, room),
+            max_batch_size=rows_at_once(self.original, unknown, new_tokens + BEYOND),
             **settings,
         )
+        # Training goes on beside this target: the cache is not kept for another generation.
+        self.original.pool.blocks.clear()
         answers_RT = output.sequences[:, input_ids.shape[1] :]
         for prompt, answer_T in zip(unknown, answers_RT, strict=True):
             self.keep(prompt, torch.cat([prompt.to(self.device), answer_T]))
@@ -134,15 +143,31 @@ class ReplayTarget(Target):
         return self._tables[layers]
 
     def features_of(self, texts_RT: Tensor, layers: tuple[int, ...]) -> Tensor:
-        """Features [R, T, F] of texts that are padded by `UNKNOWN`; the target reads them."""
-        return torch.cat(
-            [self.original.read(part.clamp(min=0), layers)[0] for part in texts_RT.split(READ_ROWS)]
-        )
+        """Features [R, T, F], in host memory, of texts that are padded by `UNKNOWN`.
+
+        The target reads them.
+        """
+        parts = texts_RT.split(max(1, TOKENS_AT_ONCE // texts_RT.shape[1]))
+        return torch.cat([self.original.read(part.clamp(min=0), layers)[0].cpu() for part in parts])
 
     def keep(self, prompt_T: Tensor, text_T: Tensor) -> None:
         """Know a text that begins with a prompt."""
         self.texts[tuple(prompt_T.tolist())] = text_T.to(self.device)
         self._tables.clear()
+
+
+def rows_at_once(target: Target, prompts: Sequence[Tensor], new_tokens: int, nodes: int = 1) -> int:
+    """Prompts [T] to answer at the same time, by their tokens and by what memory is free.
+
+    `nodes` are those of a tree of drafts. Processes over which a target is divided get the same
+    number if they have as many prompts.
+    """
+    tokens = max(map(len, prompts)) + new_tokens + nodes
+    row_bytes = target.cache_bytes(1, target.engine.cache_slots(tokens))
+    fitting = SHARE_OF_FREE * free_memory(target.device) // max(row_bytes, 1)
+    rows = max(1, int(min(len(prompts), TOKENS_AT_ONCE // tokens, fitting)))
+    groups = target.forwards(-(-len(prompts) // rows))
+    return -(-len(prompts) // groups)
 
 
 class ReplayEngine(Engine):
@@ -244,7 +269,9 @@ class ReplayEngine(Engine):
         on_path_BN = ~(ancestors_BNN & ~right_BN[:, None]).any(-1)
         # 4. Its features, and the logits of the next token; `UNKNOWN` becomes token 0.
         next_BN = texts_RT[text_B1, (positions_BN + 1).clamp(max=longest - 1)].clamp(min=0)
-        features_BNF = features_RTF[text_B1, positions_BN].masked_fill(~on_path_BN[..., None], 0)
+        # sync: the features of all texts would take more of the device than training leaves free
+        features_BNF = features_RTF[text_B1.cpu(), positions_BN.cpu()].to(on_path_BN.device)
+        features_BNF = features_BNF.masked_fill(~on_path_BN[..., None], 0)
         logits_BKV = torch.zeros(
             batch,
             len(kept),

@@ -89,6 +89,16 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
     return path
 
 
+def flush_to_disk(folder: Path) -> None:
+    """Let what is written in a folder, and its names, survive a crash of the machine."""
+    for path in (*folder.rglob("*"), folder):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
 def refuse_pipes(folder: Path) -> None:
     """Refuse a folder with named pipes or devices, at which whoever opens them waits for good.
 

@@ -6,6 +6,7 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
@@ -464,10 +465,17 @@ class TrainConfig(CommandOptions):
             )
 
     def _take_stored_texts(self) -> None:
-        """Name a folder of texts with their states as the source of their tokens too."""
+        """Name a folder of texts with their states as the source of their tokens too.
+
+        Their tokens stay in that folder: who removes it removes what people wrote.
+        """
         folder = self.features.folder
-        if self.data.sources or folder is None or self.features.mode not in ("stored", "cached"):
-            return
+        data = self.data
+        stored = self.features.mode in ("stored", "cached")
+        if not data.sources and folder is not None and stored and text_shards(folder):
+            data = replace(data, sources=[folder])
+        recorded = [source for source in data.sources if text_shards(source)]
+        if recorded and data.cache is None:
+            data = replace(data, cache=str(Path(recorded[0]) / "tokens"))
         # The dataclass is frozen: this is its constructor, which may still set its fields.
-        if text_shards(folder):
-            object.__setattr__(self, "data", replace(self.data, sources=[folder]))
+        object.__setattr__(self, "data", data)

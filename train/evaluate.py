@@ -13,10 +13,10 @@ from __future__ import annotations
 import copy
 import html
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..heads.objective import Objective
 from ..inference.drafters.round import Round
 from ..inference.engines.target import Target
 from ..inference.output import GenerateOutput
-from ..inference.replay import BEYOND, ReplayTarget
+from ..inference.replay import BEYOND, TOKENS_AT_ONCE, ReplayTarget, rows_at_once
 from ..inference.rounds.observers import ObservedCall, RoundObserver
 from ..inference.rounds.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
@@ -39,16 +39,18 @@ from ..inference.trees.stats import RoundRecord, Stats, acceptance_figures
 from ..inference.trees.tree_spec import TreePolicy, TreeShape, spec_of
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from ..stopping import StopFlag
-from .config import EvalConfig
-from .data.batches import collate
+from .config import EvalConfig, TrainConfig
+from .data.batches import budgeted, collate
 from .data.chat_template import Example
 from .engines import any_process, distributed
 from .features.online import OnlineFeatures
 from .features.placement import is_sharded
 from .features.stored import StoredReplay
 
-BATCH_SIZE = 8
-"""Conversations of a teacher-forced forward."""
+NODES_AT_ONCE = 512
+"""Nodes of trees that are looked up at once, over all prompts: their logits take memory."""
+FEWEST_NEW_TOKENS = 2
+"""Tokens of the answer that is tried before the first step; the first is the prefill's."""
 RANKS = 10
 """Ranks of a head's tokens whose accuracy is measured: the most children that a node of a
 calibrated tree has."""
@@ -121,6 +123,7 @@ def evaluate(
     accelerator: Accelerator,
     stop: StopFlag,
     features: OnlineFeatures | None = None,
+    tokens: int = TOKENS_AT_ONCE,
 ) -> Evaluation | None:
     """Measure a head, copied to the target's dtype, on conversations that it was not trained on.
 
@@ -133,19 +136,19 @@ def evaluate(
         accelerator: the processes that share the work; all have the same head and conversations.
         stop: looked at before the losses and before each tree.
         features: those of the held-out conversations; None if the target computes them.
+        tokens: of a teacher-forced forward, padding included, at most.
 
     Returns:
         The evaluation, the same on all processes; None if `stop` was wanted on any.
     """
     # Decoding runs in the target's dtype, so accuracy is measured in it too.
-    served = copy.deepcopy(head).to(target.dtype).eval()
+    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
     together = is_sharded(target)
 
     # 1. Teacher-forced loss and accuracy.
     if any_process(accelerator, stop.wanted):
         return None
-    examples = held_out[: config.conversations]
-    batches = [examples[i : i + BATCH_SIZE] for i in range(0, len(examples), BATCH_SIZE)]
+    batches = batched(held_out[: config.conversations], tokens)
     read = features or OnlineFeatures(target, served)
     sums = distributed(accelerator, batches, partial(sums_of, read, served, objective), together)
     loss_K, accuracy_KI = means(sums, head.max_depth)
@@ -197,9 +200,34 @@ def difference_interval(
     count = len(pairs)
     if count == 1:
         return difference, difference
-    deviations = NormalDist().inv_cdf((1 + confidence) / 2)  # 1.96 for 95 %
+    deviations = student_t(confidence, count - 1)  # 1.98 for 95 % and 100 prompts, 12.7 for two
     half_width = deviations * float((influence_N.square().sum() * count / (count - 1)).sqrt())
     return difference - half_width, difference + half_width
+
+
+def student_t(confidence: float, degrees: int) -> float:
+    """Return t, within +-t of which Student's distribution has this share.
+
+    By Abramowitz and Stegun, 26.7: with x = atan(t / sqrt(n)), n degrees of freedom, c = cos(x) and
+    s = sin(x) the share is
+    2/pi (x + s (c + 2/3 c^3 + 2/3 4/5 c^5 ...)) for odd n, s (1 + 1/2 c^2 + 1/2 3/4 c^4 ...) for
+    even n, with powers up to n - 2.
+    """
+
+    def share(x: float) -> float:
+        odd = degrees % 2
+        term = math.cos(x) if odd else 1.0
+        total = 0.0
+        for power in range(odd, degrees - 1, 2):
+            total += term
+            term *= math.cos(x) ** 2 * (power + 1) / (power + 2)
+        return 2 / math.pi * (x + math.sin(x) * total) if odd else math.sin(x) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
 
 
 def _stats_of(
@@ -233,13 +261,56 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
     return fitting[: config.prompts]
 
 
+def batched(examples: list[Example], tokens: int) -> list[list[Example]]:
+    """Divide conversations into batches of similar length and at most so many padded tokens.
+
+    The longest come first: a batch that does not fit in memory fails at once.
+    """
+    lengths = [len(example.tokens) for example in examples]
+    longest_first = sorted(range(len(examples)), key=lambda i: -lengths[i])
+    return [[examples[i] for i in batch] for batch in budgeted(longest_first, lengths, tokens)]
+
+
+def forward_tokens(config: TrainConfig) -> int:
+    """Tokens of a teacher-forced forward: at most as many as a forward of training has."""
+    loop = config.loop
+    row = config.data.pack or config.data.max_length
+    rows = (loop.micro_batch or loop.batch_size) * row
+    return min(loop.micro_tokens or loop.batch_tokens or rows, TOKENS_AT_ONCE)
+
+
+@torch.no_grad()
+def try_evaluation(
+    target: Target,
+    head: DraftHead,
+    objective: Objective,
+    held_out: list[Example],
+    config: EvalConfig,
+    features: OnlineFeatures | None = None,
+    tokens: int = TOKENS_AT_ONCE,
+) -> None:
+    """Do the largest forward of an evaluation, and begin an answer to its longest prompt.
+
+    What cannot be evaluated is then known before the first step. Every process calls this; the
+    arguments are those of `evaluate`.
+    """
+    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
+    read = features or OnlineFeatures(target, served)
+    largest = batched(held_out[: config.conversations], tokens)[0]
+    served(read(collate(largest), target.dtype), objective, min(RANKS, head.draft_vocab_size))
+    longest = max(eval_prompts(target, held_out, config), key=len)
+    if isinstance(target, ReplayTarget):
+        target.learn([longest], FEWEST_NEW_TOKENS)
+    _answers(target, served, TreeShape.chain(head.max_depth), [longest], FEWEST_NEW_TOKENS)
+
+
 def teacher_forced(
-    target: Target, head: DraftHead, examples: list[Example], batch_size: int = BATCH_SIZE
+    target: Target, head: DraftHead, examples: list[Example], tokens: int = TOKENS_AT_ONCE
 ) -> tuple[list[float], list[list[float]]]:
     """Measure loss per depth, and accuracy per depth and rank, over conversations."""
-    batches = [examples[i : i + batch_size] for i in range(0, len(examples), batch_size)]
     objective = head.default_objective(head.config)
-    return means(sums_of(OnlineFeatures(target, head), head, objective, batches), head.max_depth)
+    sums = sums_of(OnlineFeatures(target, head), head, objective, batched(examples, tokens))
+    return means(sums, head.max_depth)
 
 
 @torch.no_grad()
@@ -290,7 +361,7 @@ def greedy_answers(
     new_tokens: int,
     drafter: str | None = None,
 ) -> GenerateOutput:
-    """Answer prompts greedily with the head, all in one left-padded batch.
+    """Answer prompts greedily with the head, as many at a time as memory should allow.
 
     A `drafter` adds what it looks up to the head's drafts, as in `SpeculativeLM.from_pretrained`.
     With a `ReplayTarget`, prompts that it knows cost drafts alone.
@@ -302,17 +373,37 @@ def greedy_answers(
             "answers without drafts, by tokens", len(unknown) * (new_tokens + BEYOND)
         ) as bar:
             target.learn(unknown, new_tokens, [TokensShown(bar)])
+    with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
+        return _answers(target, head, tree, prompts, new_tokens, drafter, [TokensShown(bar)])
+
+
+def _answers(
+    target: Target,
+    head: DraftHead,
+    tree: TreePolicy,
+    prompts: list[Tensor],
+    new_tokens: int,
+    drafter: str | None = None,
+    observers: Sequence[RoundObserver] = (),
+) -> GenerateOutput:
+    """`greedy_answers` to prompts that a `ReplayTarget` knows."""
     # No fallback to plain decoding where drafts do not pay: acceptance is what is measured. Not
     # compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(
         target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False
     )
+    lm.observers += observers
+    rows = max(1, NODES_AT_ONCE // tree.size)
+    if not isinstance(target, ReplayTarget):
+        rows = min(rows, rows_at_once(target, prompts, new_tokens, tree.size))
     input_ids, mask = left_padded(prompts, target.device)
-    with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        lm.observers.append(TokensShown(bar))
-        return lm.generate(
-            input_ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
-        )
+    return lm.generate(
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        max_batch_size=rows,
+        do_sample=False,
+    )
 
 
 class TokensShown(RoundObserver):
@@ -369,7 +460,7 @@ def sample_answers(
 
     Each prompt is a tensor [time] of token ids.
     """
-    served = copy.deepcopy(head).to(target.dtype).eval()
+    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
     out = greedy_answers(target, served, tree, prompts, new_tokens)
     width = max(map(len, prompts))  # prompts are padded on the left to the longest
     return [

@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -36,7 +37,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.profiler import record_function
 
 from ..console import ProgressBar, log
-from ..heads.base import CheckpointMetadata, HeadOutput
+from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
 from ..heads.checkpoints.save_load import save_head
 from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
@@ -47,6 +48,7 @@ from .config import TrainConfig
 from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
+    any_process,
     autocast,
     check_launch,
     end_together,
@@ -57,7 +59,14 @@ from .engines import (
     start,
     state_dtype,
 )
-from .evaluate import Evaluation, eval_prompts, evaluate, sample_answers
+from .evaluate import (
+    Evaluation,
+    eval_prompts,
+    evaluate,
+    forward_tokens,
+    sample_answers,
+    try_evaluation,
+)
 from .features.by_mode import check_outside_source, feature_source
 from .features.online import OnlineFeatures, online_features
 from .features.sources import OpenSource
@@ -242,6 +251,9 @@ class Trainer:
         # 2. The engine and the optimizer.
         self.state = build_state(run, share, inputs, config, self.steps)
         run.check_space(checkpoint_bytes(self.state.module), loop.keep)
+        # The first evaluation may be hours away: what would end it is to end the run now.
+        if from_main(accelerator, run.newest() is None):
+            self.try_evaluation()
         # Heads that draw while they train must not draw the same on every process.
         torch.manual_seed(loop.seed + share.process)
 
@@ -335,6 +347,7 @@ class Trainer:
                     self.profiler.begin(number)
                     metrics.start_step()
                     data = next(batches)
+                    self.check_states(data)
                     # States that were computed in one epoch are read in the next.
                     if data.epoch != epoch:
                         self.features.settle(self.run.accelerator)
@@ -374,6 +387,34 @@ class Trainer:
         steps = Steps(self.inputs.training, self.state.share, shortest, self.features.read_ahead)
         pin = self.run.accelerator.device.type == "cuda"
         return loaded(steps, self.inputs.order, self.progress.step, workers, pin)
+
+    def check_states(self, data: Step) -> None:
+        """End the run where its source of states has failed; the state between two steps is saved.
+
+        Raises:
+            ValueError: states of these batches are missing, here or in another process.
+        """
+        if self.inputs.source is None:
+            return
+        failed = [batch.failure for batch in data.batches if batch.failure]
+        if any_process(self.run.accelerator, bool(failed)):
+            if self.progress.step > 0:
+                self.save(background=False)
+            raise ValueError(failed[0] if failed else "another process has no states")
+
+    def try_evaluation(self) -> None:
+        """Try the largest forward of an evaluation, and the beginning of its answers."""
+        inputs = self.inputs
+        copy, read = copied_head(self.state)
+        try_evaluation(
+            inputs.replay or inputs.target,
+            copy,
+            inputs.objective,
+            inputs.held_out,
+            self.config.eval,
+            read,
+            forward_tokens(self.config),
+        )
 
     def evaluate_if_due(self) -> bool:
         """Evaluate between two steps; return False, on all processes, if that was stopped."""
@@ -564,6 +605,8 @@ def gradients(
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)  # accelerate does not know of it
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
             with record_function("target"):
@@ -609,6 +652,26 @@ def update(state: TrainState) -> float:
     return lr
 
 
+def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
+    """Copy the head, whole and in the dtype in which it is saved, to host memory.
+
+    Returns:
+        The copy, and what reads the target's states for it, unless the target computes them.
+    """
+    inputs = state.inputs
+    target = inputs.target
+    copy = head_of(state.config, target.info, target.config)
+    trained = state.averaged.module if state.averaged else inputs.head
+    # An engine may have sharded the weights, so that all processes gather them here.
+    copy.load_state_dict(
+        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
+    )
+    copy = copy.to(dtype_named(state.config.loop.save_dtype))
+    if isinstance(target, OuterTarget) and inputs.source is not None:
+        return copy, StoredFeatures(target, copy, inputs.source)
+    return copy, None
+
+
 def evaluate_and_save(
     state: TrainState,
     metrics: MetricsLogger,
@@ -630,22 +693,21 @@ def evaluate_and_save(
     accelerator = run.accelerator
     target = inputs.target
 
-    # 1. Copy the head, whole and in the dtype in which it is saved: what is measured is what is
-    # served. An engine may have sharded the weights, so that all processes gather them here.
-    copy = head_of(config, target.info, target.config)
-    trained = state.averaged.module if state.averaged else inputs.head
-    copy.load_state_dict(
-        get_model_state_dict(trained, options=StateDictOptions(full_state_dict=True))
-    )
-    copy = copy.to(accelerator.device, dtype_named(config.loop.save_dtype))
+    # 1. Copy the head: what is measured is what is served.
+    copy, read = copied_head(state)
 
     # 2. Measure it on the held-out conversations.
     replay = inputs.replay or target
-    read = None
-    if isinstance(target, OuterTarget) and inputs.source is not None:
-        read = StoredFeatures(target, copy, inputs.source)
     evaluation = evaluate(
-        replay, copy, inputs.objective, inputs.held_out, config.eval, accelerator, stop, read
+        replay,
+        copy,
+        inputs.objective,
+        inputs.held_out,
+        config.eval,
+        accelerator,
+        stop,
+        read,
+        forward_tokens(config),
     )
     if evaluation is None:
         return None

@@ -7,6 +7,7 @@ that is a fraction as wide, which keeps tensors for its backward in the same pro
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import weakref
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from transformers import PreTrainedModel
 from ..console import console, log
 from ..files import free_bytes
 from ..heads.base import DraftHead, TargetFeatures, TargetInfo, TargetModules
-from ..heads.by_name import build_head
+from ..heads.by_name import build_head, head_config
 from ..heads.losses import positions_at_once
 from ..heads.objective import Objective
 from ..inference.engines.target import Target
+from ..inference.replay import BEYOND, TOKENS_AT_ONCE
 from ..inference.targets.dtypes import dtype_named
 from .config import TrainConfig, head_options
 from .data.batches import Share
 from .engines import check_engine, formats, state_dtype, with_formats
+from .evaluate import NODES_AT_ONCE, forward_tokens
 from .features.by_mode import needs_no_target
 from .features.online import cache_bytes
 from .features.placement import empty_model, packing_of
@@ -39,7 +42,13 @@ from .optim import matrices_of
 SCALE = 16
 """Ratio of the head's width to that of the narrow head on which activations are counted."""
 SAMPLE = 32
-"""Tokens of the shorter of the narrow head's two rows."""
+"""Tokens of the shorter of the narrow head's two rows, beyond those that may all be anchors."""
+MLP_COPIES = 3
+"""Tensors of the width of a block's MLP that are alive at once in a forward of the target."""
+STATES_KEPT = 3
+"""Tensors of its hidden size."""
+LOGIT_COPIES = 3
+"""Tensors in float32 beside the logits of a tree's nodes: scores, probabilities, random numbers."""
 CHUNK_COPIES = 5
 """Tensors of a chunk's size that are alive at once: draft logits, their softmax, its gradient, the
 target's probabilities and a product of two of them."""
@@ -143,7 +152,8 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     states = FLOAT * (2 * (size - muon) + muon)
     shards = engine_memory(engine, processes, weights, states, here)
 
-    # 6. A forward: the target's states and, if the head reads another dtype, their copy in that.
+    # 6. A forward of training: the target's states and, if the head reads another dtype, their
+    # copy in that.
     info = target.info
     width = (len(head.feature_layers) + 1) * info.hidden_size
     read_in = state_dtype(config.loop.precision, dtype).itemsize
@@ -176,12 +186,16 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     standing = on_device + memory["head"] + memory["optimizer"]
     if engine == "DDP":
         standing += memory["exchange"]
-    # An evaluation copies the head, and once more in the target's dtype; under FSDP2 it gathers the
-    # head before that.
-    copies = weights + max(size * dtype.itemsize, weights if engine == "FSDP2" else 0)
+    # An evaluation copies the head to host memory, for which FSDP2 gathers it, and from there to
+    # the device in the target's dtype.
+    evaluating = size * dtype.itemsize + evaluation(config, target, head, processes, here)
+    if engine == "FSDP2":
+        evaluating = max(evaluating, weights)
+    if here.type == "cpu":
+        evaluating += weights
     moments = {
         "training": sum(memory.values()),
-        "evaluation": standing + copies,
+        "evaluation": standing + evaluating,
         "saving": standing,
     }
     return Plan(
@@ -312,20 +326,86 @@ def loss_chunk(
     return positions * (target * itemsize + CHUNK_COPIES * FLOAT * drafted)
 
 
+def evaluation(
+    config: TrainConfig, target: Target, head: DraftHead, processes: int, device: torch.device
+) -> int:
+    """Estimate the bytes of the largest part of an evaluation, beside the copies of the head."""
+    info = target.info
+    itemsize = target.dtype.itemsize
+    answer = config.eval.new_tokens + BEYOND
+    prompts = config.eval.prompts
+    if config.target_placement != "shard":
+        prompts = math.ceil(prompts / processes)
+
+    # 1. The target: states of `tokens`, those of some layers beside what a block computes.
+    features = len(head.feature_layers) * info.hidden_size
+    in_block = MLP_COPIES * info.intermediate_size + STATES_KEPT * info.hidden_size
+
+    def forward(tokens: int) -> int:
+        """Bytes of a forward that returns features: they are collected, and then joined."""
+        states = features + info.hidden_size
+        return tokens * itemsize * max(states + in_block, states + features)
+
+    # 2. Teacher-forced losses. The head keeps nothing for a backward: its cache, which
+    # `loop.recompute` keeps too, and what one of its steps computes.
+    row = config.data.max_length
+    tokens = max(forward_tokens(config), row)
+    whole, cached = (
+        activations(with_recompute(config, again), info, 1, row) for again in (False, True)
+    )
+    in_head = min(whole, whole // head.max_depth + cached)
+    read = tokens * itemsize * (features + info.hidden_size)
+    forced = read + tokens * in_head // row
+    forced += loss_chunk(head, objective_of(config), tokens, itemsize, device)
+    if needs_no_target(config):
+        parts = [forced + read]
+    else:
+        # 3. Plain answers: the KV cache, and a forward that reads the prompts, without features.
+        # Then another one reads prompts and answers.
+        texts = min(prompts * (row + answer), max(TOKENS_AT_ONCE, row + answer))
+        prefill = texts * itemsize * (info.hidden_size + in_block)
+        parts = [forced, forward(tokens), target.cache_bytes(1, texts) + prefill, forward(texts)]
+
+    # 4. Drafts: logits of the nodes of a tree.
+    nodes = max(config.eval.nodes, min(prompts * config.eval.nodes, NODES_AT_ONCE))
+    parts.append(nodes * info.vocab_size * (itemsize + LOGIT_COPIES * FLOAT))
+    return max(parts)
+
+
+def with_recompute(config: TrainConfig, recompute: bool) -> TrainConfig:
+    """Change whether steps of training-time test are computed again."""
+    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, recompute=recompute))
+
+
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
-    """Estimate the bytes that the head keeps for its backward.
+    """Estimate the bytes that the head keeps for its backward, weights in 16 bits left out.
 
-    On short rows of a narrow head they are c + a x tokens: c, weights in 16 bits, is counted by the
-    caller; a grows with the width. No attention keeps scores.
+    On short rows of a narrow head they are b + a x tokens; both grow with the width. b is that of
+    the anchors of a block head, of which longer sequences have no more. No attention keeps scores.
+    Packed rows count as sequences of `data.max_length`.
     """
-    # Two row lengths give the slope a, without c: (a * 2S + c) - (a * S + c) = a * S.
-    short = kept(config, info, SAMPLE)
-    long = kept(config, info, 2 * SAMPLE)
-    return round((long - short) / SAMPLE * SCALE * rows * length)
+    if config.data.pack is not None:
+        rows *= max(1, length // config.data.max_length)
+        length = min(length, config.data.max_length)
+    anchors = getattr(head_config(*head_options(config)), "max_anchors", 0)
+    short = anchors + SAMPLE
+    first = kept(config, info, short)
+    # Two row lengths give the slope a: (a * (S + 32) + b) - (a * S + b) = a * 32.
+    slope = (kept(config, info, short + SAMPLE) - first) / SAMPLE
+    if anchors == 0:
+        return round(SCALE * slope * rows * length)
+    # Two rows less one leave out what rows share.
+    if length <= short:
+        in_row = float(kept(config, info, length, rows=2) - kept(config, info, length))
+    else:
+        in_row = kept(config, info, short, rows=2) - first + slope * (length - short)
+    return round(SCALE * rows * in_row)
 
 
-def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -> int:
-    """Count the bytes that a narrow head keeps for the backward of one row of `time` tokens.
+def kept(
+    config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE, rows: int = 1
+) -> int:
+    """Count the bytes that a narrow head keeps for the backward of rows of `time` tokens.
 
     The head has 1/`scale` of the real width.
     """
@@ -340,7 +420,7 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     head = build_head(kind, options, narrow)
     head.recompute = config.loop.recompute
 
-    # 2. Features of one row, of zeros: only shapes matter.
+    # 2. Features of zeros: only shapes matter.
     modules = TargetModules(
         nn.Embedding(8, narrow.hidden_size, dtype=torch.float32).requires_grad_(False),
         nn.Linear(narrow.hidden_size, 8, bias=False, dtype=torch.float32).requires_grad_(False),
@@ -349,11 +429,11 @@ def kept(config: TrainConfig, info: TargetInfo, time: int, scale: int = SCALE) -
     )
     features = TargetFeatures(
         features_BTF=torch.zeros(
-            1, time, len(head.feature_layers) * narrow.hidden_size, dtype=torch.float32
+            rows, time, len(head.feature_layers) * narrow.hidden_size, dtype=torch.float32
         ),
-        last_BTD=torch.zeros(1, time, narrow.hidden_size, dtype=torch.float32),
-        tokens_BT=torch.zeros(1, time, dtype=torch.int64),
-        loss_mask_BT=torch.ones(1, time, dtype=torch.bool),
+        last_BTD=torch.zeros(rows, time, narrow.hidden_size, dtype=torch.float32),
+        tokens_BT=torch.zeros(rows, time, dtype=torch.int64),
+        loss_mask_BT=torch.ones(rows, time, dtype=torch.bool),
         modules=modules,
     )
 

@@ -38,10 +38,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from jsonargparse import get_loader
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ..console import log
 from ..files import (
     file_sizes,
+    flush_to_disk,
     free_bytes,
     read_json,
     refuse_pipes,
@@ -58,6 +60,7 @@ from ..heads.checkpoints.files import (
 from ..options import check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
+from .engines import any_process
 
 LONGEST_REASON = 300
 """Characters of a reader's message that a refusal repeats."""
@@ -241,12 +244,16 @@ def _refuse_foreign_config(path: Path) -> None:
         )
 
 
+class Unreadable(ValueError):
+    """A checkpoint that is broken."""
+
+
 @contextmanager
 def reading_checkpoint(folder: Path) -> Iterator[None]:
     """Report what is broken in a checkpoint in one line.
 
     Raises:
-        ValueError: whatever a reader of its files raises.
+        Unreadable: whatever a reader of its files raises.
     """
     try:
         yield
@@ -257,14 +264,12 @@ def reading_checkpoint(folder: Path) -> Iterator[None]:
         EOFError,
         RuntimeError,
         SafetensorError,
+        CheckpointException,
         pickle.UnpicklingError,
         *OF_BROKEN_PICKLES,
     ) as error:
         reason = " ".join(str(error).split())[:LONGEST_REASON]
-        raise ValueError(
-            f"{folder} cannot be read ({type(error).__name__}: {reason}); remove it, and the run"
-            " resumes from the checkpoint before it"
-        ) from error
+        raise Unreadable(f"{folder} cannot be read ({type(error).__name__}: {reason})") from error
 
 
 class RunFolder:
@@ -381,13 +386,39 @@ class RunFolder:
         whole = broadcast_object_list([whole_checkpoints(self.folder)])[0]
         for half in sorted(self.checkpoints.glob("*.partial")):
             log.info(f"{half} is half-written and skipped")
-        if whole:
-            # 2. Can this engine read it? Engines that keep the head whole read each other's, on any
+        # 2. Load the newest one that can be read.
+        for checkpoint in reversed(whole):
+            loaded = self._load(checkpoint, engine, last=checkpoint == whole[0])
+            if loaded is not None:
+                progress = loaded
+                break
+
+        # 3. Remove what was logged after the checkpoint: these steps are made again. A kill may
+        # also have come between the two renames that replace best/.
+        if self.accelerator.is_main_process:
+            rows = self.folder / "log.jsonl"
+            if rows.exists():
+                lines = [line.decode() for line in whole_lines(rows)]
+                still_true = [
+                    line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
+                ]
+                write_whole(rows, "".join(still_true))
+            finish_replacing(self.best)
+        return progress
+
+    def _load(self, checkpoint: Path, engine: str, last: bool) -> Progress | None:
+        """Load a checkpoint, and return its progress; None if it is broken.
+
+        A broken one is renamed, so that its step can be saved again; the `last` one raises.
+        """
+        processes = self.accelerator.num_processes
+        broken: Unreadable | None = None
+        try:
+            # 1. Can this engine read it? Engines that keep the head whole read each other's, on any
             # number of processes. FSDP2 redistributes its shards. DeepSpeed does neither.
-            newest = whole[-1]
-            with reading_checkpoint(newest):
-                saved = Progress(**read_json(newest / "progress.json"))
-            written = f"{newest} was written by {saved.engine} on {saved.processes} processes"
+            with reading_checkpoint(checkpoint):
+                saved = Progress(**read_json(checkpoint / "progress.json"))
+            written = f"{checkpoint} was written by {saved.engine} on {saved.processes} processes"
             both_whole = {saved.engine, engine} <= {"one process", "DDP"}
             movable = both_whole or saved.engine == engine == "FSDP2"
             if (saved.engine, saved.processes) != (engine, processes):
@@ -402,24 +433,27 @@ class RunFolder:
                     f" {processes} differ in their last digits"
                 )
 
-            # 3. Load everything that was prepared or registered, random states included.
-            with reading_checkpoint(newest):
-                refuse_pipes(newest)
-                self.accelerator.load_state(str(newest))
-            progress = dataclasses.replace(saved, processes=processes, engine=engine)
+            # 2. Load everything that was prepared or registered, random states included.
+            with reading_checkpoint(checkpoint):
+                refuse_pipes(checkpoint)
+                self.accelerator.load_state(str(checkpoint))
+        except Unreadable as error:
+            broken = error
 
-        # 4. Remove what was logged after the checkpoint: these steps are made again. A kill may
-        # also have come between the two renames that replace best/.
+        # 3. What one process cannot read no process resumes from.
+        if not any_process(self.accelerator, broken is not None):
+            return dataclasses.replace(saved, processes=processes, engine=engine)
+        reason = str(broken or f"{checkpoint} cannot be read by another process")
+        if last:
+            raise ValueError(
+                f"{reason}, and there is no earlier checkpoint: remove it, and the run begins again"
+            ) from broken
+        log.warning(f"{reason}: the run resumes from the checkpoint before it")
         if self.accelerator.is_main_process:
-            rows = self.folder / "log.jsonl"
-            if rows.exists():
-                lines = [line.decode() for line in whole_lines(rows)]
-                still_true = [
-                    line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
-                ]
-                write_whole(rows, "".join(still_true))
-            finish_replacing(self.best)
-        return progress
+            aside = checkpoint.with_name(f"{checkpoint.name}.broken")
+            shutil.rmtree(aside, ignore_errors=True)
+            checkpoint.rename(aside)
+        return None
 
     def check_space(self, size: int, keep: int) -> None:
         """Refuse a disk without room for a checkpoint of about `size` bytes.
@@ -505,15 +539,21 @@ class RunFolder:
         It is renamed once all processes have written their parts.
         """
         try:
-            # Two meetings: nobody renames before all have written, and nobody goes on before the
-            # main process has renamed.
+            # Three meetings: nobody renames before all have written, to the disk of every machine,
+            # and nobody goes on before the main process has renamed.
             together(write, self._group)
+            together(partial(self._flush, half), self._group)
             together(partial(self._complete, progress, half, final, keep), self._group)
         except OSError as error:
             if self.accelerator.is_main_process:
                 shutil.rmtree(half, ignore_errors=True)
             raise OSError(f"{final} cannot be written: {error}") from error
         self._written.append((progress, final))
+
+    def _flush(self, half: Path) -> None:
+        """Write a checkpoint's files to the disk, once on each machine."""
+        if self.accelerator.is_local_main_process:
+            flush_to_disk(half)
 
     def _complete(self, progress: Progress, half: Path, final: Path, keep: int) -> None:
         """Make a written checkpoint one to resume from, and remove older ones.
@@ -522,9 +562,7 @@ class RunFolder:
         """
         if not self.accelerator.is_main_process:
             return
-        (half / "progress.json").write_text(
-            json.dumps(dataclasses.asdict(progress)), encoding="utf-8"
-        )
+        write_whole(half / "progress.json", json.dumps(dataclasses.asdict(progress)))
         # Killed before this line, the run resumes from the previous checkpoint; after it, from this
         # one.
         half.rename(final)

@@ -7,6 +7,7 @@ kind are judged on, the others trained on; older ones may be replayed.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from ...train.data.conversations import check_row, open_source
 from ...train.data.split import check_renders, rendering
 from .config import AdaptConfig
 from .folder import COSTS, check_kind
-from .judging import outer_modules_of
+from .judging import FEWEST_JUDGED, FEWEST_OF_KIND, outer_modules_of
 
 REPLAYED = "replay.jsonl"
 """Older recorded answers, whose states are known."""
@@ -34,8 +35,10 @@ CONVERSATIONS = "conversations.jsonl"
 """Conversations as rows of tokens, whose states the target computes before the first step."""
 LENGTH_STEP = 512
 """Tokens to a multiple of which conversations are cut that are replayed."""
-FEWEST = 8
+FEWEST = 2 * FEWEST_JUDGED
 """Recorded answers from which a head can be adapted and judged."""
+JUDGED_OF_REPLAYED = 5
+"""Of so many older conversations one is judged on."""
 MOST_JUDGED = 200
 """Answers that are judged on, at most."""
 
@@ -112,13 +115,25 @@ def snapshot_replay(
         raise ValueError(
             f"{config.replay!r} holds no answers but those that are judged on; leave replay out"
         )
+    learned = {_prompt(row) for row in training}
     older: list[dict[str, Any]] = []
-    if len(replayed) >= FEWEST:
-        replayed, newest = divided(replayed, config.held_out)
-        learned = {_prompt(row) for row in training}
-        older = [{**row, "replayed": True} for row in newest if _prompt(row) not in learned]
-    _write_rows(folder / file, replayed)
-    return older
+    again: list[dict[str, Any]] = []
+    for row in replayed:
+        # What an earlier adaptation has trained on is never judged on in a later one.
+        if not for_judging(row.pop("text", row["input_ids"])):
+            again.append(row)
+        elif _prompt(row) not in learned:
+            older.append({**row, "replayed": True})
+    judged_prompts = {_prompt(row) for row in older}
+    again = [row for row in again if _prompt(row) not in judged_prompts]
+    _write_rows(folder / file, again)
+    return older[:MOST_JUDGED]
+
+
+def for_judging(conversation: Any) -> bool:
+    """Whether an older conversation is judged on: always the same, whatever comes with it."""
+    digest = hashlib.blake2b(json.dumps(conversation, sort_keys=True).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") % JUDGED_OF_REPLAYED == 0
 
 
 def divided(
@@ -126,18 +141,19 @@ def divided(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Recorded answers to train on, and the newest ones of each kind to judge on.
 
-    No prompt is on both sides.
+    No prompt is on both sides. At least `FEWEST_JUDGED` are judged on, about.
 
-    Kinds of fewer than `FEWEST` answers count as one.
+    Kinds of fewer than `FEWEST_OF_KIND` answers count as one.
     """
+    held_out = max(held_out, FEWEST_JUDGED / len(rows))
     counts = Counter(row["kind"] for row in rows)
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        kind = row["kind"] if counts[row["kind"]] >= FEWEST else ""
+        kind = row["kind"] if counts[row["kind"]] >= FEWEST_OF_KIND else ""
         kinds.setdefault(kind, []).append(row)
     judged = []
     for own in kinds.values():
-        count = min(max(2, round(held_out * len(own))), max(MOST_JUDGED // len(kinds), 1))
+        count = min(max(2, math.ceil(held_out * len(own))), max(MOST_JUDGED // len(kinds), 1))
         judged += own[-count:]
     prompts = {_prompt(row) for row in judged}
     training = [row for row in rows if _prompt(row) not in prompts]
@@ -195,10 +211,9 @@ def _conversations(
     training = TrainConfig(target=config.target, output=config.output, data=data)
     how = rendering(training, target, tokenizer)
     learned = config.steps * config.batch_size * config.replay_share
-    wanted = math.ceil(learned / (1 - config.held_out))
+    wanted = math.ceil(learned / (1 - 1 / JUDGED_OF_REPLAYED))
     count = len(source.rows)
-    chance = random.Random(0)
-    numbers = sorted(chance.sample(range(count), min(wanted, count)))
+    numbers = sorted(random.Random(0).sample(range(count), min(wanted, count)))
     rows: list[dict[str, Any]] = []
     unusable: list[ValueError] = []
     values = source.reader.values(source.rows[numbers], numbers)
@@ -212,7 +227,10 @@ def _conversations(
             continue
         for example in examples:
             mask = [int(own) for own in example.loss_mask]
-            rows.append({"input_ids": example.tokens, "loss_mask": mask, "kind": ""})
+            # The text, since a template may put today's date into the tokens.
+            rows.append(
+                {"input_ids": example.tokens, "loss_mask": mask, "kind": "", "text": str(value)}
+            )
     if not rows:
         why = f"no answer begins within {longest} tokens, the longest that was recorded"
         if unusable:
@@ -223,7 +241,6 @@ def _conversations(
             f"{len(unusable)} of {len(numbers)} conversations cannot be replayed; the first:"
             f" {unusable[0]}"
         )
-    chance.shuffle(rows)  # files may have one source after another; the last rows are judged on
     return rows
 
 

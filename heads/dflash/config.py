@@ -30,7 +30,8 @@ class DFlashConfig(BlocksConfig):
     """Tokens that can be drafted, the most frequent in the training data; null for all, by the
     target's LM head."""
     max_anchors: int = 128
-    """Anchors of a sequence at most, in a packed row too, drawn anew in every step."""
+    """Anchors of a sequence at most, in a packed row too, drawn anew in every step; an evaluation
+    draws as many, always the same."""
     sliding_window: int | None = None
     """Tokens of the context, the root left out, that sliding layers see; null for layers that see
     all of it."""

@@ -111,15 +111,15 @@ def causal_blocks(
         return seen
 
     return BlockMask.from_kv_blocks(
-        *_listed((some_BNM & ~all_BNM)[:, None]),
-        *_listed(all_BNM[:, None]),
+        *listed((some_BNM & ~all_BNM)[:, None]),
+        *listed(all_BNM[:, None]),
         BLOCK,
         allowed,
         seq_lengths=(time, time),
     )
 
 
-def _listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+def listed(chosen_BHNM: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many key blocks each query block attends to, and the numbers of all key blocks.
 
     The blocks attended to come first.

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_heads import INFO, TIME, VOCAB, batch, build, modules
+from block_heads import INFO, TIME, VOCAB, WIDTH, batch, build, modules
 from torch import nn
+from torch.nn.attention import flex_attention as flex
 
-from headstart.heads import DFlashHead, build_head
+from headstart.heads import DFlashHead, TargetFeatures, build_head
+from headstart.heads.dflash import head as dflash_head
+from headstart.heads.dflash.head import AnchorView
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import LOSSES, Objective
 from headstart.inference import SpeculativeLM, Target
@@ -80,7 +83,8 @@ def test_anchors_are_drawn_anew_in_each_step_and_as_many_as_wished():
     seen = set()
     for _ in range(60):
         some = DraftPositions.of(features, 3, at_most=4)
-        assert some.per_row == tuple(min(4, count) for count in whole.per_row) and not some.all
+        in_rows, of_rows = ((found.index_N // TIME).bincount() for found in (some, whole))
+        assert torch.equal(in_rows, of_rows.clamp(max=4)) and not some.all
         places = {index: place for place, index in enumerate(whole.index_N.tolist())}
         chosen = [places[index] for index in some.index_N.tolist()]
         assert chosen == sorted(set(chosen))
@@ -121,11 +125,120 @@ def test_a_row_without_an_answer_has_no_anchor():
     features.loss_mask_BT[1] = False
     output = head(features)
     output.loss.backward()
-    assert output.counts_K[0] == sum(DraftPositions.of(features, 3).per_row) and bool(
+    assert output.counts_K[0] == len(DraftPositions.of(features, 3).index_N) and bool(
         output.loss.isfinite()
     )
     features.loss_mask_BT[:] = False
     assert float(head(features).loss.detach()) == 0.0
+
+
+def test_an_evaluation_has_as_many_anchors_and_the_same_each_time():
+    head = build({**OPTIONS[0], "max_anchors": 3}).eval()
+    features = batch(head)
+    state = torch.get_rng_state()
+    first, second = head(features), head(features)
+    assert int(first.counts_K[0]) == 3 * 3 and torch.equal(first.losses_K, second.losses_K)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def long_batch(head, packed):
+    """Eight sequences of 40 tokens, in a row each or in two."""
+    torch.manual_seed(3)
+    rows, time = (2, 160) if packed else (8, 40)
+    return TargetFeatures(
+        features_BTF=torch.randn(8, 40, WIDTH * len(head.feature_layers))
+        .double()
+        .reshape(rows, time, -1),
+        last_BTD=torch.randn(8, 40, WIDTH).double().reshape(rows, time, -1),
+        tokens_BT=torch.randint(VOCAB, (8, 40)).reshape(rows, time),
+        loss_mask_BT=(torch.arange(40) > 0).repeat(8).reshape(rows, time),
+        modules=modules(),
+        positions_BT=torch.arange(40).repeat(8).reshape(rows, time) if packed else None,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_packed_row_has_the_loss_of_its_rows_and_keeps_no_more(options):
+    head = build(options).eval()
+    found = []
+    for packed in (False, True):
+        features = long_batch(head, packed)
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = head(features)
+        found.append((output.loss, sum(storage.nbytes() for storage in kept.values())))
+    (loss, rows), (packed_loss, packed) = found
+    torch.testing.assert_close(packed_loss, loss, rtol=1e-9, atol=0)
+    assert packed < 1.1 * rows
+
+
+def views_of(options, packed, monkeypatch):
+    """The views of a head's forward, and the states of a layer that attends by each."""
+    head = build(options).eval()
+    features = long_batch(head, packed)
+    calls = []
+    monkeypatch.setattr(
+        AnchorView, "attend", lambda view, layer, *own: calls.append((view, layer, own)) or own[0]
+    )
+    head(features)
+    for view, layer, own in calls:
+        states = [part.detach().requires_grad_() for part in (*own, *view.context[layer])]
+        yield view, states
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_scores_in_chunks_and_flex_attention_find_the_same(options, packed, monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+    for view, states in views_of(options, packed, monkeypatch):
+        sides = []
+        for elements in (2**22, 3 * 8 * 40 * 2):
+            monkeypatch.setattr(dflash_head, "SCORES_ON_CPU", elements)
+            sides.append(dflash_head._ByChunks.apply(view, *states))
+        assert len(list(view.chunks(states[0]))) > 8
+        sides.append(view.by_flex(flex.flex_attention, *states))
+        weight = torch.randn_like(sides[0])
+        grads = [torch.autograd.grad((side * weight).sum(), states) for side in sides]
+        for side, grad in zip(sides[1:], grads[1:], strict=True):
+            torch.testing.assert_close(side, sides[0], rtol=0, atol=1e-10)
+            for one, other in zip(grad, grads[0], strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_block_mask_leaves_out_no_pair_and_shows_no_other(options, packed, monkeypatch):
+    monkeypatch.setattr(dflash_head, "BLOCK", 16)
+    for view, states in views_of(options, packed, monkeypatch):
+        queries, context = states[0].shape[0] * states[0].shape[2], 8 * 40
+        mask = view.block_mask(states[0].shape[2], context)
+        query, key = torch.arange(queries)[:, None], torch.arange(queries + context)
+        zero = torch.zeros_like(query)
+        wide = torch.nn.functional.pad(
+            mask.mask_mod(zero, zero, query, key.expand(queries, -1)),
+            (0, -(queries + context) % 16, 0, -queries % 16),
+        )
+        pairs = wide.unflatten(1, (-1, 16)).unflatten(0, (-1, 16)).transpose(1, 2).flatten(2)
+        assert torch.equal(wide.any(1)[:queries], torch.ones(queries, dtype=torch.bool))
+        listed = torch.zeros(2, *pairs.shape[:2], dtype=torch.bool)
+        for side, (counts, numbers) in enumerate(
+            (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
+        ):
+            for row, count in enumerate(counts[0, 0].tolist()):
+                listed[side, row, numbers[0, 0, row, :count].tolist()] = True
+        some, whole = listed
+        assert not (some & whole).any()
+        assert pairs[whole].all() and not pairs[~(some | whole)].any()
+        # Nearly no block is listed for nothing.
+        assert int((some & ~pairs.any(-1)).sum()) <= int(some.sum()) // 5
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM
+from headstart.inference import SpeculativeLM, inputs
+from headstart.inference import replay as replay_module
 from headstart.inference.replay import BEYOND, ReplayTarget
 
 VOCAB, ANSWER = 12, 24
@@ -91,3 +92,44 @@ def test_an_answer_may_reach_the_last_position(tiny_target):
     assert [[each.returned for each in row] for row in found.stats.rows] == [
         [each.returned for each in row] for row in real.stats.rows
     ]
+
+
+def test_prompts_are_answered_as_many_at_once_as_tokens_and_memory_allow(tiny_target, monkeypatch):
+    target = tiny_target(vocab_size=VOCAB)
+    texts = [*prompts(), torch.tensor([5, 6]), torch.tensor([7, 7, 7])]
+    whole = ReplayTarget(target)
+    whole.learn(texts, ANSWER)
+    rows = []
+    target.model.register_forward_pre_hook(
+        lambda _, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+
+    def learned():
+        rows.clear()
+        replay = ReplayTarget(target)
+        replay.learn(texts, ANSWER)
+        for prompt, text in whole.texts.items():
+            assert torch.equal(replay.texts[prompt], text)
+        assert not target.pool.blocks  # no cache is left on the device
+        return max(rows)
+
+    assert learned() == len(texts)
+    longest = max(LENGTHS) + ANSWER + BEYOND + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(replay_module, "TOKENS_AT_ONCE", 3 * longest + 1)
+        assert learned() == 3
+    # Room for two rows and a half, of which half may be taken.
+    row = target.cache_bytes(1, target.engine.cache_slots(longest))
+    with monkeypatch.context() as patch:
+        for module in (replay_module, inputs):
+            patch.setattr(module, "free_memory", lambda device: 5 * row)
+        assert learned() == 2
+
+
+def test_a_replayed_row_takes_the_memory_of_its_tokens(tiny_target):
+    target = tiny_target(vocab_size=VOCAB)
+    replay = ReplayTarget(target)
+    assert replay.cache_bytes(3, 100) == 2 * 3 * 100 * 8 < target.cache_bytes(3, 100)
+    replay.learn(prompts(), ANSWER)
+    _, features = replay.table((0, -1))
+    assert features.device.type == "cpu"

@@ -171,7 +171,7 @@ def test_speculators_drafts_and_trains_blocks_as_we_do(
         index_N=found.index_N[:anchors],
         rows_NK=found.rows_NK[:anchors],
         valid_NK=found.valid_NK[:anchors],
-        per_row=(anchors,),
+        on_host_N=found.index_N[:anchors],
         on_host_NK=found.rows_NK[:anchors],
     )
     assert bool(whole.valid_NK.all())

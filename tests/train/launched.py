@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from headstart.scripts.command_line import options, run
 from headstart.stopping import Stopped
@@ -53,6 +54,8 @@ class Seen:
         """Of states that were computed before training."""
         self.found: list[list[float]] = []
         """Held-out losses of evaluations, as this process found them."""
+        self.reductions = 0
+        """Of gradients, by FSDP2."""
         self.progress: Any = None
         self.written_at: list[int] = []
         """Steps that had been made when this process wrote its part of a checkpoint."""
@@ -133,6 +136,13 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_files(self, *given)
 
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def reduced(*given: Any, **named: Any) -> Any:
+        seen.reductions += 1
+        return reduce(*given, **named)
+
+    patch(_fsdp_param_group, "foreach_reduce", reduced)
     patch(TrainingState, "write", written)
     patch(TrainingState, "write_files", files_written)
     patch(evaluate, "greedy_answers", greedy_answers)

@@ -240,10 +240,7 @@ def several(request, options, tmp_path_factory):
     """An engine, its number of processes, and what they left: in float32, in bfloat16, and with an
     adapter."""
     word, engine, processes = request.param
-    micro_batch = 2 if engine != "FSDP2" else None
-    config = dataclasses.replace(
-        options, loop=dataclasses.replace(options.loop, micro_batch=micro_batch)
-    )
+    config = dataclasses.replace(options, loop=dataclasses.replace(options.loop, micro_batch=2))
     jobs = {"float32": (config, {}), "bfloat16": (in_bfloat16(config), {"precision": "bfloat16"})}
     if engine != "FSDP2" and processes == 2:
         jobs["adapter"] = (with_adapter(config), {"precision": "bfloat16"})
@@ -261,6 +258,12 @@ def test_several_processes_have_the_losses_of_one(several, alone):
     assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=SAME)
     answered = [seen["prompts"] for seen in run.seen]  # 5 prompts, each with three trees
     assert sum(answered) == 15 and max(answered) == 3 * -(-5 // processes)
+
+
+def test_gradients_are_reduced_once_a_step_whatever_its_number_of_forwards(several):
+    engine, _, runs = several
+    if engine == "FSDP2":
+        assert [seen["reductions"] for seen in runs["float32"].seen] == [STEPS] * several[1]
 
 
 def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_autocast(

@@ -13,13 +13,20 @@ from headstart.heads import MedusaConfig, MedusaHead
 from headstart.heads.objective import Objective
 from headstart.inference import DynamicShape, Stats, TreeShape, tree_policy
 from headstart.inference.engines.model_engine import ModelEngine
-from headstart.inference.replay import ReplayTarget
+from headstart.inference.replay import TOKENS_AT_ONCE, ReplayTarget
 from headstart.inference.trees.stats import acceptance_figures
 from headstart.inference.tuning.tree_search import best_static_tree
 from headstart.stopping import StopFlag
-from headstart.train.config import EvalConfig
+from headstart.train.config import DataConfig, EvalConfig, LoopConfig, TrainConfig
 from headstart.train.data.chat_template import Example
-from headstart.train.evaluate import RANKS, evaluate, greedy_answers, prompt_of, teacher_forced
+from headstart.train.evaluate import (
+    RANKS,
+    evaluate,
+    forward_tokens,
+    greedy_answers,
+    prompt_of,
+    teacher_forced,
+)
 
 VOCAB = 24
 
@@ -93,12 +100,40 @@ def test_teacher_forced_figures_are_those_of_decoding_position_by_position(
     head = build_head(target, draft_vocab_size)
     losses, hits, counts = naive(target, head, examples)
     assert min(counts) > 20 and len(set(counts)) == 3  # deeper heads are judged on fewer positions
-    loss_K, accuracy_KI = teacher_forced(target, head, examples, batch_size=4)
+    loss_K, accuracy_KI = teacher_forced(target, head, examples, tokens=60)
     for depth in range(3):
         assert loss_K[depth] == pytest.approx(losses[depth] / counts[depth], rel=1e-5)
         assert accuracy_KI[depth] == pytest.approx(
             [hit / counts[depth] for hit in hits[depth]], rel=1e-5
         )
+
+
+def test_teacher_forced_rows_are_as_many_as_their_tokens_allow(target, examples, monkeypatch):
+    shapes = []
+    read = target.read
+    monkeypatch.setattr(
+        target, "read", lambda tokens, *given: shapes.append(tokens.shape) or read(tokens, *given)
+    )
+    teacher_forced(target, build_head(target), examples, tokens=40)
+    assert sum(rows for rows, _ in shapes) == len(examples)
+    assert max(rows * time for rows, time in shapes) <= 40
+    assert max(rows for rows, _ in shapes) > 2  # short ones more at once
+
+
+def test_a_forward_of_an_evaluation_is_no_larger_than_one_of_training():
+    def tokens(length, **loop):
+        return forward_tokens(
+            TrainConfig(
+                target="t",
+                output="o",
+                data=DataConfig(sources=["s"], max_length=length),
+                loop=LoopConfig(**loop),
+            )
+        )
+
+    assert tokens(300, batch_size=16, micro_batch=2) == 600
+    assert tokens(300, batch_tokens=4000, micro_tokens=500) == 500
+    assert tokens(2048, batch_size=16) == TOKENS_AT_ONCE
 
 
 def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):

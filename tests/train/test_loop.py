@@ -22,7 +22,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headstart.heads import build_head
+from headstart.heads import MedusaHead, build_head
 from headstart.heads.checkpoints.files import json_ready
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import SpeculativeLM, Stats, Target, load_tokenizer, tree_policy
@@ -641,6 +641,26 @@ def test_a_run_stops_after_a_step_or_inside_an_evaluation_and_ends_as_if_it_had_
     assert [row["step"] for row in evaluations[0]] == [4, 8, 10] and evaluations[0] == evaluations[
         1
     ]
+
+
+def test_what_would_end_the_first_evaluation_ends_the_run_before_its_first_step(
+    options, monkeypatch, changed
+):
+    short = changed(options, loop={"max_steps": 2, "eval_every": 0, "save_every": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaHead, "expand", refuse)
+        with pytest.raises(ValueError, match="no drafts"):
+            train(short)
+    folder = Path(short.output)
+    assert not (folder / "log.jsonl").exists() and not list(folder.glob("checkpoints/*"))
+    tried = []
+    monkeypatch.setattr(loop, "try_evaluation", lambda *given: tried.append(given))
+    train(short)
+    assert len(tried) == 1
+
+
+def refuse(*given):
+    raise ValueError("no drafts")
 
 
 def test_a_run_whose_last_evaluation_was_stopped_makes_it_again(options, monkeypatch, changed):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -341,3 +342,62 @@ def test_best_is_the_newest_head_that_is_not_shorter_beyond_chance(
     _, metadata = load_head(folder / "best")
     assert metadata.training["step"] == 10 and metadata.training["longest_length"] == 4.0
     assert "longest_prompts" not in metadata.training
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("damage", [cut_short, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("file", ["optimizer.bin", "model.safetensors", "progress.json"])
+def test_a_checkpoint_that_is_broken_gives_way_to_the_one_before(
+    plain, whole, tmp_path, damage, file, changed, capsys, stop_after, monkeypatch
+):
+    config = changed(plain(tmp_path / "run"), loop={"save_every": 2})
+    with monkeypatch.context() as patch:
+        stop_after(patch, STOP)
+        with pytest.raises(Stopped):
+            train(config)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    newest = checkpoints / f"step-{STOP:08d}"
+    if file == "progress.json" and damage is Path.unlink:
+        pytest.skip("a folder without it is no checkpoint")
+    damage(newest / file)
+    assert_same_weights(train(config), whole)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{newest} cannot be read" in said and "resumes from the checkpoint before it" in said
+    assert (checkpoints / f"{newest.name}.broken").is_dir()
+
+
+def test_the_only_checkpoint_that_is_broken_is_told_in_one_line(options):
+    (checkpoint,) = (Path(options.output) / "checkpoints").glob("step-*")
+    cut_short(checkpoint / "optimizer.bin")
+    with pytest.raises(ValueError, match=r"cannot be read .* no earlier checkpoint: remove it"):
+        train(options)
+    assert checkpoint.is_dir()
+
+
+def test_files_of_a_checkpoint_are_on_the_disk_before_it_gets_its_name(
+    plain, tmp_path, changed, monkeypatch
+):
+    """Otherwise a crash of the machine could leave its name, and half of its contents."""
+    flushed, renamed = set(), []
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(opened):
+        flushed.add(os.readlink(f"/proc/self/fd/{opened}"))
+        sync(opened)
+
+    def renaming(path, target):
+        if path.name.startswith("step-"):
+            files = {str(file.resolve()) for file in path.rglob("*")}
+            renamed.append((files, files - flushed))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", renaming)
+    train(changed(plain(tmp_path / "run"), loop={"save_every": 5}))
+    assert len(renamed) == 3
+    for files, lacking in renamed:
+        # `write_whole` flushes a file under another name, before it takes its place.
+        assert len(files) > 4 and {Path(path).name for path in lacking} <= {"progress.json"}

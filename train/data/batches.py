@@ -38,6 +38,9 @@ Row = list[int]
 WINDOW = 32
 """Steps whose conversations are sorted by length together: little padding, and another order every
 epoch."""
+EQUAL_SHARES = 8
+"""A step of `loop.batch_tokens` has a multiple of so many rows, if it has as many: 2, 4 or 8
+processes then get equally many. It is not their number, on which steps must not depend."""
 LOST = (ConnectionError, EOFError, FileNotFoundError)
 """Errors of reading a batch whose worker died after announcing it and before handing it over."""
 AHEAD = 2
@@ -270,7 +273,7 @@ class Order:
             window_N = np.asarray(order[start : start + WINDOW * step_rows], dtype=np.int64)
             window = window_N[np.argsort(self._lengths_N[window_N], kind="stable")].tolist()
             if self.batch_tokens is not None:
-                for step in budgeted(window, self.lengths, self.batch_tokens):
+                for step in budgeted(window, self.lengths, self.batch_tokens, EQUAL_SHARES):
                     steps.append([[i] for i in step])
             elif self.pack is not None:
                 rows += packed(window, self.lengths, self.pack)
@@ -320,15 +323,19 @@ class Order:
         return [chosen[i] for i in torch.randperm(len(chosen), generator=generator).tolist()]
 
 
-def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+def budgeted(
+    conversations: list[int], lengths: list[int], budget: int, multiple: int = 1
+) -> list[list[int]]:
     """Split conversations, sorted by length, into batches of at most `budget` padded tokens.
 
-    A conversation that is longer makes a batch alone.
+    A conversation that is longer makes a batch alone. Batches of at least `multiple` conversations
+    have a multiple of it, where the next one has room for the rest.
     """
     # Lengths 2 3 4 9 with a budget of 10: [2 3] pads to 2 * 3 = 6 tokens, and [2 3 4] would pad to
     # 12. So the batches are [2 3], [4] and [9].
     batches: list[list[int]] = []
     for i in conversations:
+        rest: list[int] = []
         if batches:
             # Sorted either way, the longest of a batch is its first or its newest.
             batch = batches[-1]
@@ -336,7 +343,12 @@ def budgeted(conversations: list[int], lengths: list[int], budget: int) -> list[
             if (len(batch) + 1) * longest <= budget:
                 batch.append(i)
                 continue
-        batches.append([i])
+            # Of 19 conversations and a multiple of 8, three go into the next batch.
+            over = len(batch) % multiple
+            if 0 < over < len(batch) and (over + 1) * longest <= budget:
+                rest = batch[-over:]
+                del batch[-over:]
+        batches.append([*rest, i])
     return batches
 
 
@@ -387,7 +399,7 @@ class Steps(Dataset[Step]):
         examples: Sequence[Example],
         share: Share,
         least: int,
-        read: Callable[[Batch, int], Batch] | None = None,
+        read: Callable[[list[Batch], int], list[Batch]] | None = None,
     ) -> None:
         self.examples = examples
         self.share = share
@@ -401,10 +413,10 @@ class Steps(Dataset[Step]):
         batches: list[Batch] = []
         for part in self.share.of_step(rows):
             examples = [[self.examples[i] for i in row] for row in part]
-            batch = collate_rows(examples, self.least)
-            if self.read is not None:
-                batch = self.read(batch, epoch)
-            batches.append(batch)
+            batches.append(collate_rows(examples, self.least))
+        # All of the step's at once: a server answers many requests as fast as one.
+        if self.read is not None:
+            batches = self.read(batches, epoch)
         # Count the answer tokens of all processes from the lengths alone: nothing is exchanged. As
         # in collating, the first tokens of later sequences in a row do not count.
         everyone = [i for row in rows for i in row]
@@ -439,6 +451,9 @@ def loaded(steps: Steps, order: Order, first: int, workers: int, pin: bool) -> G
             # process waits for them at its end, since they ignore SIGTERM.
             if workers:
                 reading._shutdown_workers()
+                for worker in reading._workers:
+                    worker.kill()  # one that waits for a server would be waited for
+                    worker.join()
 
 
 @contextmanager

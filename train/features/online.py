@@ -69,12 +69,12 @@ class OnlineFeatures:
         """Return the features of a batch."""
         return online_features(self.target, self.head, batch, dtype)
 
-    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
-        """Read a batch's features ahead, if they are on disk.
+    def read_ahead(self, batches: list[Batch], epoch: int) -> list[Batch]:
+        """Read the features of a step's batches ahead, if this process does not compute them.
 
-        A worker of the loader does so before the batch's step.
+        A worker of the loader does so before the step.
         """
-        return batch
+        return batches
 
     def settle(self, accelerator: Accelerator) -> None:
         """Write all features computed so far to disk.
@@ -127,11 +127,15 @@ class CachedFeatures(OnlineFeatures):
         features_BTF = states_BTLD[:, :, self._chosen].flatten(2)
         return target_features(self.target, batch, features_BTF, states_BTLD[:, :, self._last])
 
-    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+    def read_ahead(self, batches: list[Batch], epoch: int) -> list[Batch]:
         # A worker has a copy of the cache from when it was forked. Each epoch adds states.
         if epoch != self._epoch:
             self.cache.refresh()
             self._epoch = epoch
+        return [self._if_stored(batch) for batch in batches]
+
+    def _if_stored(self, batch: Batch) -> Batch:
+        """Return a batch with its states, if the cache has those of all its sequences."""
         keys = [key_of(batch.tokens_BT[row, span]) for row, span in batch.places()]
         return self._stored(batch, keys) if all(key in self.cache for key in keys) else batch
 
@@ -290,9 +294,6 @@ def target_features(
     target: Target, batch: Batch, features_BTF: Tensor, last_BTD: Tensor
 ) -> TargetFeatures:
     """Combine a batch with its states, on the target's device."""
-    # A worker that reads ahead has failed. The error is raised here, in the main process.
-    if batch.failure is not None:
-        raise ValueError(batch.failure)
     return TargetFeatures(
         features_BTF=features_BTF,
         last_BTD=last_BTD,

@@ -6,6 +6,7 @@ are known, as `ReplayTarget` does, and runs no forward either.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -135,7 +136,7 @@ class StoredFeatures(OnlineFeatures):
         if batch.failure is not None:
             raise ValueError(batch.failure)
         if batch.states_BTLD is None:
-            batch = self._filled(batch)
+            (batch,) = self._filled([batch])
         target = self.target
         # Decoded on the device, so that fewer bytes are copied.
         states_BTLD = decoded(
@@ -146,25 +147,27 @@ class StoredFeatures(OnlineFeatures):
         )
         return target_features(target, batch, features_BTF, last_BTD)
 
-    def read_ahead(self, batch: Batch, epoch: int) -> Batch:
+    def read_ahead(self, batches: list[Batch], epoch: int) -> list[Batch]:
         try:
-            return self._filled(batch)
-        # The batch's step raises it, in the process that the user sees.
+            return self._filled(batches)
+        # The step raises it, in the process that the user sees.
         except ValueError as error:
-            return replace(batch, failure=str(error))
+            return [replace(batch, failure=str(error)) for batch in batches]
 
-    def _filled(self, batch: Batch) -> Batch:
-        """Return a batch with the states of its sequences from the source."""
-        sequences = [
-            (batch.tokens_BT[row, span], conversation)
-            for (row, span), conversation in zip(batch.places(), batch.conversations, strict=True)
-        ]
-        return with_states(
-            batch,
-            self.source.many(sequences),
-            len(self.source.layers),
-            self.target.info.hidden_size,
-        )
+    def _filled(self, batches: list[Batch]) -> list[Batch]:
+        """Return batches with the states of their sequences, all asked for at once."""
+        sequences: list[tuple[Tensor, int]] = []
+        for batch in batches:
+            for (row, span), conversation in zip(batch.places(), batch.conversations, strict=True):
+                sequences.append((batch.tokens_BT[row, span], conversation))
+        states = iter(self.source.many(sequences))
+        layers = len(self.source.layers)
+        width = self.target.info.hidden_size
+        filled = []
+        for batch in batches:
+            own = list(itertools.islice(states, len(batch.conversations)))
+            filled.append(with_states(batch, own, layers, width))
+        return filled
 
 
 def chosen_states(
@@ -267,7 +270,7 @@ class StoredReplay(ReplayTarget):
             features_TF, _ = chosen_states(
                 self.source, self.original, layers, states_TLD, self.dtype
             )
-            rows.append(features_TF)
+            rows.append(features_TF.cpu())
         return pad_sequence(rows, batch_first=True)
 
     def probe(self, head: DraftHead) -> dict[str, list[float]] | None:

@@ -12,7 +12,7 @@ from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 
 NEW_TOKENS = 12
-ANSWERS = 24
+ANSWERS = 48
 SETTINGS = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
 
 

@@ -69,16 +69,13 @@ def test_a_head_that_drafts_better_on_newer_answers_is_taken(config, begun, tmp_
         names[name] = [json.loads(line) for line in lines]
     new = [row for row in names["judged"] if "replayed" not in row]
     older = [row for row in names["judged"] if "replayed" in row]
-    for judged, learned, folder in (
-        (new, names["training"], "recorded"),
-        (older, names["replay"], "older"),
-    ):
-        assert len(judged) == 8, "0.35 of them"
-        assert judged[-1]["input_ids"] == text_row(text_shards(begun / folder)[-1])["input_ids"]
+    assert len(new) == 18, "0.35 of 24 of each of two kinds"
+    assert new[-1]["input_ids"] == text_row(text_shards(begun / "recorded")[-1])["input_ids"]
+    for judged, learned in ((new, names["training"]), (older, names["replay"])):
         assert not {str(row["input_ids"]) for row in judged} & {
             str(row["input_ids"]) for row in learned
         }
-    assert len(names["replay"]) == ANSWERS - 8
+    assert 4 <= len(older) == ANSWERS - len(names["replay"]), "about a fifth of them"
     folder = tmp_path / "new" / "best"
     again = adapt(config)
     assert again == folder, "what is finished is found"
@@ -246,7 +243,7 @@ def test_too_few_answers_and_other_folders_are_refused(config, begun, tmp_path):
     for path in text_shards(few)[:-5]:
         path.unlink()
     with pytest.raises(
-        ValueError, match="holds 5 different answers; a head is adapted from 8 or more"
+        ValueError, match="holds 5 different answers; a head is adapted from 32 or more"
     ):
         adapt(dataclasses.replace(config, recorded=str(few), output=str(tmp_path / "2")))
     manifest = json.loads((few / "manifest.json").read_text())
@@ -327,10 +324,7 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     ]
     judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
     older = [row for row in judged if "replayed" in row]
-    assert (len(replayed), len(older)) == (
-        5,
-        3,
-    ), "0.35 of 9 are judged on, one more has the prompt of one of them"
+    assert len(replayed) + len(older) == 9 and older
     assert not {str(row["input_ids"]) for row in replayed} & {
         str(row["input_ids"]) for row in older
     }
@@ -342,35 +336,42 @@ def test_conversations_of_a_file_are_replayed_with_states_that_the_target_comput
     assert run["features"]["mode"] == "stored", (
         "the target's blocks are loaded for their states alone"
     )
-    assert run["data"]["weights"][1] == pytest.approx(0.4 / 0.6 * len(training_rows(folder)) / 5)
+    assert run["data"]["weights"][1] == pytest.approx(
+        0.4 / 0.6 * len(training_rows(folder)) / len(replayed)
+    )
     given.unlink()
     adapt(config)  # what was taken is kept
 
 
-def test_of_a_file_of_conversations_any_are_judged_on(config, tmp_path, monkeypatch):
-    """Files may have one source after another: if the last ones were kept from training, their
-    source would be."""
+def test_what_a_series_has_replayed_is_never_judged_on(config, tmp_path, monkeypatch):
+    """Whatever number of steps draws from the file, and however the file grows."""
     given = tmp_path / "first.jsonl"
-    lines = []
-    for number in range(20):
-        messages = [
-            {"role": "user", "content": f"say {number}"},
-            {"role": "assistant", "content": f"number {number}."},
-        ]
-        lines.append(json.dumps({"messages": messages}))
-    given.write_text("\n".join(lines))
     monkeypatch.setattr(
         adapting, "train", lambda run: (_ for _ in ()).throw(Stopped("before training"))
     )
-    with pytest.raises(Stopped):
-        adapt(dataclasses.replace(config, replay=str(given), steps=20))
     tokenizer = load_tokenizer(config.target)
-    rows = (tmp_path / "new" / "recorded" / "judged.jsonl").read_text().splitlines()
-    texts = [
-        tokenizer.decode(row["input_ids"]) for row in map(json.loads, rows) if "replayed" in row
-    ]
-    numbers = [int(re.search(r"number (\d+)", text)[1]) for text in texts]
-    assert len(numbers) == 7 and min(numbers) < 10
+
+    def numbers(path):
+        texts = [tokenizer.decode(json.loads(row)["input_ids"]) for row in path.open()]
+        return {int(found[1]) for text in texts if (found := re.search(r"number (\d+)", text))}
+
+    learned, judged = set(), set()
+    for steps, size in ((10, 60), (20, 60), (40, 80)):
+        lines = []
+        for number in range(size):
+            messages = [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": f"number {number}."},
+            ]
+            lines.append(json.dumps({"messages": messages}))
+        given.write_text("\n".join(lines))
+        output = tmp_path / f"{steps}-{size}"
+        with pytest.raises(Stopped):
+            adapt(dataclasses.replace(config, replay=str(given), steps=steps, output=str(output)))
+        learned |= numbers(output / "recorded" / "conversations.jsonl")
+        judged |= numbers(output / "recorded" / "judged.jsonl")
+    assert not learned & judged
+    assert len(learned) > 30 and len(judged) > 5 and min(judged) < 30
 
 
 def training_rows(folder):
@@ -413,8 +414,8 @@ def test_the_newest_answers_of_each_kind_are_judged_on():
     rows = prompts_differ(answers("a", 40) + answers("b", 10) + answers("c", 3) + answers("d", 4))
     training, judged = divided(rows, 0.2)
     assert [(row["kind"], row["input_ids"][1]) for row in judged] == [
-        *(("a", number) for number in range(32, 40)),
-        *(("b", number) for number in range(8, 10)),
+        *(("a", number) for number in range(28, 40)),
+        *(("b", number) for number in range(7, 10)),
         *(("d", number) for number in range(2, 4)),
     ]
     assert training == [row for row in rows if row not in judged]
@@ -462,7 +463,7 @@ def test_recordings_of_one_kind_are_warned_of_before_training(
         adapt(dataclasses.replace(config, recorded=str(begun / "older")))
     told = " ".join(capsys.readouterr().out.split())
     assert (
-        "warning: all 24 answers in" in told
+        "warning: all 48 answers in" in told
         and "are of one kind, 'tell': what the new head does to others" in told
     )
     with pytest.raises(Stopped):

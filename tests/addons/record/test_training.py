@@ -67,6 +67,22 @@ def test_a_recording_is_data_and_states_in_one(recorded, short, monkeypatch, cha
     assert row["eval"]["chain"]["acceptance_length"] > 1
 
 
+def test_recorded_texts_are_not_copied_beyond_their_folder(
+    recorded, short, changed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
+    given = changed(short, features=features, head=HEAD, loop={"max_steps": 1})
+    config = changed(given, data={"sources": [], "held_out": 0.3, "cache": None})
+    train(config)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    assert list((recorded / "tokens").rglob("*.arrow"))
+    named = changed(given, data={"sources": [str(recorded)], "cache": None})
+    assert named.data.cache == config.data.cache == str(recorded / "tokens")
+    own = changed(given, data={"sources": [], "cache": str(tmp_path / "own")})
+    assert own.data.cache == str(tmp_path / "own")
+
+
 def test_longer_texts_are_cut_with_their_states(recorded, short, changed):
     features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
     short = changed(

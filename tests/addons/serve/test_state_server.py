@@ -152,7 +152,7 @@ def test_its_states_are_the_targets_own_and_its_files_are_removed(served, outer,
     batch = collate(examples)
     source = StoredFeatures(outer, head, source_of(served, outer))
     source.source.try_first(outer, examples[0])
-    for found in (source(batch), source(source.read_ahead(batch, 0))):
+    for found in (source(batch), source(*source.read_ahead([batch], 0))):
         wanted = online_features(served.target, head, batch)
         for row, place in batch.places():
             for name in ("features_BTF", "last_BTD"):

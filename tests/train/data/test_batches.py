@@ -8,9 +8,11 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +206,20 @@ def test_steps_of_a_token_budget_keep_it_and_waste_little(budget):
     )
 
 
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_processes_have_equally_many_rows_of_a_step_of_tokens(processes):
+    equal = 0
+    steps = order(batch_tokens=4000)
+    for step in steps:
+        shares = [
+            len(Share(process, processes, 1).of_step(step)[0]) for process in range(processes)
+        ]
+        equal += len(set(shares)) == 1
+    # All but the last step of each window, and those of few long conversations.
+    assert equal > 0.85 * len(steps)
+    assert min(len(step) for step in steps) > 0
+
+
 @pytest.mark.parametrize(
     ("processes", "micro_tokens", "forwards"),
     [(1, None, 1), (1, 1000, 4), (2, 1000, 2), (4, 1000, 1), (8, 1000, 1)],
@@ -318,6 +334,29 @@ def test_workers_end_with_the_loop_and_signals_to_the_group_leave_them_alone():
     assert len(list(itertools.islice(steps, 60))) == 60
     steps.close()
     assert len(workers) == 2 and not workers & children()
+
+
+def test_a_worker_that_waits_ends_with_the_loop():
+    """For a server, say: what it was asked for may take minutes."""
+    data = examples()
+
+    def read(batches, epoch):
+        if 0 not in batches[0].conversations:
+            time.sleep(120)
+        return batches
+
+    before = children()
+    order = [(0, [[0], [1]]), (0, [[2], [3]]), (0, [[4], [5]])]
+    steps = loaded(
+        Steps(data, Share.of(2, None, 0, 1), 1, read),
+        SimpleNamespace(from_step=lambda first: iter(order)),
+        0,
+        2,
+        pin=False,
+    )
+    next(steps)
+    steps.close()
+    assert not children() - before
 
 
 def test_everything_of_a_step_is_pinned(monkeypatch):

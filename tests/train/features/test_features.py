@@ -389,11 +389,11 @@ def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(
     cached, examples, reads, word
 ):
     source, batch = cached(format=word), collate(examples)
-    assert source.read_ahead(batch, 0) is batch  # nothing is there yet
+    assert source.read_ahead([batch], 0)[0] is batch  # nothing is there yet
     expected = source(batch)
     source.settle(Accelerator())
     other = cached(format=word)
-    ahead = other.read_ahead(batch, 0)
+    (ahead,) = other.read_ahead([batch], 0)
     assert ahead.states_BTLD.dtype == FORMATS[word] and (ahead.scales_BTL is None) == (
         word != "int8"
     )
@@ -408,11 +408,11 @@ def test_states_are_read_ahead_in_the_format_in_which_they_are_stored(
 def test_a_worker_takes_in_what_was_written_once_an_epoch(cached, examples):
     writer, reader = cached(), cached()
     batch = collate(examples)
-    assert reader.read_ahead(batch, 0).states_BTLD is None
+    assert reader.read_ahead([batch], 0)[0].states_BTLD is None
     writer.fill(batch)
     writer.settle(Accelerator())
-    assert reader.read_ahead(batch, 0).states_BTLD is None
-    assert reader.read_ahead(batch, 1).states_BTLD is not None
+    assert reader.read_ahead([batch], 0)[0].states_BTLD is None
+    assert reader.read_ahead([batch], 1)[0].states_BTLD is not None
 
 
 def test_states_lost_between_two_starts_are_computed_again(short, stop_after, monkeypatch):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from headstart.scripts.features import precompute
 from headstart.train.config import FeaturesConfig
 from headstart.train.features import online
 from headstart.train.features.sources import StateSource
-from headstart.train.loop import train
+from headstart.train.loop import Callback, train
+
+HEAD = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def stored(short, tmp_path):
     """A run of EAGLE-3 on states in float32 that `headstart features` has written."""
     config = dataclasses.replace(
         short,
-        head={"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2},
+        head=HEAD,
         features=FeaturesConfig(mode="stored", format="float32", folder=str(tmp_path / "states")),
     )
     precompute(config)
@@ -118,13 +122,58 @@ class TwinStates(StateSource):
 
 
 def test_a_source_of_the_callers_own_gives_the_same_head(short, taught):
-    head = {"type": "eagle3", "feature_layers": [0, -1], "depth": 3, "train_steps": 2}
-    with_target = dataclasses.replace(short, head=head, output=short.output + "-online")
+    with_target = dataclasses.replace(short, head=HEAD, output=short.output + "-online")
     expected, (judged,) = losses(train(with_target))
-    served = dataclasses.replace(short, head=head, features=FeaturesConfig(mode="served"))
+    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
     found, (row,) = losses(train(served, source=partial(TwinStates, str(taught))))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
     torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
+
+
+class Asked(TwinStates):
+    """Remembers how many sequences it was asked for at once, and fails while a file is there."""
+
+    at_once: ClassVar[list[int]] = []
+    hangs: ClassVar[Path] = Path("nowhere")
+
+    def many(self, sequences):
+        self.at_once.append(len(sequences))
+        if self.hangs.exists():
+            raise ValueError("the server hangs")
+        return super().many(sequences)
+
+
+def test_a_steps_sequences_are_asked_for_together(short, taught, changed, monkeypatch):
+    monkeypatch.setattr(Asked, "at_once", [])
+    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
+    loop = {"batch_size": 4, "micro_batch": 1, "max_steps": 3}
+    served = changed(served, loop=loop, data={"workers": 0})
+    train(served, source=partial(Asked, str(taught)))
+    assert Asked.at_once.count(4) >= 3 and 1 not in Asked.at_once
+
+
+class Hang(Callback):
+    def on_step(self, progress, row):
+        if progress.step == 2:
+            Asked.hangs.touch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_that_fails_costs_no_step(short, taught, changed, monkeypatch, workers, tmp_path):
+    monkeypatch.setattr(Asked, "hangs", tmp_path / "hangs")
+    source = partial(Asked, str(taught))
+    served = dataclasses.replace(short, head=HEAD, features=FeaturesConfig(mode="served"))
+    served = changed(served, loop={"max_steps": 12, "save_every": 0}, data={"workers": workers})
+    wanted = load_file(train(served, source=source) / "last/model.safetensors")
+    again = dataclasses.replace(served, output=served.output + "-again")
+    with pytest.raises(ValueError, match="the server hangs"):
+        train(again, [Hang()], source)
+    (saved,) = (Path(again.output) / "checkpoints").iterdir()
+    step = int(saved.name.removeprefix("step-"))
+    assert step == 2 if workers == 0 else 2 <= step < 12
+    Asked.hangs.unlink()
+    found = load_file(train(again, source=source) / "last/model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_mode_that_does_not_go_with_the_callers_source_is_refused(short):
