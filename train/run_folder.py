@@ -40,11 +40,16 @@ from safetensors import SafetensorError
 
 from ..console import log
 from ..files import (
+    BROKEN,
+    LONGEST_REASON,
     file_sizes,
     free_bytes,
     read_json,
+    read_json_lines,
+    reading_back,
     refuse_pipes,
     require_free,
+    require_regular,
     write_whole,
 )
 from ..heads.checkpoints.files import (
@@ -58,8 +63,6 @@ from ..options import check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 
-LONGEST_REASON = 300
-"""Characters of a reader's message that a refusal repeats."""
 FREE_TO_CHANGE = (
     "loop.micro_batch",
     "loop.micro_tokens",
@@ -195,7 +198,31 @@ def earlier_options(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
-    return flat(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return flat(read_options(path))
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Read the options in a run's config.yaml.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    try:
+        text = require_regular(path).read_bytes()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has references, which may hold themselves or grow without end")
+        options = yaml.safe_load(text)
+        groups = [options["head"], options["loop"], options["optim"]]
+        is_config = isinstance(options["target"], str) and "type" in options["head"]
+        if not is_config or not all(isinstance(group, dict) for group in groups):
+            raise ValueError("target, head, loop and optim are not those of a run")
+    except (yaml.YAMLError, *BROKEN) as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise ValueError(
+            f"{path} is not the config of a run ({reason}): choose another output folder"
+        ) from error
+    checked: dict[str, Any] = options
+    return checked
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
@@ -218,21 +245,6 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     if target_dtype in ("fastest", "auto"):
         target_dtype = before.get("target_dtype", target_dtype)
     return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
-
-
-def _refuse_foreign_config(path: Path) -> None:
-    """Refuse to replace a config.yaml that is not a run's."""
-    if not path.exists():
-        return
-    try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        options = None
-    if not isinstance(options, dict) or not {"target", "head", "loop", "optim"} <= options.keys():
-        raise ValueError(
-            f"{path} is not the config of a run, which would replace it: choose another output"
-            " folder"
-        )
 
 
 @contextmanager
@@ -292,7 +304,8 @@ class RunFolder:
         """
         for folder in (self.best, self.last):
             refuse_foreign(folder, HEAD)
-        _refuse_foreign_config(self.folder / "config.yaml")
+        if (self.folder / "config.yaml").exists():  # it is replaced
+            read_options(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
         before = earlier_options(self.folder)
         if before:
@@ -361,7 +374,7 @@ class RunFolder:
         path = self.folder / CHANGES
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return read_json_lines(path)
 
     def resume(self, engine: str) -> Progress:
         """Load the newest complete checkpoint, if there is one; return the run's progress.
@@ -407,10 +420,11 @@ class RunFolder:
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"
             if rows.exists():
-                lines = [line.decode() for line in whole_lines(rows)]
-                still_true = [
-                    line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
-                ]
+                with reading_back(rows, "remove the lines that were changed"):
+                    lines = [line.decode() for line in whole_lines(rows)]
+                    still_true = [
+                        line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
+                    ]
                 write_whole(rows, "".join(still_true))
             finish_replacing(self.best)
         return progress

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, find_adapter_config_file, is_peft_available
 
 from ...extras import require_extra
-from ...files import at_home, read_json, refuse_pipes
+from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
 
@@ -67,8 +67,6 @@ MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 widest first."""
 _VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
 """Number of tokens and hash of the vocabulary of tokenizers, which takes a while."""
-LONGEST_REASON = 300
-"""Characters of a message of transformers that a refusal repeats."""
 
 
 def locate(source: str | Path) -> tuple[str, str | None]:

@@ -9,7 +9,12 @@ from accelerate import Accelerator
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
-from headstart.train.run_folder import Progress, RunFolder, whole_checkpoints
+from headstart.train.run_folder import (
+    Progress,
+    RunFolder,
+    earlier_options,
+    whole_checkpoints,
+)
 
 
 def config(target, folder):
@@ -40,6 +45,29 @@ def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
     run.log({"step": 10})
     assert run.resume("one process").step == 0
     assert (run.folder / "log.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": "x"}', b"\xff", b"[" * 100_000])
+def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(tmp_path, line):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    log = run.folder / "log.jsonl"
+    log.write_bytes(b'{"step": 0}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl cannot be read .*; remove the lines"):
+        run.resume("one process")
+    assert log.read_bytes() == b'{"step": 0}\n' + line + b"\n"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "changes.jsonl"])
+@pytest.mark.parametrize("text", ["{", "3", "[" * 3000, "a: &a [*a]", "head: 2026-99-99"])
+def test_a_broken_file_of_a_run_that_resumes_is_named(tmp_path, name, text):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").touch()
+    (run.folder / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}") as caught:
+        earlier_options(run.folder) if name == "config.yaml" else run.changes()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
