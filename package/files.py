@@ -133,6 +133,19 @@ def require_regular(path: Path) -> Path:
     return path
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read a file.
+
+    Raises:
+        ValueError: a file that is not regular.
+        OSError: a file that cannot be read; named, which Python leaves out where a disk fails.
+    """
+    try:
+        return require_regular(path).read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be read: {error.strerror}") from error
+
+
 def parse_json(text: str | bytes, where: str | Path) -> Any:
     """Parse JSON of others, in UTF-8.
 
@@ -153,7 +166,7 @@ def read_json(path: Path) -> Any:
         ValueError: a file that is not regular, or not JSON.
         OSError: a file that cannot be read.
     """
-    return parse_json(require_regular(path).read_bytes(), path)
+    return parse_json(read_bytes(path), path)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
@@ -164,7 +177,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         OSError: a file that cannot be read.
     """
     rows = []
-    for number, line in enumerate(require_regular(path).read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
         where = f"{path}, line {number}"
         row = parse_json(line, where)
         if not isinstance(row, dict):

@@ -41,8 +41,8 @@ MOST_REFERENCES = 20
 """References in a config, which repeat what they name: nested ones grow without end."""
 LONGEST_SHOWN = 200
 """Characters of a value that an error shows."""
-LONGEST_MESSAGE = 1000
-"""Characters of the parser's own errors."""
+LONGEST_ERROR = 4000
+"""Characters of an error that are printed: it may quote what a file or a server holds."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +317,7 @@ def explained(
         configs: files of options, in which those are that the command line does not name.
     """
     in_config = f"{', '.join(configs)}: " if configs else ""
+    at_end = f" in {', '.join(configs)}" if configs else ""
     # 1. An unknown option, in one of the three ways in which jsonargparse words it.
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()
@@ -333,11 +334,11 @@ def explained(
     option_of_yaml = re.fullmatch(r"Option '(.+)' is not accepted", message)
     if option_of_yaml:
         name = option_of_yaml[1]
-        return unknown_options([f"{name} in {', '.join(configs)}"], [name], types)
+        return unknown_options([name + at_end], [name], types)
     option_of_group = re.fullmatch(r"Group '(.+)' does not accept option '(.+)'", message)
     if option_of_group:
         name = f"{option_of_group[1]}.{option_of_group[2]}"
-        return unknown_options([f"{name} in {', '.join(configs)}"], [name], types)
+        return unknown_options([name + at_end], [name], types)
 
     # 2. A value of the wrong type.
     key = re.match(r'Parser key "(.+?)":', message)
@@ -350,8 +351,7 @@ def explained(
         )
 
     # 3. Anything else, on one line.
-    text = " ".join(message.replace('Parser key "config":', "option --config:").split())
-    return in_config + text[:LONGEST_MESSAGE]
+    return in_config + " ".join(message.replace('Parser key "config":', "option --config:").split())
 
 
 def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -> str:
@@ -470,7 +470,10 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     try:
         main(arguments)
     except (ValueError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        text = f"error: {error}"
+        if len(text) > LONGEST_ERROR:
+            text = f"{text[:LONGEST_ERROR]} ..."
+        print(printable(text), file=sys.stderr)
         status = 2 if isinstance(error, ValueError) else 1
     except Stopped as stopped:
         # One of several processes tells it.

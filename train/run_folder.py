@@ -44,12 +44,12 @@ from ..files import (
     LONGEST_REASON,
     file_sizes,
     free_bytes,
+    read_bytes,
     read_json,
     read_json_lines,
     reading_back,
     refuse_pipes,
     require_free,
-    require_regular,
     write_whole,
 )
 from ..heads.checkpoints.files import (
@@ -208,7 +208,7 @@ def read_options(path: Path) -> dict[str, Any]:
         ValueError: a file of something else.
     """
     try:
-        text = require_regular(path).read_bytes()
+        text = read_bytes(path)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ValueError("it has references, which may hold themselves or grow without end")
         options = yaml.safe_load(text)

@@ -26,6 +26,7 @@ from headstart.scripts import (
     bench,
     certify,
     chat,
+    command_line,
     data,
     datastore,
     export,
@@ -733,3 +734,12 @@ def test_an_option_of_the_command_line_is_not_said_to_be_in_the_config(tmp_path)
     path.write_text("target: x\noutput: y\n")
     with pytest.raises(ValueError, match=r"^option loop\.keep must be a whole number"):
         options(ServedTrainConfig, "train", "", ["--config", str(path), "--loop.keep", "x"])
+
+
+def test_an_error_is_cut_that_quotes_all_of_a_file(capsys):
+    def fail(_):
+        raise ValueError("9" * 10**6)
+
+    with pytest.raises(SystemExit):
+        command_line.run(fail, [])
+    assert 1000 < len(capsys.readouterr().err) < 5000

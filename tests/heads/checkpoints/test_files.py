@@ -122,6 +122,22 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
         read_weights(tmp_path)
 
 
+def test_what_a_disk_or_a_mapping_fails_to_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(OSError, match=r"config\.json cannot be read: Input/output error"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
+        read_weights(tmp_path)
+
+
 def test_a_text_file_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
