@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...console import console
-from ...files import read_json, read_json_lines, reading_back, write_whole
+from ...files import BROKEN, read_json, read_json_lines, reading_back, write_whole
 from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
@@ -614,7 +614,7 @@ def _encoded_rows(
 def _mapped(path: Path) -> Dataset:
     try:
         return Dataset.from_file(str(path))
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException, *BROKEN) as error:
         raise ValueError(
             f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew"
         ) from error

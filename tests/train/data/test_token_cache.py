@@ -356,3 +356,11 @@ def test_a_broken_manifest_is_named(config, opened, name):
     path.write_text(json.dumps({**json.loads(path.read_text()), name: -math.inf}))
     with pytest.raises(ValueError, match=f"{folder} cannot be read .*; remove it"):
         opened()
+
+
+def test_a_broken_schema_is_named(config, opened):
+    opened()
+    path = next(folders(config)[0].glob("*.arrow"))
+    path.write_bytes(path.read_bytes().replace(b'"feature"', b'"featurx"'))
+    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+        opened()
