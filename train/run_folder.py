@@ -121,7 +121,7 @@ OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 
 def whole_lines(path: Path) -> list[bytes]:
     """Remove the last line of a file if it is half-written; return the others."""
-    text = path.read_bytes()
+    text = read_bytes(path)
     # A killed process leaves at most one half-written line, the last. rfind's -1 means none: 0.
     length = text.rfind(b"\n") + 1
     os.truncate(path, length)

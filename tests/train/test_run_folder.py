@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import yaml
 from accelerate import Accelerator
 
+from headstart.addons.serve.answers import _read_answered
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
@@ -110,3 +113,17 @@ def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(tmp_path
     )
     with pytest.raises(ValueError, match="was not written by this run"):
         run.save(Progress(step=2), keep=1)
+
+
+def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    os.mkfifo(run.folder / "log.jsonl")
+    with pytest.raises(ValueError, match=r"log\.jsonl is a named pipe"):
+        run.resume("one process")
+    os.mkfifo(tmp_path / "answers.jsonl")
+    made = SelfMadeConfig(target="x", output=str(tmp_path / "answers.jsonl"))
+    with pytest.raises(ValueError, match=r"answers\.jsonl is a named pipe"):
+        make_conversations(made)
+    with pytest.raises(ValueError, match=r"answers\.jsonl is a named pipe"):
+        _read_answered(tmp_path / "answers.jsonl")

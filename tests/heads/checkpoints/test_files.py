@@ -91,6 +91,14 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
         read_weights(head)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "."])
+def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=rf"{index} names '{name}'"):
+        files_of_tensors(index)
+
+
 def test_weights_in_parts_are_put_together(tmp_path: Path) -> None:
     parts = {"a": "one.bin", "b": "two.bin"}
     for name, part in parts.items():
