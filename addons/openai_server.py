@@ -262,7 +262,8 @@ def _within(seconds: float, connect: Callable[[], None]) -> None:
 
     def work() -> None:
         try:
-            done.set_result(connect())
+            connect()
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
 

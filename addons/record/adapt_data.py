@@ -313,9 +313,14 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         tokens = row.get("input_ids")
         mask = row.get("loss_mask")
-        lists = [each for each in (tokens, mask) if isinstance(each, list)]
-        whole = {type(number) for each in lists for number in each} == {int}
-        if len(lists) < 2 or not whole or len(tokens) != len(mask) or 1 not in mask[1:]:
+        is_text = (
+            isinstance(tokens, list)
+            and isinstance(mask, list)
+            and {type(number) for number in (*tokens, *mask)} == {int}
+            and len(tokens) == len(mask)
+            and 1 in mask[1:]
+        )
+        if not is_text:
             raise ValueError(f"{path} holds rows of something else; {ANEW.format(path.parent)}")
         check_kind(row.get("kind"), f"a row of {path}")
     return rows

@@ -27,7 +27,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import CONFIG_NAME, find_adapter_config_file, is_peft_available
+from transformers.utils import CONFIG_NAME
+from transformers.utils.import_utils import is_peft_available
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ...extras import require_extra
 from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
