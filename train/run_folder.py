@@ -178,6 +178,25 @@ class Progress:
     engine: str = "one process"
     """The engine that wrote it."""
 
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """Read the progress of a checkpoint.
+
+        Raises:
+            ValueError: values of other types.
+            TypeError: other values than these.
+        """
+        progress = cls(**read_json(path))
+        for name, value in dataclasses.asdict(cls()).items():
+            read = getattr(progress, name)
+            number = isinstance(value, float) and type(read) is int
+            if type(read) is not type(value) and not number:
+                raise ValueError(f"{path.name} has {name} {read!r}")
+        for pair in progress.longest_prompts:
+            if not isinstance(pair, list) or [type(number) for number in pair] != [int, int]:
+                raise ValueError(f"{path.name} has longest_prompts {pair!r}")
+        return progress
+
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run's folder that were written completely, oldest first.
@@ -393,7 +412,7 @@ class RunFolder:
             # number of processes. FSDP2 redistributes its shards. DeepSpeed does neither.
             newest = whole[-1]
             with reading_checkpoint(newest):
-                saved = Progress(**read_json(newest / "progress.json"))
+                saved = Progress.read(newest / "progress.json")
             written = f"{newest} was written by {saved.engine} on {saved.processes} processes"
             both_whole = {saved.engine, engine} <= {"one process", "DDP"}
             movable = both_whole or saved.engine == engine == "FSDP2"

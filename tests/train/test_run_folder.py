@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 
 import pytest
@@ -127,3 +129,22 @@ def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
         make_conversations(made)
     with pytest.raises(ValueError, match=r"answers\.jsonl is a named pipe"):
         _read_answered(tmp_path / "answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"step": "1"}, {"step": 1.5}, {"best_length": None}, {"longest_prompts": 3}),
+        *({"longest_prompts": [[1]]}, {"longest_prompts": [3]}, {"engine": []}, {"unknown": 1}),
+    ],
+)
+def test_a_broken_progress_is_named(tmp_path, change):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    checkpoint = run.checkpoints / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    progress = dataclasses.asdict(Progress(step=1, longest_prompts=[[3, 2]]))
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    assert Progress.read(checkpoint / "progress.json").longest_prompts == [[3, 2]]
+    (checkpoint / "progress.json").write_text(json.dumps({**progress, **change}))
+    with pytest.raises(ValueError, match=f"{checkpoint} cannot be read .*; remove it"):
+        run.resume("one process")
