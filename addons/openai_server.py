@@ -16,9 +16,12 @@ import json
 import os
 import random
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import (
@@ -250,12 +253,30 @@ def _until_deadline(connection: HTTPConnection) -> Any:
     return partial(_Response, time.monotonic() + float(connection.timeout or 0))
 
 
+def _within(seconds: float, connect: Callable[[], None]) -> None:
+    """Connect in a thread, which is left behind as the time is over.
+
+    Nothing limits the time of a name server, and a name's addresses are tried one after another.
+    """
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            connect()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    done.result(seconds)
+
+
 class _Connection(HTTPConnection):
     """A connection whose timeout is that of all that is read."""
 
     def connect(self) -> None:
         self.response_class: Any = _until_deadline(self)
-        super().connect()
+        _within(float(self.timeout or 0), super().connect)
 
 
 class _SecureConnection(HTTPSConnection):
@@ -263,7 +284,7 @@ class _SecureConnection(HTTPSConnection):
 
     def connect(self) -> None:
         self.response_class: Any = _until_deadline(self)
-        super().connect()
+        _within(float(self.timeout or 0), super().connect)
 
 
 class _Http(urllib.request.HTTPHandler):

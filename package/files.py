@@ -13,10 +13,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.[0-9a-f]{8}\.partial")
 """Names of files that `replacing` writes."""
+BROKEN = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TokenError,
+    TypeError,
+    ValueError,
+)
+"""What is raised where values are not those that were written; numpy parses headers as Python."""
+LONGEST_REASON = 300
+"""Characters of an error that another one repeats."""
 TEXT_SHARD = "recorded-"
 """Begin of the names of files that each hold one text with its states."""
 
@@ -129,6 +143,19 @@ def require_regular(path: Path) -> Path:
     return path
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read a file.
+
+    Raises:
+        ValueError: a file that is not regular.
+        OSError: a file that cannot be read; named, which Python leaves out where a disk fails.
+    """
+    try:
+        return require_regular(path).read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be read: {error.strerror}") from error
+
+
 def parse_json(text: str | bytes, where: str | Path) -> Any:
     """Parse JSON of others, in UTF-8.
 
@@ -149,7 +176,38 @@ def read_json(path: Path) -> Any:
         ValueError: a file that is not regular, or not JSON.
         OSError: a file that cannot be read.
     """
-    return parse_json(require_regular(path).read_bytes(), path)
+    return parse_json(read_bytes(path), path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file with a JSON object in each line.
+
+    Raises:
+        ValueError: a file that is not regular, or the first line of something else.
+        OSError: a file that cannot be read.
+    """
+    rows = []
+    for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+        where = f"{path}, line {number}"
+        row = parse_json(line, where)
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is not a JSON object")
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def reading_back(path: Path, advice: str) -> Iterator[None]:
+    """Report in one line a file, or a folder, that does not hold what was written there.
+
+    Raises:
+        ValueError: what went wrong in the block, with `advice`.
+    """
+    try:
+        yield
+    except BROKEN as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        raise ValueError(f"{path} cannot be read ({reason}); {advice}") from error
 
 
 def free_bytes(folder: Path) -> int:

@@ -14,14 +14,17 @@ import sys
 import typing
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from headstart.console import log, printable, show_on_console
+from headstart.files import BROKEN
 from headstart.options import (
     CommandOptions,
     Dtype,
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 Options = TypeVar("Options", bound=CommandOptions)
+MOST_REFERENCES = 20
+"""References in a config, which repeat what they name: nested ones grow without end."""
+LONGEST_SHOWN = 200
+"""Characters of a value that an error shows."""
+LONGEST_ERROR = 4000
+"""Characters of an error that are printed: it may quote what a file or a server holds."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +236,14 @@ def options(
     kinds = {name: kinds_of(hint) for name, hint in types.items()}
     lists = {name for name, found in kinds.items() if found & {list, tuple} and str not in found}
     flags = {name for name, found in kinds.items() if bool in found}
+    spelled_arguments = spelled_out(arguments, lists, flags)
+    configs = config_files(spelled_arguments)
+    for path in configs:
+        check_config(path, types)
     try:
-        parsed = parser.instantiate(parser.parse_args(spelled_out(arguments, lists, flags)))
+        parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
-        explanation = explained(str(error), arguments, types)
+        explanation = explained(str(error), arguments, types, configs)
         raise ValueError(
             f"{explanation}\n`headstart {command} --help` lists all options"
         ) from error
@@ -255,14 +268,58 @@ def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
                 most_used._group_actions.append(action)
 
 
-def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
+def config_files(arguments: list[str]) -> list[str]:
+    """Return the files that `--config` names among spelled-out arguments."""
+    given = [value for option, value in itertools.pairwise(arguments) if option == "--config"]
+    given += [argument[9:] for argument in arguments if argument.startswith("--config=")]
+    return [path for path in given if os.path.isfile(path)]
+
+
+def check_config(path: str, types: dict[str, Any]) -> None:
+    """Refuse a file that is not a mapping of options and of groups of them.
+
+    Raises:
+        ValueError: what is wrong, with the file.
+    """
+    try:
+        text = Path(path).read_bytes()
+        references = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        if references > MOST_REFERENCES:
+            raise ValueError(
+                f"it has {references} references (*NAME), and {MOST_REFERENCES} may be used"
+            )
+        options = yaml.safe_load(text)
+        if not isinstance(options, dict):
+            raise ValueError("it is not a mapping of options")
+        json.dumps(options, default=str)  # refuses a list that holds itself
+        for name, value in options.items():
+            if name == "config":
+                raise ValueError("it names another config; give both on the command line")
+            if dataclasses.is_dataclass(types.get(name)) and not isinstance(value, dict):
+                raise ValueError(f"{name} must be a mapping of options, not {shown(value)}")
+    except (yaml.YAMLError, *BROKEN) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
+
+
+def explained(
+    message: str, arguments: list[str], types: dict[str, Any], configs: Sequence[str] = ()
+) -> str:
     """Explain the parser's error in a line or two: what was given, and what is valid.
 
     Args:
         message: the error of jsonargparse.
         arguments: the command line as it was typed.
         types: types of the valid options, by their dotted names.
+        configs: files of options, in which those are that the command line does not name.
     """
+    in_config = f"{', '.join(configs)}: " if configs else ""
+    at_end = f" in {', '.join(configs)}" if configs else ""
     # 1. An unknown option, in one of the three ways in which jsonargparse words it.
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()
@@ -281,16 +338,20 @@ def explained(message: str, arguments: list[str], types: dict[str, Any]) -> str:
     )
     if of_yaml:
         name = ".".join(filter(None, of_yaml.groups()))
-        return unknown_options([name], [name], types)
+        return unknown_options([name + at_end], [name], types)
 
     # 2. A value of the wrong type.
     key = re.match(r'Parser key "(.+?)":', message)
     value = re.search(r"(?:Got|Given) value: (.*)", message, re.DOTALL)
     if key and value and key[1] in types:
-        return f"option {key[1]} must be {valid_values(types[key[1]])}, not {value[1]!r}"
+        typed_options = {spelled(argument.partition("=")[0]) for argument in arguments}
+        where = "" if f"--{key[1]}" in typed_options else in_config
+        return (
+            f"{where}option {key[1]} must be {valid_values(types[key[1]])}, not {shown(value[1])}"
+        )
 
     # 3. Anything else, on one line.
-    return " ".join(message.replace('Parser key "config":', "option --config:").split())
+    return in_config + " ".join(message.replace('Parser key "config":', "option --config:").split())
 
 
 def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -> str:
@@ -376,7 +437,10 @@ def run(main: Callable[[list[str]], object], arguments: list[str]) -> None:
     try:
         main(arguments)
     except (ValueError, OSError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        text = f"error: {error}"
+        if len(text) > LONGEST_ERROR:
+            text = f"{text[:LONGEST_ERROR]} ..."
+        print(printable(text), file=sys.stderr)
         status = 2 if isinstance(error, ValueError) else 1
     except Stopped as stopped:
         # One of several processes tells it.

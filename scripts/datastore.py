@@ -69,7 +69,10 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     for source in config.sources:
         # A text file is one text; any other source has rows.
         if Path(source).is_file() and not without_compression(source).endswith(FILES):
-            texts.append(tokens_of(Path(source).read_text(encoding="utf-8")))
+            try:
+                texts.append(tokens_of(Path(source).read_text(encoding="utf-8")))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{source} is not a text in UTF-8: {error}") from error
             continue
         for row in read_conversations(source, config.limit):
             # Rows of tokens are taken unchanged, others are rendered by the chat template.

@@ -50,8 +50,8 @@ class ExportConfig(CommandOptions):
     output: str = ""
     """Folder to write."""
     target: str | None = None
-    """The target, whose embedding some projects keep in the file; null for the one in the head's
-    config."""
+    """The head's target, which fasterdecoding alone does not need; what the head's own config names
+    is not opened."""
 
 
 def main(arguments: list[str]) -> None:
@@ -95,13 +95,14 @@ def export_checkpoint(head: DraftHead, metadata: CheckpointMetadata, config: Exp
     """Write a copy of the target's checkpoint with an MTP head in place of its own."""
     from headstart.heads import MtpHead
     from headstart.heads.mtp.native import MTP_FILE, write_native_mtp
+    from headstart.scripts.load_target import given_target
 
     if not isinstance(head, MtpHead):
         raise ValueError(
             f"{config.head!r} holds a {type(head).__name__}: a model's own checkpoint has MTP heads"
             " alone"
         )
-    write_native_mtp(head, config.target or head.target.name, config.output)
+    write_native_mtp(head, given_target(head, config.target), config.output)
     log.info(f"{config.output}: the model, with this MTP head in {MTP_FILE}")
 
 
@@ -114,7 +115,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
     from headstart.heads.checkpoints.hub import local_folder
     from headstart.heads.checkpoints.save_load import ADAPTER_FOLDER, save_head
     from headstart.inference import Target, load_tokenizer
-    from headstart.scripts.load_target import target_of
+    from headstart.scripts.load_target import given_target, target_of
 
     if not metadata.adapted:
         raise ValueError(
@@ -134,7 +135,7 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
 
     # 2. Merge. The weights of a GGUF file are no longer packed, and must not say so.
     target = target_of(head, config.target)
-    tokenizer = load_tokenizer(config.target or head.target.name)
+    tokenizer = load_tokenizer(given_target(head, config.target))
     target.merge_adapter(local_folder(config.head) / ADAPTER_FOLDER)
     model = target.model
     final = Path(config.output)
@@ -169,7 +170,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     from headstart.heads import TruncatedHead
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.scripts.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, given_target, target_of
 
     if not isinstance(head, TruncatedHead):
         raise ValueError(
@@ -181,7 +182,7 @@ def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportCo
     refuse_foreign(config.output, files)
     dtype = next(head.parameters()).dtype
     target = target_of(head, config.target, dtype)
-    tokenizer = load_tokenizer(config.target or head.target.name)
+    tokenizer = load_tokenizer(given_target(head, config.target))
 
     # A Llama model of the head's blocks, with the target's embedding and LM head.
     keys = {

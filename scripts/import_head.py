@@ -63,7 +63,11 @@ def import_foreign(config: ImportConfig) -> None:
     target = original_target(config.target, token=config.token)
     lm_head_VD = target.modules.lm_head_rows(None).cpu()
     parts = TargetParts(embedding_of(target), lm_head_VD, target.config.to_dict())
-    head, read = import_head(foreign_config, tensors, target.info, parts)
+    try:
+        head, read = import_head(foreign_config, tensors, target.info, parts)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no head can be imported from {config.head!r}: {reason}") from error
 
     # 3. Save the head, with what it was made from.
     source: dict[str, Any] = {"from": config.head, "revision": config.revision, "format": read.form}

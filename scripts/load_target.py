@@ -23,14 +23,28 @@ def original_target(
     return Target.load(source, dtype or own, default_device(), options=hub)
 
 
+def given_target(head: DraftHead, source: str | None) -> str:
+    """Return the target that the user names.
+
+    Raises:
+        ValueError: none. The head's config names one, but anybody may have written that.
+    """
+    if not source:
+        raise ValueError(
+            "the head's target is needed, and nothing is opened because a checkpoint names it:"
+            f" give --target; its config.json says {head.target.name!r}"
+        )
+    return source
+
+
 def target_of(
     head: DraftHead,
     source: str | None,
     dtype: torch.dtype | None = None,
     token: str | None = None,
 ) -> Target:
-    """Load a head's target, by default the one in its config, and check that they fit."""
-    target = original_target(source or head.target.name, dtype, token)
+    """Load the target that the user names for a head, and check that they fit."""
+    target = original_target(given_target(head, source), dtype, token)
     head.target.check(target.info)
     return target
 

@@ -38,8 +38,8 @@ class PushConfig(CommandOptions):
     """The head's licence by the Hub's name, such as apache-2.0; the target's and the data's must
     allow it."""
     target: str | None = None
-    """The target of a head that shares its LM head, which servers need in the file; null for the
-    one in the head's config."""
+    """The target of a head that shares its LM head, which servers need in the file; what the head's
+    own config names is not opened."""
     branch: str | None = None
     """Branch of the repository; null for main."""
     create_pr: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import resource
 import sys
@@ -18,6 +17,7 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..console import duration, log, number
+from ..files import read_json_lines, reading_back
 from ..heads.base import DraftHead, HeadOutput, TargetFeatures
 from ..heads.checkpoints.files import json_ready
 from ..heads.objective import Objective
@@ -365,37 +365,43 @@ def write_report(folder: Path) -> Path:
     """Write report.md with its curves; return its path.
 
     It needs only log.jsonl and config.yaml in the run's folder.
+
+    Raises:
+        ValueError: one of them holds something else.
     """
-    # 1. Lines of steps and lines of evaluations.
-    text = (folder / "log.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    evaluations = [row for row in rows if "eval" in row]
+    config = read_options(folder / "config.yaml")
+    log_file = folder / "log.jsonl"
+    rows = read_json_lines(log_file)
+    with reading_back(log_file, "remove the lines that were changed"):
+        # 1. Lines of steps and lines of evaluations.
+        steps = [row for row in rows if "loss" in row]
+        evaluations = [row for row in rows if "eval" in row]
 
-    # 2. Plot them.
-    plots = folder / "plots"
-    plots.mkdir(exist_ok=True)
-    lengths = {
-        tree: [(row["step"], row["eval"][tree]["acceptance_length"]) for row in evaluations]
-        for tree in evaluations[-1]["eval"]
-    }
-    estimated = [(row["step"], row["estimated_acceptance_length"]) for row in steps]
-    rates = [(row["step"], row["answer_tokens_per_second"]) for row in steps]
-    curves: dict[str, tuple[str, dict[str, list[tuple[int, float]]]]] = {
-        "loss": ("loss (nats a token)", by_depth(steps, "loss")),
-        "accuracy": ("accuracy", by_depth(steps, "accuracy")),
-        "acceptance": (
-            "acceptance length (tokens a round)",
-            {**lengths, "estimated, chain": estimated},
-        ),
-        "rate": ("answer tokens a second", {"": rates}),
-    }
-    for name, (title, shown) in curves.items():
-        plotted("step", title, shown).savefig(plots / f"{name}.png", dpi=110)
+        # 2. Plot them.
+        plots = folder / "plots"
+        plots.mkdir(exist_ok=True)
+        lengths = {
+            tree: [(row["step"], row["eval"][tree]["acceptance_length"]) for row in evaluations]
+            for tree in evaluations[-1]["eval"]
+        }
+        estimated = [(row["step"], row["estimated_acceptance_length"]) for row in steps]
+        rates = [(row["step"], row["answer_tokens_per_second"]) for row in steps]
+        curves: dict[str, tuple[str, dict[str, list[tuple[int, float]]]]] = {
+            "loss": ("loss (nats a token)", by_depth(steps, "loss")),
+            "accuracy": ("accuracy", by_depth(steps, "accuracy")),
+            "acceptance": (
+                "acceptance length (tokens a round)",
+                {**lengths, "estimated, chain": estimated},
+            ),
+            "rate": ("answer tokens a second", {"": rates}),
+        }
+        for name, (title, shown) in curves.items():
+            plotted("step", title, shown).savefig(plots / f"{name}.png", dpi=110)
 
-    # 3. The page.
+        # 3. The page.
+        lines = _page(config, steps, evaluations)
     path = folder / "report.md"
-    path.write_text("\n".join(_page(folder, steps, evaluations)) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
@@ -409,10 +415,9 @@ def by_depth(rows: list[dict[str, Any]], name: str) -> dict[str, list[tuple[int,
 
 
 def _page(
-    folder: Path, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+    config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]
 ) -> list[str]:
     """Return the lines of report.md."""
-    config = read_options(folder / "config.yaml")
     lines = [f"# {config['head']['type']} for {config['target']}", ""]
     # A table with a row for each evaluation and a column for each tree.
     trees = list(evaluations[-1]["eval"])

@@ -42,10 +42,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..console import log
 from ..files import (
+    BROKEN,
+    LONGEST_REASON,
     file_sizes,
     flush_to_disk,
     free_bytes,
+    read_bytes,
     read_json,
+    read_json_lines,
+    reading_back,
     refuse_pipes,
     require_free,
     write_whole,
@@ -62,8 +67,6 @@ from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 from .engines import any_process
 
-LONGEST_REASON = 300
-"""Characters of a reader's message that a refusal repeats."""
 FREE_TO_CHANGE = (
     "loop.micro_batch",
     "loop.micro_tokens",
@@ -122,7 +125,7 @@ OF_INPUTS = {"data": "data.sources", "weights": "target", "tokenizer": "target"}
 
 def whole_lines(path: Path) -> list[bytes]:
     """Remove the last line of a file if it is half-written; return the others."""
-    text = path.read_bytes()
+    text = read_bytes(path)
     # A killed process leaves at most one half-written line, the last. rfind's -1 means none: 0.
     length = text.rfind(b"\n") + 1
     os.truncate(path, length)
@@ -179,6 +182,25 @@ class Progress:
     engine: str = "one process"
     """The engine that wrote it."""
 
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """Read the progress of a checkpoint.
+
+        Raises:
+            ValueError: values of other types.
+            TypeError: other values than these.
+        """
+        progress = cls(**read_json(path))
+        for name, value in dataclasses.asdict(cls()).items():
+            read = getattr(progress, name)
+            number = isinstance(value, float) and type(read) is int
+            if type(read) is not type(value) and not number:
+                raise ValueError(f"{path.name} has {name} {read!r}")
+        for pair in progress.longest_prompts:
+            if not isinstance(pair, list) or [type(number) for number in pair] != [int, int]:
+                raise ValueError(f"{path.name} has longest_prompts {pair!r}")
+        return progress
+
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run's folder that were written completely, oldest first.
@@ -194,9 +216,28 @@ def whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def read_options(path: Path) -> Any:
-    """Read a YAML file as the command line does: 1e-3 is a number."""
-    return get_loader("yaml")(path.read_text(encoding="utf-8"))
+def read_options(path: Path) -> dict[str, Any]:
+    """Read the options in a run's config.yaml as the command line does: 1e-3 is a number.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    try:
+        text = read_bytes(path)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has references, which may hold themselves or grow without end")
+        options = get_loader("yaml")(text.decode())
+        groups = [options["head"], options["loop"], options["optim"]]
+        is_config = isinstance(options["target"], str) and "type" in options["head"]
+        if not is_config or not all(isinstance(group, dict) for group in groups):
+            raise ValueError("target, head, loop and optim are not those of a run")
+    except (yaml.YAMLError, *BROKEN) as error:
+        reason = " ".join(str(error).split())[:LONGEST_REASON]
+        raise ValueError(
+            f"{path} is not the config of a run ({reason}): choose another output folder"
+        ) from error
+    checked: dict[str, Any] = options
+    return checked
 
 
 def earlier_options(folder: Path) -> dict[str, Any]:
@@ -227,21 +268,6 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     if target_dtype in ("fastest", "auto"):
         target_dtype = before.get("target_dtype", target_dtype)
     return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
-
-
-def _refuse_foreign_config(path: Path) -> None:
-    """Refuse to replace a config.yaml that is not a run's."""
-    if not path.exists():
-        return
-    try:
-        options = read_options(path)
-    except (yaml.YAMLError, UnicodeDecodeError):
-        options = None
-    if not isinstance(options, dict) or not {"target", "head", "loop", "optim"} <= options.keys():
-        raise ValueError(
-            f"{path} is not the config of a run, which would replace it: choose another output"
-            " folder"
-        )
 
 
 class Unreadable(ValueError):
@@ -303,7 +329,8 @@ class RunFolder:
         """
         for folder in (self.best, self.last):
             refuse_foreign(folder, HEAD)
-        _refuse_foreign_config(self.folder / "config.yaml")
+        if (self.folder / "config.yaml").exists():  # it is replaced
+            read_options(self.folder / "config.yaml")
         options = json_ready(dataclasses.asdict(config))
         before = earlier_options(self.folder)
         if before:
@@ -372,7 +399,7 @@ class RunFolder:
         path = self.folder / CHANGES
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return read_json_lines(path)
 
     def resume(self, engine: str) -> Progress:
         """Load the newest complete checkpoint, if there is one; return the run's progress.
@@ -398,10 +425,11 @@ class RunFolder:
         if self.accelerator.is_main_process:
             rows = self.folder / "log.jsonl"
             if rows.exists():
-                lines = [line.decode() for line in whole_lines(rows)]
-                still_true = [
-                    line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
-                ]
+                with reading_back(rows, "remove the lines that were changed"):
+                    lines = [line.decode() for line in whole_lines(rows)]
+                    still_true = [
+                        line + "\n" for line in lines if json.loads(line)["step"] <= progress.step
+                    ]
                 write_whole(rows, "".join(still_true))
             finish_replacing(self.best)
         return progress
@@ -417,7 +445,7 @@ class RunFolder:
             # 1. Can this engine read it? Engines that keep the head whole read each other's, on any
             # number of processes. FSDP2 redistributes its shards. DeepSpeed does neither.
             with reading_checkpoint(checkpoint):
-                saved = Progress(**read_json(checkpoint / "progress.json"))
+                saved = Progress.read(checkpoint / "progress.json")
             written = f"{checkpoint} was written by {saved.engine} on {saved.processes} processes"
             both_whole = {saved.engine, engine} <= {"one process", "DDP"}
             movable = both_whole or saved.engine == engine == "FSDP2"

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ...console import log
-from ...files import read_json, replacing, require_regular, text_shards, write_whole
+from ...files import (
+    read_json,
+    read_json_lines,
+    replacing,
+    require_regular,
+    text_shards,
+    write_whole,
+)
 from ...inference.feature_cache import MANIFEST, read_manifest, text_rows
 from ...inference.targets.loading import load_tokenizer, target_facts
 from ...options import check_options
@@ -33,6 +40,8 @@ REPLAYED = "replay.jsonl"
 """Older recorded answers, whose states are known."""
 CONVERSATIONS = "conversations.jsonl"
 """Conversations as rows of tokens, whose states the target computes before the first step."""
+ANEW = "remove {}, and the work begins anew"
+"""What helps where files of an adaptation were changed."""
 LENGTH_STEP = 512
 """Tokens to a multiple of which conversations are cut that are replayed."""
 FEWEST = 2 * FEWEST_JUDGED
@@ -57,6 +66,8 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
     last = folder / "training.jsonl"
     if last.exists():
         before = read_json(kept)
+        if not isinstance(before, dict):
+            raise ValueError(f"{kept} holds no options; {ANEW.format(folder.parent)}")
         advice = "continue with these, or choose another output"
         check_options(f"{folder.parent} was begun with", before, options, advice)
         return
@@ -310,8 +321,26 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file that `_write_rows` wrote."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The rows of a JSON Lines file that `_write_rows` wrote.
+
+    Raises:
+        ValueError: a file of something else.
+    """
+    rows = read_json_lines(path)
+    for row in rows:
+        tokens = row.get("input_ids")
+        mask = row.get("loss_mask")
+        is_text = (
+            isinstance(tokens, list)
+            and isinstance(mask, list)
+            and {type(number) for number in (*tokens, *mask)} == {int}
+            and len(tokens) == len(mask)
+            and 1 in mask[1:]
+        )
+        if not is_text:
+            raise ValueError(f"{path} holds rows of something else; {ANEW.format(path.parent)}")
+        check_kind(row.get("kind"), f"a row of {path}")
+    return rows
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
-from ...files import parse_json, write_whole
+from ...files import parse_json, require_regular, write_whole
 from ...inference.targets.loading import load_tokenizer, tokenizer_provenance
 from ...inference.text.chat_template import REASONING_KEYS, prompt_ids
 from ...inference.text.messages import check_conversation
@@ -224,7 +224,7 @@ def _read_answered(path: Path) -> tuple[set[int], str | None]:
     tokenizer: str | None = None
     position = 0
     whole = 0
-    with path.open("rb") as file:
+    with require_regular(path).open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 break

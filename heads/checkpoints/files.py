@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...files import at_home, parse_json
+from ...files import at_home, parse_json, read_bytes
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -59,7 +59,7 @@ def read_json(path: Path, limit: int = CONFIG_LIMIT) -> dict[str, Any]:
     size = path.stat().st_size
     if size > limit:
         raise ValueError(f"{path} has {size:,} bytes, and {path.name} may have at most {limit:,}")
-    value = parse_json(path.read_bytes(), path)
+    value = parse_json(read_bytes(path), path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} and no JSON object")
     return value
@@ -127,7 +127,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, RuntimeError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
 
 
@@ -139,6 +139,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         or not all(isinstance(part, str) for part in parts.values())
     ):
         raise ValueError(f"{index} has no weight_map of tensors to files")
+    elsewhere = [part for part in parts.values() if Path(part).name != part]
+    if elsewhere:
+        raise ValueError(f"{index} names {elsewhere[0]!r}, which leads out of its folder")
     return parts
 
 
@@ -174,7 +177,7 @@ def _read_file(folder: Path, name: str) -> dict[str, Tensor]:
             tensors: Any = load_file(path)
         else:
             tensors = torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, EOFError, RuntimeError, *OF_BROKEN_PICKLES) as error:
+    except (SafetensorError, EOFError, OSError, RuntimeError, *OF_BROKEN_PICKLES) as error:
         raise ValueError(f"{path} cannot be read, or was truncated: {error}") from error
     except pickle.UnpicklingError as error:
         raise ValueError(

@@ -290,7 +290,7 @@ def _deepest(tree: TreeSpec) -> int:
 
 
 def _datastore(folder: str | Path, target: Target) -> Datastore:
-    store = Datastore.load(folder)
+    store = Datastore.load(folder, target.info.vocab_size)
     tokenizer = tokenizer_provenance(target.tokenizer)["tokenizer"]
     if store.tokenizer != tokenizer:
         raise ValueError(

@@ -8,6 +8,7 @@ arXiv:2311.08252); its files are memory-mapped.
 
 from __future__ import annotations
 
+import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...files import at_home, read_json, require_regular
+from ...files import BROKEN, at_home, read_json, require_regular
 
 SORTED_TOKENS = 16
 """Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched
@@ -73,6 +74,8 @@ class Datastore:
     """Positions in `tokens`, sorted by the tokens from there on; int64."""
     tokenizer: str
     """Hash of the tokenizer; see `tokenizer_provenance`."""
+    vocab_size: int = 2**31
+    """Tokens of the target. A text ends before any other token, as `SEPARATOR` is."""
     unigrams: tuple[np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
     """All tokens and their counts, once they have been needed: counting reads the whole corpus."""
 
@@ -104,7 +107,7 @@ class Datastore:
         (folder / MANIFEST_FILE).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path) -> Datastore:
+    def load(cls, folder: str | Path, vocab_size: int = 2**31) -> Datastore:
         """Memory-map the files of a datastore.
 
         Raises:
@@ -122,12 +125,12 @@ class Datastore:
         about = read_json(manifest)
         if not isinstance(about, dict) or not isinstance(about.get("tokenizer"), str):
             raise ValueError(f"{manifest} names no tokenizer; make the datastore again")
-        if len(order) > len(tokens):
+        if not 0 < len(order) <= len(tokens) or not 0 <= order[-1] < len(tokens):
             raise ValueError(
-                f"{folder} holds {len(tokens)} tokens in an order of {len(order)}; make the"
+                f"{folder} holds {len(tokens)} tokens in another order of {len(order)}; make the"
                 " datastore again"
             )
-        return cls(tokens, order, about["tokenizer"])
+        return cls(tokens, order, about["tokenizer"], vocab_size)
 
     def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
         """Up to `length` tokens after `most` occurrences of the n-gram, to the end of their texts.
@@ -140,9 +143,8 @@ class Datastore:
         starts = np.asarray(self.order[chosen]) + len(gram)
         continuations = []
         for start in starts.tolist():
-            # Up to the separator, wherever it is; one more at the end, for a text that is longer.
-            tokens = [*self.tokens[start : start + length].tolist(), SEPARATOR]
-            continuations.append(tokens[: tokens.index(SEPARATOR)])
+            tokens = self.tokens[start : start + length].tolist()
+            continuations.append(list(itertools.takewhile(self._is_token, tokens)))
         return continuations
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -151,10 +153,19 @@ class Datastore:
         # The empty n-gram is followed by every token.
         if gram:
             first, last = self._range(gram)
-            return _counted(tokens[np.asarray(self.order[first:last]) + len(gram)])
+            positions = np.asarray(self.order[first:last]) + len(gram)
+            return self._counted(tokens.take(positions, mode="clip"))
         if self.unigrams is None:
-            self.unigrams = _counted(tokens)
+            self.unigrams = self._counted(tokens)
         return self.unigrams
+
+    def _is_token(self, token: int) -> bool:
+        return 0 <= token < self.vocab_size
+
+    def _counted(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The different tokens, and how often each occurs; separators of texts do not count."""
+        of_texts = tokens[(tokens >= 0) & (tokens < self.vocab_size)].astype(np.int64)
+        return np.unique(of_texts, return_counts=True)
 
     def _range(self, gram: Sequence[int]) -> tuple[int, int]:
         """The range of `order` whose positions begin with the n-gram."""
@@ -168,7 +179,7 @@ class Datastore:
             return gram
 
         first = bisect_left(order, wanted, key=gram_at)
-        last = bisect_right(order, wanted, key=gram_at)
+        last = bisect_right(order, wanted, first, key=gram_at)
         return first, last
 
 
@@ -180,17 +191,11 @@ def _mapped(path: Path) -> np.ndarray:
     """
     try:
         mapped: np.ndarray = np.load(require_regular(path), mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read: {error}; make the datastore again") from error
     if not isinstance(mapped, np.ndarray) or mapped.ndim != 1 or mapped.dtype.kind not in "iu":
         raise ValueError(f"{path} is not a list of integers; make the datastore again")
     return mapped
-
-
-def _counted(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The different tokens, and how often each occurs; separators of texts do not count."""
-    of_texts = tokens[tokens != SEPARATOR].astype(np.int64)
-    return np.unique(of_texts, return_counts=True)
 
 
 Corpus = NgramIndex | Datastore

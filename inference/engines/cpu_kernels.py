@@ -135,9 +135,10 @@ def _built(command: list[str]) -> ctypes.CDLL:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _compiled(command, folder, name)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        # 3. Else into a temporary folder. RuntimeError: the user has no home. CalledProcessError:
-        # the compiler fails, too, if the disk is full.
-        loaded = _compiled(command, Path(tempfile.mkdtemp(prefix="headstart-")), name)
+        # 3. Else into a temporary folder, which a loaded library no longer needs. RuntimeError: the
+        # user has no home. CalledProcessError: the compiler fails, too, if the disk is full.
+        with tempfile.TemporaryDirectory(prefix="headstart-") as scratch:
+            loaded = _compiled(command, Path(scratch), name)
         warnings.warn(
             f"the CPU kernels were compiled for this process alone, in seconds: {error}",
             stacklevel=3,

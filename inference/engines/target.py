@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...extras import require_extra
-from ...files import at_home
+from ...files import at_home, read_json
 from ...heads.base import TargetModules, dtype_name
 from ..targets.adapters import active_adapters, check_adapters, unwrapped
 from ..targets.as_loaded import as_loaded
@@ -284,6 +284,9 @@ class Target(TargetModel):
         provenance = self.provenance
         folder = Path(at_home(folder)).resolve()
         with reading("adapter", folder):
+            kind = read_json(folder / "adapter_config.json")["peft_type"]
+            if kind != "LORA":  # others name adapters elsewhere, which peft would open
+                raise ValueError(f"it is of peft's type {kind!r}, and a head's is LORA")
             merged = PeftModel.from_pretrained(self.model, str(folder)).merge_and_unload()
         self.model = merged.eval().requires_grad_(False)
         self.modules = target_modules(self.model)

@@ -28,9 +28,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import CONFIG_NAME
+from transformers.utils.import_utils import is_peft_available
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ...extras import require_extra
-from ...files import at_home, refuse_pipes
+from ...files import LONGEST_REASON, at_home, read_json, refuse_pipes
 from ...heads.base import dtype_name
 from ...heads.checkpoints.hub import HUB_OPTIONS
 from ...options import did_you_mean
@@ -66,12 +68,8 @@ MODEL_OPTIONS = (
 MULTIMODAL = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText")
 """transformers' classes that load a language model with its encoders of images, sound or video, the
 widest first."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""The file that peft writes beside an adapter's weights."""
 _VOCABULARIES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
 """Number of tokens and hash of the vocabulary of tokenizers, which takes a while."""
-LONGEST_REASON = 300
-"""Characters of a message of transformers that a refusal repeats."""
 
 
 def locate(source: str | Path) -> tuple[str, str | None]:
@@ -152,6 +150,8 @@ def load_config(
     if gguf is not None:
         given["gguf_file"] = gguf
     with reading("target model", source):
+        if Path(folder).is_dir():
+            refuse_named_models(folder, revision, given)
         return AutoConfig.from_pretrained(folder, revision=revision, **without_code(given))
 
 
@@ -189,13 +189,32 @@ def reading(what: str, source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def adapter_alone(folder: str) -> bool:
-    """Whether a folder holds a peft adapter but no model.
+def refuse_named_models(place: str, revision: str | None, options: dict[str, Any]) -> None:
+    """Refuse a peft adapter that names models or adapters elsewhere: transformers would open them.
 
-    Transformers finds the model by what the adapter names.
+    An adapter in a model's own folder is read with that model, whichever it names.
+
+    Raises:
+        ValueError: the first name.
     """
-    place = Path(folder)
-    return (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG_NAME).is_file()
+    if not is_peft_available():  # then transformers reads no adapter
+        return
+    # It looks in the first place of all, and in the model's own.
+    for subfolder in {"", options.get("subfolder") or ""}:
+        found = find_adapter_config_file(
+            place, revision=revision, subfolder=subfolder, **hub_options(options)
+        )
+        if found is None:
+            continue
+        adapter = read_json(Path(found))
+        named = list((adapter.get("adapters") or {}).values())  # of X-LoRA
+        if not (Path(place) / CONFIG_NAME).is_file():
+            named = [adapter["base_model_name_or_path"]]
+        if named:
+            raise ValueError(
+                f"its adapter names {str(named[0])[:100]!r}, which is opened only where you name"
+                " it: give a PeftModel of both, or both merged"
+            )
 
 
 def model_loader(config: PreTrainedConfig) -> Any:
@@ -335,9 +354,10 @@ def load_model(
         require_extra("accelerate", f"device_map {where!r}")
     folder, gguf = locate(source)
     given = without_code(options or {})
-    # a GGUF file, and an adapter whose folder has no config of a model
+    with reading("target model", source):
+        refuse_named_models(folder, revision, given)
     loader: Any = AutoModelForCausalLM
-    if gguf is None and not adapter_alone(folder):
+    if gguf is None:
         loader = model_loader(cast(PreTrainedConfig, config_of(source, revision, options)))
     if gguf:
         given["gguf_file"] = gguf

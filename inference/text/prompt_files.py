@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,11 +76,8 @@ def holds_array(name: str) -> bool:
     """
     if not Path(name).is_file():
         raise ValueError(f"no file at {name!r}")
-    try:
-        with open_bytes(name) as file:
-            first = next((text.lstrip() for text in file if text.strip()), b"")
-    except (OSError, EOFError) as error:
-        raise ValueError(f"{name}: cannot be read: {error}") from error
+    with open_bytes(name) as file:
+        first = next((text.lstrip() for text in file if text.strip()), b"")
     # ASCII in UTF-16 or UTF-32 has zero bytes: "[" is 5B 00.
     if first.startswith(UTF_16_AND_32) or b"\0" in first[:4]:
         raise ValueError(
@@ -122,14 +120,28 @@ def compression(name: str) -> str | None:
     return method
 
 
-def open_bytes(name: str) -> IO[bytes]:
-    """Open a file for reading, decompressed."""
-    if compression(name) is None:
-        return Path(name).open("rb")
-    packed: Any = fsspec.open(
-        str(Path(name).absolute()), "rb", compression=compression(name)
-    ).open()
-    return io.BufferedReader(packed)  # zstandard's reader cannot read line by line
+@contextmanager
+def open_bytes(name: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading, decompressed.
+
+    Raises:
+        ValueError: what it holds cannot be decompressed.
+    """
+    method = compression(name)
+    if method is None:
+        with Path(name).open("rb") as file:
+            yield file
+        return
+    try:
+        packed: Any = fsspec.open(str(Path(name).absolute()), "rb", compression=method).open()
+        with io.BufferedReader(packed) as file:  # zstandard's reader cannot read line by line
+            yield file
+    except ValueError:
+        raise
+    except Exception as error:  # each compression has errors of its own
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        raise ValueError(f"{name}: cannot be read: {error}") from error
 
 
 def without_compression(name: str) -> str:

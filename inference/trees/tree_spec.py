@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
 import re
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast
 
-from ...files import at_home
+from ...files import at_home, parse_json, read_json
 
 TreeKind = Literal["top_k", "sampled_chain", "sampled_independent", "sampled_without_replacement"]
 """How the children of a node are made, which decides the acceptance rules that are exact: the
@@ -103,12 +102,13 @@ class TreeShape:
         if not all(isinstance(path, Sequence) and not isinstance(path, str) for path in paths):
             raise ValueError("a tree is a list of paths such as [[0], [1], [0, 0]]")
         nodes = [tuple(path) for path in paths]
-        known = {(), *nodes}
         for path in nodes:
             if not path or any(not isinstance(rank, int) or rank < 0 for rank in path):
                 raise ValueError(
                     f"tree path {list(path)} must hold at least one rank, each an integer from 0"
                 )
+        known = {(), *nodes}
+        for path in nodes:
             if max(path) >= LARGEST_TREE:
                 raise ValueError(f"tree path {list(path)} has a rank above {LARGEST_TREE - 1}")
             if path[:-1] not in known:
@@ -325,14 +325,14 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
     file = Path(at_home(tree))
     if literal or file.is_file():
         try:
-            paths = json.loads(tree if literal else file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            paths = parse_json(tree, "it") if literal else read_json(file)
+            if not isinstance(paths, list):
+                raise ValueError("a tree is a list of paths")
+            return TreeShape.from_paths(paths)
+        except ValueError as error:
             raise ValueError(
-                f"{tree} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
+                f"{tree[:80]} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
             ) from error
-        if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
-            raise ValueError(f"{tree} holds no list of paths such as [[0], [1], [0, 0]]")
-        return TreeShape.from_paths(paths)
     raise ValueError(
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1,"
         " dynamic:NODES:DEPTH:WIDTH, a JSON file of paths, or drawn: or independent: and one of"

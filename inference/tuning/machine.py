@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...files import at_home, write_whole
+from ...files import at_home, read_json, write_whole
 
 FORMAT = 2
 """Version of the file's entries. It is part of a machine's key, so entries of other versions are
@@ -200,7 +201,7 @@ def positive(number: Any) -> float:
     Raises:
         ValueError: it is not a positive number.
     """
-    if not isinstance(number, float | int) or not 0 < number < math.inf:
+    if not isinstance(number, float | int) or not 0 < number <= sys.float_info.max:
         raise ValueError(f"{number!r} is not a positive number")
     return float(number)
 
@@ -208,7 +209,7 @@ def positive(number: Any) -> float:
 def _on_disk() -> dict[str, Any]:
     """Content of the file; empty if it is missing or broken."""
     try:
-        content = json.loads((cache_folder() / MACHINE_FILE).read_text(encoding="utf-8"))
+        content = read_json(cache_folder() / MACHINE_FILE)
     # ValueError: a truncated file is not valid JSON, or not valid UTF-8.
     except (OSError, RuntimeError, ValueError):
         return {}

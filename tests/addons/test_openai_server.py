@@ -143,6 +143,17 @@ def test_an_answer_that_never_ends_has_a_limit_of_the_whole_time(begin, status):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_name_server_that_never_answers_has_the_limit_too(monkeypatch, scheme):
+    ended = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
+    began = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not answer in 0\.3 seconds") as caught:
+        OpenAIServer.at(f"{scheme}://slow.example/v1", 0.3).ask("/models")
+    assert time.monotonic() - began < 5 and caught.value.may_pass
+    ended.set()
+
+
 def test_an_answer_without_end_has_a_limit_of_bytes(running, monkeypatch):
     monkeypatch.setattr(openai_server, "LONGEST_ANSWER", 1000)
     replies(running, 200, text="x" * 1000)

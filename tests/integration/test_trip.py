@@ -42,7 +42,8 @@ def test_a_pushed_head_generates_and_is_accepted_as_at_home(
         loop={"eval_every": 0, "save_every": 0},
     )
     train(config)
-    push = PushConfig(run=str(tmp_path / "run"), repo=f"me/{kind.replace('+', 'p')}", token="hf_x")
+    repo = f"me/{kind.replace('+', 'p')}"
+    push = PushConfig(run=str(tmp_path / "run"), repo=repo, target=str(taught), token="hf_x")
     push_head(dataclasses.replace(push, dry_run=True))
     assert not hub.repos
     push_head(push)

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from headstart.scripts import (
     bench,
     certify,
     chat,
+    command_line,
     data,
     datastore,
     doctor,
@@ -728,3 +730,51 @@ def test_a_prompt_needs_no_option(parsed):
     assert (
         parsed("generate", "Why is the sky blue?", "--target", "t").prompt == "Why is the sky blue?"
     )
+
+
+GROWING = "a: &a [1, 1]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklm")
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "- 1", "3", "data: 3", "data: [1]", "data:", "loop: x", "head: 3", "1: 2", "? [1]"),
+        *(
+            "{",
+            "a: 1: 2",
+            "target: 2026-99-99",
+            "target: !!python/name:os.system",
+            "a\0: 1",
+            "\x85",
+        ),
+        *("head: &a {type: medusa, b: *a}", "head: &a [*a]", "config: other.yaml", GROWING),
+        *("loop: {epochs: [1]}", "unknown: 1", "loop: {unknown: 1}", "loop: {keep: " + "9" * 5000),
+        "init_from: [" + "0, " * 5000 + "0]",
+    ],
+)
+def test_a_config_of_something_else_is_named(tmp_path, text):
+    path = tmp_path / "options.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    given = ["--config", str(path), "--target", "x", "--output", "y"]
+    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+        options(ServedTrainConfig, "train", "", given)
+    lines = str(caught.value).removesuffix("\n`headstart train --help` lists all options")
+    assert lines.count("\n") <= ("unknown option" in lines) and len(lines) < 1500
+
+
+def test_an_option_of_the_command_line_is_not_said_to_be_in_the_config(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("target: x\noutput: y\n")
+    with pytest.raises(ValueError, match=r"^option loop\.keep must be a whole number"):
+        options(ServedTrainConfig, "train", "", ["--config", str(path), "--loop.keep", "x"])
+
+
+def test_an_error_is_cut_that_quotes_all_of_a_file(capsys):
+    def fail(_):
+        raise ValueError("9" * 10**6)
+
+    with pytest.raises(SystemExit):
+        command_line.run(fail, [])
+    assert 1000 < len(capsys.readouterr().err) < 5000

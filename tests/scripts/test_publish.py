@@ -57,7 +57,7 @@ def test_what_is_exported_and_imported_decodes_as_before(
     taught, made, kind, project, tmp_path, capsys
 ):
     head, folder = made(kind)
-    export_foreign(ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out")))
+    export_foreign(ExportConfig(str(folder), project, str(tmp_path / "out"), str(taught)))
     import_foreign(
         ImportConfig(head=str(tmp_path / "out"), target=str(taught), output=str(tmp_path / "back"))
     )
@@ -74,7 +74,7 @@ def test_what_is_exported_and_imported_decodes_as_before(
 def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
     """It drafts as a second model just what it drafts as a head."""
     _, folder = made("cut")
-    export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "model")))
+    export_foreign(ExportConfig(str(folder), "model", str(tmp_path / "model"), str(taught)))
     assert "a model of" in capsys.readouterr().out
     settings = {"max_new_tokens": 24, "do_sample": False}
     ids = torch.tensor([[65, 66, 67, 68]])
@@ -95,7 +95,7 @@ def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
     with pytest.raises(
         ValueError, match="holds a MedusaHead, which reads its target's features: no model"
     ):
-        export_foreign(ExportConfig(head=str(folder), to="model", output=str(tmp_path / "other")))
+        export_foreign(ExportConfig(str(folder), "model", str(tmp_path / "other"), str(taught)))
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
@@ -127,7 +127,7 @@ def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(
         return "an address"
 
     monkeypatch.setattr(hub, "push_folder", push)
-    push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head"))
+    push_head(PushConfig(run=str(tmp_path / "run"), repo="me/head", target=str(taught)))
     weight_VD = Target.from_pretrained(taught).modules.lm_head.weight
     assert found["repo"] == "me/head" and torch.equal(found["lm_heads.0.weight"], weight_VD)
     assert "lm_heads.0.weight" not in read_weights(tmp_path / "run" / "best")
@@ -149,7 +149,7 @@ def test_mistakes_are_told(taught, made, tmp_path):
         export_foreign(ExportConfig(head=str(folder), to="gguf", output=str(tmp_path / "out")))
     _, last = made("eagle3", feature_layers=[-1])
     with pytest.raises(ValueError, match="speculators has no feature layer -1"):
-        export_foreign(ExportConfig(head=str(last), to="speculators", output=str(tmp_path / "out")))
+        export_foreign(ExportConfig(str(last), "speculators", str(tmp_path / "out"), str(taught)))
     _, folder = made("medusa")
     config = json.loads((folder / "config.json").read_text())
     del config["headstart"]
@@ -207,10 +207,10 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("project", ["speculators", "fasterdecoding", "safeailab"])
-def test_an_export_replaces_an_earlier_one_and_no_model(project, made, tmp_path):
+def test_an_export_replaces_an_earlier_one_and_no_model(project, taught, made, tmp_path):
     """A model's own config.json and model.safetensors have the same names."""
     _, folder = made("medusa" if project == "fasterdecoding" else "eagle")
-    config = ExportConfig(head=str(folder), to=project, output=str(tmp_path / "out"))
+    config = ExportConfig(str(folder), project, str(tmp_path / "out"), str(taught))
     export_foreign(config)
     export_foreign(config)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -221,6 +221,23 @@ def test_an_export_replaces_an_earlier_one_and_no_model(project, made, tmp_path)
 
 def test_an_export_names_no_local_path(taught, made, tmp_path):
     _, folder = made("eagle")
-    export_foreign(ExportConfig(head=str(folder), to="speculators", output=str(tmp_path / "out")))
+    export_foreign(ExportConfig(str(folder), "speculators", str(tmp_path / "out"), str(taught)))
     text = (tmp_path / "out" / "config.json").read_text()
     assert str(taught) not in text and taught.name in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "to"), [("eagle", "speculators"), ("eagle", "safeailab"), ("cut", "model")]
+)
+def test_an_export_opens_no_target_that_a_checkpoint_names(kind, to, taught, made, tmp_path):
+    _, folder = made(kind)
+    with pytest.raises(ValueError, match=r"give --target; its config\.json says '.*taught0'"):
+        export_foreign(ExportConfig(str(folder), to, str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_push_opens_no_target_that_a_checkpoint_names(made, monkeypatch):
+    _, folder = made("medusa", lm_head="shared")
+    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
+    with pytest.raises(ValueError, match=r"give --target; its config\.json says"):
+        push_head(PushConfig(run=str(folder), repo="me/head"))

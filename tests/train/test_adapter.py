@@ -347,7 +347,7 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(
     strong, taught, held_out, tmp_path
 ):
     prompt = prompt_of(held_out[0])[None]
-    export_foreign(ExportConfig(str(strong), "merged", str(tmp_path / "out")))
+    export_foreign(ExportConfig(str(strong), "merged", str(tmp_path / "out"), str(taught)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # no word of another target
         lm = SpeculativeLM.from_pretrained(

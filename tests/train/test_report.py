@@ -192,6 +192,26 @@ def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_pat
     assert curves == {"depth 0": [(1, 3.0), (2, 2.0)], "depth 1": [(1, 4.0)]}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("log.jsonl", line) for line in ("{", "3", "null", "[" * 100_000, '{"eval": 3}', "\xff")),
+        *(("log.jsonl", line) for line in ('{"loss": [1.0]}', '{"eval": {"a": {}}}', "")),
+        *(("config.yaml", config) for config in ("", "3", "{", "head: [1]", "a: &a [*a]", "\xff")),
+    ],
+)
+def test_a_broken_file_of_a_run_is_named_by_its_report(run_options, tmp_path, name, text):
+    config = json.dumps(dataclasses.asdict(run_options(tmp_path, 1)))
+    row = {"step": 1, "eval": {"static": {"acceptance_length": 1.5, "interval": [1, 2]}}}
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "log.jsonl").write_text(json.dumps({**row, "held_out_loss": [1.0]}) + "\n")
+    assert report.write_report(tmp_path).exists()
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=str(tmp_path / name)) as caught:
+        report.write_report(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 # A running mean of the weights.
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 
 import pytest
 import yaml
 from accelerate import Accelerator
 
+from headstart.addons.serve.answers import _read_answered
 from headstart.heads.checkpoints.files import finish_replacing
 from headstart.train.config import DataConfig, OptimConfig, SelfMadeConfig, TrainConfig
 from headstart.train.data.self_made import make_conversations
-from headstart.train.run_folder import Progress, RunFolder, whole_checkpoints
+from headstart.train.run_folder import (
+    Progress,
+    RunFolder,
+    earlier_options,
+    whole_checkpoints,
+)
 
 
 def config(target, folder):
@@ -57,6 +65,29 @@ def test_a_log_without_a_checkpoint_starts_anew(tmp_path):
     assert (run.folder / "log.jsonl").read_text() == ""
 
 
+@pytest.mark.parametrize("line", [b"{", b"3", b"{}", b'{"step": "x"}', b"\xff", b"[" * 100_000])
+def test_a_broken_line_of_the_log_is_named_and_nothing_is_lost(tmp_path, line):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    log = run.folder / "log.jsonl"
+    log.write_bytes(b'{"step": 0}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl cannot be read .*; remove the lines"):
+        run.resume("one process")
+    assert log.read_bytes() == b'{"step": 0}\n' + line + b"\n"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "changes.jsonl"])
+@pytest.mark.parametrize("text", ["{", "3", "[" * 3000, "a: &a [*a]", "head: 2026-99-99"])
+def test_a_broken_file_of_a_run_that_resumes_is_named(tmp_path, name, text):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / "step-00000001" / "progress.json").touch()
+    (run.folder / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{name}") as caught:
+        earlier_options(run.folder) if name == "config.yaml" else run.changes()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
 def test_a_folder_that_a_kill_left_half_replaced_comes_back(tmp_path):
     folder = tmp_path / "best"
     folder.mkdir()
@@ -97,3 +128,36 @@ def test_checkpoints_of_another_trainer_are_neither_counted_nor_removed(tmp_path
     )
     with pytest.raises(ValueError, match="was not written by this run"):
         run.save(Progress(step=2), keep=1)
+
+
+def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    run.folder.mkdir()
+    os.mkfifo(run.folder / "log.jsonl")
+    with pytest.raises(ValueError, match=r"log\.jsonl is a named pipe"):
+        run.resume("one process")
+    os.mkfifo(tmp_path / "answers.jsonl")
+    made = SelfMadeConfig(target="x", output=str(tmp_path / "answers.jsonl"))
+    with pytest.raises(ValueError, match=r"answers\.jsonl is a named pipe"):
+        make_conversations(made)
+    with pytest.raises(ValueError, match=r"answers\.jsonl is a named pipe"):
+        _read_answered(tmp_path / "answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"step": "1"}, {"step": 1.5}, {"best_length": None}, {"longest_prompts": 3}),
+        *({"longest_prompts": [[1]]}, {"longest_prompts": [3]}, {"engine": []}, {"unknown": 1}),
+    ],
+)
+def test_a_broken_progress_is_named(tmp_path, change):
+    run = RunFolder(tmp_path / "run", Accelerator())
+    checkpoint = run.checkpoints / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    progress = dataclasses.asdict(Progress(step=1, longest_prompts=[[3, 2]]))
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    assert Progress.read(checkpoint / "progress.json").longest_prompts == [[3, 2]]
+    (checkpoint / "progress.json").write_text(json.dumps({**progress, **change}))
+    with pytest.raises(ValueError, match=f"{checkpoint} cannot be read .*; remove it"):
+        run.resume("one process")

@@ -42,7 +42,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ...files import text_shards
+from ...files import BROKEN, LONGEST_REASON, read_json, refuse_pipes, text_shards
 from ...inference.feature_cache import text_rows
 from ...inference.text.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.text.prompt_files import (
@@ -225,10 +225,9 @@ def open_file(name: str) -> Source:
     if name.endswith(".parquet"):
         try:
             return _of_arrow(name, load_dataset("parquet", data_files=name, split="train"))
-        except (DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(
-                f"{name}: no Parquet file that can be read: {error.__cause__ or error}"
-            ) from error
+        except (DatasetGenerationError, OSError, *BROKEN) as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(f"{name}: no Parquet file that can be read: {reason}") from error
     # Size and time stand for the content, which would have to be read to be hashed.
     status = path.stat()
     identity = _hash(str(path.resolve()), status.st_size, status.st_mtime_ns)
@@ -359,6 +358,24 @@ def _of_arrow(name: str, rows: Dataset, *identity: Any) -> Source:
     return Source(name, "columns", _hash(*(identity or [rows._fingerprint])), lambda: rows)
 
 
+def _saved(name: str, folder: Path) -> Dataset | DatasetDict:
+    """Load a folder that `save_to_disk` has written.
+
+    Raises:
+        ValueError: a broken one, or one that names files outside of it.
+    """
+    try:
+        for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
+            refuse_pipes(state.parent)
+            for file in read_json(state)["_data_files"]:
+                if Path(file["filename"]).name != file["filename"]:
+                    raise ValueError(f"it names {file['filename']!r}, a file elsewhere")
+        return load_from_disk(folder)
+    except (OSError, NotImplementedError, *BROKEN) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+        raise ValueError(f"{name} cannot be read as a data set ({reason})") from error
+
+
 def _data_set(name: str, limit: int | None) -> Source:
     """Open a folder, or a Hub data set, of which at most `limit` rows are downloaded."""
     path, revision, config, split = parsed_name(name)
@@ -370,7 +387,7 @@ def _data_set(name: str, limit: int | None) -> Source:
 
     # 2. A folder that `save_to_disk` has written: one data set, or a dict of splits.
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
-        rows = load_from_disk(path)
+        rows = _saved(name, Path(path))
         if isinstance(rows, DatasetDict):
             if (split or "train") not in rows:
                 raise ValueError(

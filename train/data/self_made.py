@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...console import ProgressBar, log
-from ...files import write_whole
+from ...files import require_regular, write_whole
 from ...heads.base import dtype_name
 from ...inference.drafters.round import Round
 from ...inference.load import load_speculative_lm
@@ -92,7 +92,7 @@ class _Output:
     def __init__(self, config: SelfMadeConfig, prompts: list[dict[str, Any]] | None) -> None:
         """Start the file, or cut off a half-written batch."""
         # 1. What does not depend on an earlier start.
-        self.path = Path(config.output)
+        self.path = require_regular(Path(config.output))
         self.state_path = state_path(self.path)
         self.progress = FileProgress()
         self.seen = set[str]()

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -39,7 +40,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...console import console
-from ...files import read_json, write_whole
+from ...files import BROKEN, read_json, read_json_lines, reading_back, write_whole
 from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
@@ -393,20 +394,26 @@ def cached_sequences(
                     _make(entry, made_of, source, rendering, num_proc)
 
         # 2. Check it against what was asked for: names of folders are cut hashes.
-        manifest = read_json(entry / "manifest.json")
+        with reading_back(entry, "remove it, and it is made anew"):
+            manifest = read_json(entry / "manifest.json")
+            before = dict(manifest["made_of"])
+            files = [entry / name for name in manifest["files"]]
+            rows_read = operator.index(manifest["rows"])
+            truncated += operator.index(manifest["truncated"])
+            digests.append(str(manifest["digest"]))
+            counts.append(np.load(entry / "counts.npy").astype(np.int64, casting="safe"))
+            if counts[-1].ndim != 1 or not files:
+                raise ValueError("it has no counts of tokens, or no files")
+            unused += _unused_rows(entry / "unused.jsonl")
         advice = "another tokenizer, chat template, option or data: remove it"
-        check_options(f"{entry} holds sequences with", manifest["made_of"], made_of, advice)
+        check_options(f"{entry} holds sequences with", before, made_of, advice)
 
         # 3. Map it. Rows count from 0 in each source, conversations over all sources.
-        dataset = concatenate_datasets([_mapped(entry / file) for file in manifest["files"]])
+        dataset = concatenate_datasets([_mapped(path) for path in files])
         conversations.append(dataset.data.table.column("row").to_numpy() + firsts[-1])
         parts.append(dataset)
-        counts.append(np.load(entry / "counts.npy"))
-        digests.append(manifest["digest"])
-        firsts.append(firsts[-1] + manifest["rows"])
-        read += manifest["rows"]
-        truncated += manifest["truncated"]
-        unused += _unused_rows(entry / "unused.jsonl")
+        firsts.append(firsts[-1] + rows_read)
+        read += rows_read
 
     # 4. Join the sources. Counts are as long as a source's largest token: pad them to the longest.
     rows = concatenate_datasets(parts)
@@ -545,7 +552,7 @@ def first_format(source: Source) -> str | None:
 
 
 def _unused_rows(path: Path) -> list[UnusedRow]:
-    return [UnusedRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [UnusedRow(**row) for row in read_json_lines(path)]
 
 
 def _encoded_rows(
@@ -607,7 +614,7 @@ def _encoded_rows(
 def _mapped(path: Path) -> Dataset:
     try:
         return Dataset.from_file(str(path))
-    except (OSError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException, *BROKEN) as error:
         raise ValueError(
             f"{path} cannot be read ({error}); remove {path.parent}, and it is made anew"
         ) from error

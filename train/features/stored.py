@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...files import text_shards, write_whole
+from ...files import read_json, reading_back, text_shards, write_whole
 from ...heads.base import DraftHead, TargetFeatures
 from ...inference.engines.target import Target
 from ...inference.feature_cache import FeatureCache, decoded, key_of, text_row
@@ -81,7 +81,11 @@ class FolderStates(StateSource):
         # The prompt alone is too short to replay, which `StoredReplay.usable` refuses.
         if not path.exists():
             return torch.tensor(example.prompt)
-        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["text"])
+        with reading_back(path, "remove it; `headstart features` writes it again"):
+            text = read_json(path)["text"]
+            if not all(type(token) is int for token in text):
+                raise ValueError("its text is not a list of tokens")
+            return torch.tensor(text)
 
     def answer(self, example: Example, new_tokens: int) -> tuple[Tensor, States]:
         if self.greedy:

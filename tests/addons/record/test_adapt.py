@@ -13,7 +13,7 @@ from recordings import ANSWERS, NEW_TOKENS, record_answers
 
 from headstart.addons.record import adapt as adapting
 from headstart.addons.record.adapt import adapt, average_weights
-from headstart.addons.record.adapt_data import MOST_JUDGED, divided
+from headstart.addons.record.adapt_data import MOST_JUDGED, divided, rows_of
 from headstart.addons.record.config import AdaptConfig
 from headstart.addons.record.folder import keep_costs
 from headstart.files import text_shards
@@ -521,3 +521,26 @@ def test_the_mean_of_two_heads_has_a_share_of_each_weight_and_keeps_new_tokens(
             assert torch.equal(tensor[[0, 1, 8, 9, 10, 11]], before[name][[0, 1, 8, 9, 10, 11]])
         else:
             torch.testing.assert_close(tensor, 0.25 * old[name] + 0.75 * before[name])
+
+
+ROW = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "kind": "a"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_ids": 3},
+        {"input_ids": ["x", 2, 3]},
+        {"loss_mask": [1, 0, 0]},
+        {"loss_mask": [1]},
+        {"kind": 3},
+    ],
+)
+def test_rows_of_something_else_are_named(tmp_path, change):
+    path = tmp_path / "judged.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    assert rows_of(path) == [ROW]
+    for text in (json.dumps({**ROW, **change}), "{", "3", "[" * 100_000):
+        path.write_text(json.dumps(ROW) + "\n" + text + "\n")
+        with pytest.raises(ValueError, match=str(path)):
+            rows_of(path)

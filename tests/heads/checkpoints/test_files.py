@@ -91,6 +91,14 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
         read_weights(head)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "."])
+def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=rf"{index} names '{name}'"):
+        files_of_tensors(index)
+
+
 def test_weights_in_parts_are_put_together(tmp_path: Path) -> None:
     parts = {"a": "one.bin", "b": "two.bin"}
     for name, part in parts.items():
@@ -119,6 +127,22 @@ def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"not valid JSON|no JSON object"):
             read_json(path)
     with pytest.raises(ValueError, match=r"it has no model.safetensors"):
+        read_weights(tmp_path)
+
+
+def test_what_a_disk_or_a_mapping_fails_to_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(OSError, match=r"config\.json cannot be read: Input/output error"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
         read_weights(tmp_path)
 
 

@@ -199,6 +199,40 @@ def test_a_datastore_finds_what_a_search_finds(tmp_path):
             assert len(store.continuations(gram, 3, 1)) == min(3, len(naive))
 
 
+def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
+    Datastore.of([[1, 2, 3, 1, 2, 4], [9, 1, 2, 5]]).save(tmp_path)
+    tokens = np.load(tmp_path / "tokens.npy")
+    tokens[tokens == 3] = 10**9
+    tokens[tokens == 4] = -7
+    np.save(tmp_path / "tokens.npy", tokens)
+    order = np.load(tmp_path / "order.npy")
+    store = Datastore.load(tmp_path, vocab_size=12)
+    assert sorted(store.continuations([1, 2], 9, 4)) == [[], [], [5]]
+    assert store.following([2])[0].tolist() == [5]
+    assert store.following([])[0].max() < 12
+    order[:-1] = 10**12  # in no order, and beyond all texts
+    np.save(tmp_path / "order.npy", order)
+    store = Datastore.load(tmp_path, vocab_size=12)
+    for gram in ([1, 2], [2], [9], [5]):
+        assert all(token < 12 for text in store.continuations(gram, 9, 4) for token in text)
+        assert (store.following(gram)[0] < 12).all()
+
+
+@pytest.mark.parametrize("order", [[], [99], [-1], [0] * 99])
+def test_a_datastore_in_another_order_is_refused(tmp_path, order):
+    Datastore.of([[1, 2, 3]]).save(tmp_path)
+    np.save(tmp_path / "order.npy", np.array(order, dtype=np.int64))
+    with pytest.raises(ValueError, match="make the datastore again"):
+        Datastore.load(tmp_path)
+
+
+def test_a_header_that_numpy_cannot_parse_is_named(tmp_path):
+    Datastore.of([[1, 2, 3]]).save(tmp_path)
+    (tmp_path / "order.npy").write_bytes(b"\x93NUMPY\1\0\3\0(((")
+    with pytest.raises(ValueError, match=r"order\.npy cannot be read"):
+        Datastore.load(tmp_path)
+
+
 def test_a_running_text_finds_what_a_search_finds_newest_first():
     text = NgramIndex(3)
     tokens = random.Random(2).choices(range(3), k=60)

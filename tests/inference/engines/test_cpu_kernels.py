@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -526,9 +527,12 @@ def test_a_library_without_its_checksum_is_made_anew(fresh, checksum, monkeypatc
 
 def test_a_cache_that_cannot_be_written_is_done_without(fresh, monkeypatch):
     (fresh / "file").write_text("")
+    (fresh / "temporary").mkdir()
     monkeypatch.setenv("HEADSTART_CACHE", str(fresh / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh / "temporary"))
     with pytest.warns(UserWarning, match="compiled for this process alone"):
         assert cpu_kernels.library() is not None
+    assert not list((fresh / "temporary").iterdir())  # nothing is left
 
 
 @pytest.mark.skipif(

@@ -6,14 +6,16 @@ import builtins
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headstart.addons.certify.engines import end_tokens_of
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.outer_modules import OuterTarget
-from headstart.inference.targets.loading import config_of, load_config, target_facts
+from headstart.inference.targets.loading import config_of, load_config, load_model, target_facts
 from headstart.inference.text.chat_template import load_chat_tokenizer, render, variables_read
 from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.features.placement import empty_model, packing_of
@@ -174,3 +176,73 @@ def test_a_macro_that_calls_itself_ends(folder):
     edited(folder / "tokenizer_config.json", chat_template=template)
     with pytest.raises(ValueError, match="the chat template refuses"):
         render(load_chat_tokenizer(str(folder)), [{"role": "user", "content": "hello"}])
+
+
+ADAPTER = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+ELSEWHERE = {"base_model_name_or_path": "other/base"}
+
+
+@pytest.fixture
+def adapter(target_folder, tmp_path):
+    """The folder of a LoRA adapter that names the model other/base."""
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    peft.get_peft_model(model, peft.LoraConfig(**ADAPTER)).save_pretrained(tmp_path / "adapter")
+    edited(tmp_path / "adapter" / "adapter_config.json", **ELSEWHERE)
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("place", ["folder", "subfolder", "hub", "hub with a model", "gguf"])
+def test_a_model_that_an_adapter_names_is_not_opened(place, hub, adapter, folder):
+    options = {}
+    source = adapter
+    if place == "subfolder":
+        source = adapter.parent
+        options = {"subfolder": "adapter"}
+    elif place == "gguf":
+        pytest.importorskip("gguf")
+        source = adapter / "model.gguf"
+        source.write_bytes(b"GGUF")
+    elif place != "folder":
+        paths = [*adapter.iterdir(), *(folder.iterdir() if "model" in place else ())]
+        hub.repos["me/target"] = {path.name: path.read_bytes() for path in paths}
+        hub.commits["me/target"] = ["0" * 40]
+        source = "me/target"
+    asked = []
+    hub.trouble = lambda handler: asked.append(handler.path) or False
+    with pytest.raises(ValueError, match="its adapter names 'other/base', which is opened only"):
+        load_model(source, torch.float32, "cpu", options=options)
+    if Path(source).is_dir() and not options:
+        with pytest.raises(ValueError, match="its adapter names 'other/base'"):
+            load_config(source)
+    assert not any("other" in path for path in asked)
+
+
+def test_adapters_that_x_lora_names_are_not_opened(hub, folder, adapter):
+    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    named = {"peft_type": "XLORA", "hidden_size": 32, "adapters": {"0": "other/adapter"}}
+    edited(folder / "adapter_config.json", **named)
+    asked = []
+    hub.trouble = lambda handler: asked.append(handler.path) or False
+    with pytest.raises(ValueError, match="its adapter names 'other/adapter'"):
+        Target.load(folder, torch.float32, "cpu")
+    (folder / "adapter_config.json").unlink()
+    target = Target.load(folder, torch.float32, "cpu")
+    edited(adapter / "adapter_config.json", **named)
+    with pytest.raises(ValueError, match="peft's type 'XLORA', and a head's is LORA"):
+        target.merge_adapter(adapter)
+    assert not asked
+
+
+def test_an_adapter_in_its_models_own_folder_is_loaded_with_it(folder, adapter):
+    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    assert "default" in Target.load(folder, torch.float32, "cpu").model.peft_config
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"adapters": 3}', "[" * 200_000, "\0"])
+def test_a_broken_config_of_an_adapter_is_named(folder, adapter, text):
+    (adapter / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"no target model at '{adapter}'"):
+        load_model(adapter, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=f"no adapter at '{adapter}'"):
+        Target.load(folder, torch.float32, "cpu").merge_adapter(adapter)

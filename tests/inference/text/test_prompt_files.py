@@ -6,6 +6,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import lzma
 
 import pytest
 
@@ -86,3 +87,15 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name, content, wo
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"no file at '.*nowhere\.jsonl'"):
         read_prompts(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("end", [slice(0, 30), slice(5, None)])
+def test_what_cannot_be_decompressed_is_named(tmp_path, pack, end):
+    kind = {gzip.compress: "gz", bz2.compress: "bz2", lzma.compress: "xz"}[pack]
+    path = tmp_path / f"p.jsonl.{kind}"
+    packed = pack(LINES)
+    for content in (packed[end], packed[:20] + b"\xff" * 20 + packed[40:]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+            read_prompts(path)

@@ -156,10 +156,18 @@ def test_a_file_that_holds_something_else_is_measured_anew(nothing_measured, mon
     assert asked(7.0) == (2.5, False)
 
 
-@pytest.mark.parametrize("value", ["fast", 0, -1.5, None, [], {}, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "value", ["fast", 0, -1.5, None, [], {}, float("nan"), float("inf"), 10**400]
+)
 def test_a_value_that_cannot_be_is_measured_anew(nothing_measured, value):
     nothing_measured.mkdir()
     (nothing_measured / "machine.json").write_text(json.dumps({name_of(CPU): {"speed": value}}))
+    assert asked() == (2.5, True)
+
+
+def test_a_named_pipe_is_not_waited_for(nothing_measured):
+    nothing_measured.mkdir()
+    os.mkfifo(nothing_measured / "machine.json")
     assert asked() == (2.5, True)
 
 

@@ -7,6 +7,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import pickle
 from pathlib import Path
 
@@ -469,3 +470,53 @@ def test_a_saved_data_set_has_splits_too(tmp_path):
 def test_a_limit_counts_over_all_sources(tmp_path):
     paths = [write(tmp_path / f"{i}.jsonl", [{"messages": MESSAGES}] * 3) for i in range(3)]
     assert [len(source.rows) for source in open_sources(paths, 4)] == [3, 1]
+
+
+@pytest.mark.parametrize("split", ["", "train"])
+@pytest.mark.parametrize("file", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("text", ["", "3", "{}", "[" * 100_000, "\xff", '{"_data_files": 3}'])
+def test_a_broken_data_set_is_named(tmp_path, split, file, text):
+    rows = Dataset.from_list([{"prompt": "hi", "completion": "yo"}])
+    (DatasetDict({split: rows}) if split else rows).save_to_disk(tmp_path / "data")
+    path = tmp_path / "data" / split / file
+    path.write_bytes(text.encode("latin-1"))
+    if file == "dataset_info.json" and text.startswith("{"):  # what it says may be left out
+        assert len(read_conversations(str(tmp_path / "data"))) == 1
+        return
+    with pytest.raises(ValueError, match=f"{tmp_path / 'data'} cannot be read") as caught:
+        read_conversations(str(tmp_path / "data"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("place", ["/elsewhere.arrow", "../elsewhere.arrow", "pipe"])
+def test_a_data_set_opens_no_file_elsewhere_and_waits_for_no_pipe(tmp_path, place):
+    rows = Dataset.from_list([{"prompt": "hi", "completion": "yo"}])
+    rows.save_to_disk(tmp_path / "data")
+    rows.save_to_disk(tmp_path / "other")
+    state = json.loads((tmp_path / "data" / "state.json").read_text())
+    name = place
+    if place == "pipe":
+        os.mkfifo(tmp_path / "data" / "pipe")
+    else:
+        other = next((tmp_path / "other").glob("*.arrow"))
+        other.rename(tmp_path / "elsewhere.arrow")
+        name = place.replace("/elsewhere", f"{tmp_path}/elsewhere") if place[0] == "/" else place
+    state["_data_files"] = [{"filename": name}]
+    (tmp_path / "data" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"a file elsewhere|a named pipe"):
+        read_conversations(str(tmp_path / "data"))
+
+
+def test_a_broken_parquet_file_is_one_line(tmp_path):
+    path = tmp_path / "d.parquet"
+    Dataset.from_list([{"prompt": "hi", "completion": "yo"}] * 9).to_parquet(str(path))
+    whole = path.read_bytes()
+    for place in range(10, len(whole), 97):
+        path.write_bytes(whole[:place] + b"\xff" * 9 + whole[place + 9 :])
+        told = str(path)
+        try:
+            read_conversations(str(path))
+        except ValueError as error:
+            told = str(error)
+        assert str(path) in told
+        assert "\n" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -329,3 +330,38 @@ def test_a_run_that_began_before_there_was_a_limit_goes_on_without_one(config, c
         )
         assert as_begun(config).data.held_out_limit == limit
         options["data"]["held_out_limit"] = None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("manifest.json", text) for text in ("{", "[]", "{}", '{"made_of": 3}', "[" * 100_000)),
+        *(("unused.jsonl", text) for text in ("3\n", "{}\n", "x\n", "\xff\n")),
+        *(("counts.npy", text) for text in ("", "x", "\x93NUMPY\1\0\3\0(((")),
+    ],
+)
+def test_a_broken_file_of_a_folder_is_named(config, opened, name, text):
+    opened()
+    folder = folders(config)[0]
+    (folder / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{folder} cannot be read .*; remove it") as caught:
+        opened()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["rows", "truncated", "files", "made_of"])
+def test_a_broken_manifest_is_named(config, opened, name):
+    opened()
+    folder = folders(config)[0]
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: -math.inf}))
+    with pytest.raises(ValueError, match=f"{folder} cannot be read .*; remove it"):
+        opened()
+
+
+def test_a_broken_schema_is_named(config, opened):
+    opened()
+    path = next(folders(config)[0].glob("*.arrow"))
+    path.write_bytes(path.read_bytes().replace(b'"feature"', b'"featurx"'))
+    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+        opened()

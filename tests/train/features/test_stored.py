@@ -227,3 +227,14 @@ def test_two_jobs_of_one_number_fill_one_folder_and_both_finish(tmp_path, monkey
             states_TLD, _ = cache.stored(key_of(torch.tensor(tokens)))
             assert torch.equal(states_TLD, torch.ones(len(tokens), 1, 4))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "{}", '{"text": 3}', '{"text": [1.5]}', "[" * 100_000]
+)
+def test_a_broken_answer_is_named(stored, text):
+    paths = list((Path(stored.features.folder) / "answers").iterdir())
+    for path in paths:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"answers/.*json cannot be read .*; remove it"):
+        train(stored)
