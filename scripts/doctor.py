@@ -27,13 +27,13 @@ def main(arguments: list[str]) -> None:
 
 
 def describe(config: DoctorConfig) -> None:
-    """Print what a bug report needs."""
+    """Print the facts for a bug report."""
     for name, value in installation().items():
         console.print(f"{name + ':':<16}{value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def installation() -> dict[str, str]:
-    """What a bug report needs, by name."""
+    """Facts for a bug report, by name."""
     import torch
     from huggingface_hub import constants, get_token
 

@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What the device computes of the next round while the host reads this one."""
+    """The part of the next round that the device computes while the host reads this one."""
 
     proposed: DraftTree
     """The next proposal."""

@@ -159,5 +159,5 @@ def test_a_broken_progress_is_named(tmp_path, change):
     (checkpoint / "progress.json").write_text(json.dumps(progress))
     assert Progress.read(checkpoint / "progress.json").longest_prompts == [[3, 2]]
     (checkpoint / "progress.json").write_text(json.dumps({**progress, **change}))
-    with pytest.raises(ValueError, match=f"{checkpoint} cannot be read .*; remove it"):
+    with pytest.raises(ValueError, match=f"{checkpoint} cannot be read .*: remove it"):
         run.resume("one process")
