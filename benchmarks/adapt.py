@@ -113,7 +113,7 @@ def answer(kinds: dict[str, list[Tensor]], new_tokens: int, output: Path) -> Non
         folder = output / kind
         if len(text_shards(folder)) >= len(prompts):
             continue
-        lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", fallback=False)
+        lm = lm or SpeculativeLM.from_pretrained(TARGET, HEAD, tree="chain:5", adaptive=False)
         with record(lm, folder, kind=kind, tokenizer=load_tokenizer(TARGET)) as recording:
             for start in range(0, len(prompts), BATCH):
                 batch = [ids_1T[0] for ids_1T in prompts[start : start + BATCH]]

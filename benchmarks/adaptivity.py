@@ -55,11 +55,11 @@ def main() -> None:
 
     lookup: dict[str, Any] = {"drafter": "prompt-lookup:6"}
     made: dict[str, Callable[[], SpeculativeLM]] = {
-        "tree": lambda: head(tree="dynamic:4:3:2", fallback=False),
+        "tree": lambda: head(tree="dynamic:4:3:2", adaptive=False),
         "tree-or-plain": lambda: head(tree="dynamic:4:3:2"),
-        "trees": lambda: head(tree=TREES, fallback=False),
+        "trees": lambda: head(tree=TREES, adaptive=False),
         "default": head,
-        "stop": lambda: head(tree="stop:0.4:chain:5", fallback=False),
+        "stop": lambda: head(tree="stop:0.4:chain:5", adaptive=False),
         "lookup": lambda: SpeculativeLM.from_pretrained(target, **lookup),
         "trees-and-lookup": lambda: head(**lookup),
     }

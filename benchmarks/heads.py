@@ -177,7 +177,7 @@ def loaded(folders: dict[str, Path], nodes: int, compile: bool) -> dict[str, Sid
             target.merge_adapter(folder / "adapter")
             sides[f"generate, {name}"] = stock(target)
         always = partial(
-            SpeculativeLM.from_pretrained, target, folder, compile=compile, fallback=False
+            SpeculativeLM.from_pretrained, target, folder, compile=compile, adaptive=False
         )
         sides[f"{name}: chain"] = ours(always(tree=f"chain:{head.max_depth}"))
         sides[f"{name}: tree"] = ours(always(tree=default_dynamic_tree(head.max_depth, nodes)))

@@ -115,7 +115,7 @@ def judged(
         if ":" in what and not Path(what).exists()
         else {"head": what}
     )
-    lead = SpeculativeLM.from_pretrained(target, fallback=False, **words).drafter  # type: ignore[arg-type]
+    lead = SpeculativeLM.from_pretrained(target, adaptive=False, **words).drafter  # type: ignore[arg-type]
     assert isinstance(lead, HeadDrafter)
     depth = min(depth, lead.head.max_depth)
     found = [

@@ -42,9 +42,9 @@ def main() -> None:
         "|---|---|---|---|---|",
     ]
     # Of fixed trees: which one adaptive drafting takes depends on the time of single rounds.
-    without = SpeculativeLM.from_pretrained(target, args.head, tree="dynamic:4:3:2", fallback=False)
+    without = SpeculativeLM.from_pretrained(target, args.head, tree="dynamic:4:3:2", adaptive=False)
     recorded = SpeculativeLM.from_pretrained(
-        target, args.head, tree="dynamic:4:3:2", fallback=False
+        target, args.head, tree="dynamic:4:3:2", adaptive=False
     )
     for file, prompts in encoded(tokenizer, args.prompts, args.limit).items():
         sides = {"without": ours(without), "with": ours(recorded)}

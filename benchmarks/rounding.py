@@ -54,7 +54,7 @@ def main() -> None:
     target = Target.from_pretrained(args.target, getattr(torch, args.dtype))
     tokenizer = load_tokenizer(args.target)
     lm = SpeculativeLM.from_pretrained(
-        target, args.head, tree=args.tree, compile=args.compile, fallback=False
+        target, args.head, tree=args.tree, compile=args.compile, adaptive=False
     )
     plain = SpeculativeLM.from_pretrained(target, compile=args.compile)
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}

@@ -102,7 +102,7 @@ def main() -> None:
         ways = ("alike", "blind") if "dynamic" in tree else ("alike", "blind", "drawn")
         for way in ways:
             word = f"drawn:{tree}" if way == "drawn" else tree
-            lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=word, fallback=False)
+            lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=word, adaptive=False)
             sides[f"`{tree}`, {way}"] = seeded(lm, way == "blind")
     settings = answer_settings(args.new_tokens, 1.0) | {"top_k": 0, "top_p": 1.0}
     files = encoded(load_tokenizer(args.target), args.prompts, 2 * args.limit)
@@ -114,11 +114,11 @@ def main() -> None:
     files = {file: rows[: args.limit] for file, rows in files.items()}
     rates: dict[str, list[float]] = {}
     for way, spec in (("alike", COUNTED), ("drawn", f"drawn:{COUNTED}")):
-        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=spec, fallback=False)
+        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=spec, adaptive=False)
         rates[way] = order_rates(lm, others, settings)
         tree: TreeShape | SampledShape = best_static_tree([rates[way]] * DEPTH, NODES)
         tree = SampledShape(tree) if way == "drawn" else tree
-        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=tree, fallback=False)
+        lm = SpeculativeLM.from_pretrained(default.target, args.head, tree=tree, adaptive=False)
         sides[f"Sequoia of {NODES}, {way}"] = seeded(lm)
     lengths: dict[str, list[float]] = {name: [] for name in sides}
     ratios: dict[str, list[str]] = {name: [] for name in sides}

@@ -72,8 +72,8 @@ def batches(args: argparse.Namespace) -> list[str]:
     sides = {
         "generate": target,
         "plain": SpeculativeLM(target),
-        "whole tree": SpeculativeLM.from_pretrained(target, args.head, tree=whole, fallback=False),
-        "auto": SpeculativeLM.from_pretrained(target, args.head, fallback=False),
+        "whole tree": SpeculativeLM.from_pretrained(target, args.head, tree=whole, adaptive=False),
+        "auto": SpeculativeLM.from_pretrained(target, args.head, adaptive=False),
     }
     settings = {"max_new_tokens": args.new_tokens, "do_sample": False}
     nodes = sides["auto"].drafter.max_nodes  # type: ignore[union-attr]
@@ -173,7 +173,7 @@ def memory_of(source: str, head: str, side: str, length: int) -> dict[str, float
     and seconds."""
     target = Target.from_pretrained(source, torch.bfloat16)
     lm = SpeculativeLM.from_pretrained(
-        target, head if side == "speculative" else None, fallback=False
+        target, head if side == "speculative" else None, adaptive=False
     )
     input_ids = torch.randint(
         1, target.info.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)

@@ -101,7 +101,7 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
     target = Target.from_pretrained(TARGET, torch.bfloat16)
 
     def lm(**options: object) -> SpeculativeLM:
-        return SpeculativeLM.from_pretrained(target, **({"fallback": False} | options))  # type: ignore[arg-type]
+        return SpeculativeLM.from_pretrained(target, **({"adaptive": False} | options))  # type: ignore[arg-type]
 
     fast = lm(head=head)
     found: dict[str, SpeculativeLM | Target] = {
@@ -112,9 +112,9 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
         "lookahead": lm(drafter="lookahead:2:3:2"),
         "3-grams": lm(drafter="ngram:3", tree="chain:2"),
         "3-grams of a corpus": lm(drafter=f"ngram:3:{store}", tree="chain:2"),
-        "random, adaptive": lm(drafter="random", fallback=True),
+        "random, adaptive": lm(drafter="random", adaptive=True),
         "head": fast,
-        "head, adaptive": lm(head=head, fallback=True),
+        "head, adaptive": lm(head=head, adaptive=True),
         "hybrid": lm(head=head, drafter="prompt-lookup:4"),
     }
     if cut:

@@ -47,7 +47,7 @@ def main() -> None:
     ) -> Callable[[Tensor, dict[str, Any]], tuple[Tensor, Stats]]:
         answer = ours(
             SpeculativeLM.from_pretrained(
-                target, args.head, tree=args.tree, fallback=False, **options
+                target, args.head, tree=args.tree, adaptive=False, **options
             )
         )
         return lambda ids, given: answer(ids, settings)

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
 from ..heads.checkpoints.hub import HUB_OPTIONS
+from ..options import by_new_names
 from .drafters.by_name import DrafterSource
 from .inputs import Prompts, with_tokenizer
 from .output import GenerateDictOutput, GenerateOutput
@@ -37,10 +38,11 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     head_revision: str | None = None,
     drafter: DrafterSource | None = None,
-    fallback: bool = True,
+    adaptive: bool = True,
     compile: bool = True,
     dtype: torch.dtype | str = "auto",
     allow_adapter: bool = False,
+    **others: Any,
 ) -> DecodingMethod:
     """Return a decoding method for the `custom_generate` argument of plain `model.generate`.
 
@@ -54,6 +56,7 @@ def custom_generate(
             decoding method.
         dtype: required dtype of the loaded model; "auto" accepts any.
         allow_adapter: merge the adapter of a head that brings one into the model itself, once.
+        others: options by old names, see `options.RENAMED`.
 
     Returns:
         A function that keeps what it loads for a model as long as both live. It returns the
@@ -61,6 +64,10 @@ def custom_generate(
         pass the tokenizer to such functions: give stop strings, also those of the model's
         generation config, as a `StopStringCriteria`, and `stop_strings=None`.
     """
+    others = by_new_names(others)
+    adaptive = others.pop("adaptive", adaptive)
+    if others:
+        raise ValueError(f"unknown option {next(iter(others))!r} of custom_generate")
     options = {
         "head": head,
         "tree": tree,
@@ -68,7 +75,7 @@ def custom_generate(
         "lossy": lossy,
         "head_revision": head_revision,
         "drafter": drafter,
-        "fallback": fallback,
+        "adaptive": adaptive,
         "compile": compile,
         "dtype": dtype,
         "allow_adapter": allow_adapter,

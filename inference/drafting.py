@@ -78,7 +78,7 @@ class Recipe:
     target: Target
     source: DrafterSource | None
     tree: TreeSpec
-    fallback: bool
+    adaptive: bool
     compiled: bool
     """Whether heads run in the target's engine."""
     acceptance: str
@@ -99,7 +99,7 @@ class Recipe:
             running_head = self.target.engine.draft_head(head)
         # 2. Its drafter. Single calls may make another one, with another tree.
         with_tree = partial(
-            make_drafter, self.target, self.source, head=running_head, adaptive=self.fallback
+            make_drafter, self.target, self.source, head=running_head, adaptive=self.adaptive
         )
         drafter = with_tree(self.tree)
         self.target.check_layers(drafter.feature_layers)

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from ..heads.base import DraftHead
+from ..options import by_new_names
 from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants
@@ -189,7 +190,7 @@ class SpeculativeLM:
         lossy: bool = False,
         compile: bool = True,
         drafter: DrafterSource | None = None,
-        fallback: bool = True,
+        adaptive: bool = True,
         allow_adapter: bool = False,
         **model_kwargs: Any,
     ) -> SpeculativeLM:
@@ -218,7 +219,7 @@ class SpeculativeLM:
                 `Ngram()`, a smaller model, or one of them as a command line writes it, see
                 `drafters.specs.SPECS`; or a drafter of your own, whose errors cannot change the
                 output. With a head, its drafts are joined with the head's tree.
-            fallback: measure plain steps too, and take them where drafts cost more time than they
+            adaptive: measure plain steps too, and take them where drafts cost more time than they
                 save; see `AdaptiveDrafter`. False to draft in every round: with the given tree, the
                 fastest of several, or the first that "auto" would choose from. A seed gives the
                 same text either way: sampling from sampled trees always uses the first one.
@@ -231,12 +232,14 @@ class SpeculativeLM:
             ValueError: names what cannot be loaded, or the head or tree that does not fit.
         """
         # 1. What can be refused before weights are read.
+        model_kwargs = by_new_names(model_kwargs)
+        adaptive = model_kwargs.pop("adaptive", adaptive)
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_rule_name(acceptance)
         flags = {
             "lossy": lossy,
             "compile": compile,
-            "fallback": fallback,
+            "adaptive": adaptive,
             "allow_adapter": allow_adapter,
         }
         for name, flag in flags.items():
@@ -271,7 +274,7 @@ class SpeculativeLM:
         # 4. What drafts. Kernels may copy the target's weights, and the cost of rounds may be
         #    measured, so the model must be in the state in which it was loaded.
         lm = cls(target)
-        lm._recipe = Recipe(target, drafter, tree, fallback, compile, acceptance, lossy)
+        lm._recipe = Recipe(target, drafter, tree, adaptive, compile, acceptance, lossy)
         with as_loaded(target.model):
             if compile:
                 target.compile()

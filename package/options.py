@@ -11,6 +11,7 @@ import difflib
 import math
 import operator
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -19,6 +20,8 @@ from typing import Any, ClassVar, Literal, Union
 
 from .files import at_home
 
+RENAMED = {"fallback": "adaptive"}
+"""Options that had another name before version 0.3, which is still taken."""
 Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
 
 RESERVED = frozenset(
@@ -76,6 +79,13 @@ class CommandOptions:
             if not attrgetter(name)(self):
                 raise ValueError(f"option {name!r} is required and was not given")
         check_values(self)
+
+
+def by_new_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose old names (`RENAMED`) have become the new ones, with a warning for each."""
+    for old in RENAMED.keys() & options.keys():
+        warnings.warn(f"{old} is called {RENAMED[old]} now", FutureWarning, stacklevel=3)
+    return {RENAMED.get(name, name): value for name, value in options.items()}
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ class CertifyConfig(SamplingOptions):
     """Penalty of tokens that the text has, greedily and in draws; 1 for none."""
     seed: int = 0
     """Seed of the draws; a server takes its own where it is 0."""
-    fallback: bool = False
+    adaptive: bool = False
     """Let headstart decode plainly where drafts cost more time than they save; false to draft in
     every round."""
     output: str | None = None

@@ -26,6 +26,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 from headstart.console import log, printable, show_on_console
 from headstart.files import BROKEN
 from headstart.options import (
+    RENAMED,
     CommandOptions,
     Dtype,
     limited,
@@ -118,7 +119,7 @@ class DecodingOptions(TargetOptions):
             "allow_adapter",
             "compile",
             "drafter",
-            "fallback",
+            "adaptive",
             "lossy",
             "tree",
         )
@@ -155,7 +156,7 @@ class SpeculativeOptions(DecodingOptions):
     """A source of drafts that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart
     datastore`), lookahead, ngram:ORDER, random, model:NAME (a smaller model); beside a head,
     prompt-lookup or retrieval add to its tree."""
-    fallback: bool = True
+    adaptive: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""
     seed: int = 0
@@ -397,8 +398,8 @@ def spelled(name: str) -> str:
 def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[str]:
     """Rewrite arguments in the forms that jsonargparse reads.
 
-    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`, and a flag
-    without a value, `--compare`, as `--compare true`.
+    `--max-new-tokens 8` with underscores, `--prompts a b` as `--prompts '["a", "b"]'`, a flag
+    without a value, `--compare`, as `--compare true`, and old names (`RENAMED`) as new ones.
     """
     plain: list[str] = []
     rest = list(arguments)
@@ -409,6 +410,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
             plain.append(name + equals + value)
             continue
         option = spelled(name)
+        old = option.removeprefix("--")
+        option = f"--{RENAMED.get(old, old)}"
         plain.append(option + equals + value)
         if equals:
             continue

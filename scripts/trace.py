@@ -50,7 +50,7 @@ class TraceConfig(SamplingOptions):
     """HTML file to write: the page, or the report."""
     report: bool = False
     """Summarize: tables on the console, and with their plots in the file."""
-    fallback: bool = False
+    adaptive: bool = False
     """Draft in every round, so that there is something to see; true to decode plainly where that is
     faster, as the other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
 
@@ -170,11 +170,11 @@ def tree_to_show(config: TraceConfig, lm: SpeculativeLM) -> dict[str, Any]:
     from headstart.inference.drafters.tree_policies import model_rows
     from headstart.inference.tuning.tree_search import default_dynamic_tree
 
-    if config.tree != "auto" or not config.head or config.fallback:
+    if config.tree != "auto" or not config.head or config.adaptive:
         return {}
     head = model_rows(lm.drafter)[0].model
     log.info(
-        f"{NODES} nodes in every round, to look at; --fallback true shows headstart's own choice of"
+        f"{NODES} nodes in every round, to look at; --adaptive true shows headstart's own choice of"
         " trees"
     )
     return {"tree": default_dynamic_tree(min(head.max_depth, DEPTH), NODES)}

@@ -99,7 +99,7 @@ def verify_head(config: VerifyConfig) -> None:
     accuracy = accuracy_of(head)
     depths = len(accuracy)
     chain = SpeculativeLM.from_pretrained(
-        target, head, tree=f"chain:{depths}", fallback=False, compile=False
+        target, head, tree=f"chain:{depths}", adaptive=False, compile=False
     )
     stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in prompts)
     accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]

@@ -94,5 +94,5 @@ def drafting(model, compile, tree="chain:2"):
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0, -1]}, target.info)
     head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
     return SpeculativeLM.from_pretrained(
-        target, head.eval(), tree=tree, compile=compile, fallback=False
+        target, head.eval(), tree=tree, compile=compile, adaptive=False
     )

@@ -174,7 +174,7 @@ def drafting(target: Target, case: dict[str, Any]) -> SpeculativeLM:
         assume(head is None or case["tree"] in CHAINS)
     options = {"tree": case["tree"]} if head is not None else {"drafter": case["source"]}
     return SpeculativeLM.from_pretrained(
-        target, head, fallback=False, acceptance="point_mass", **options
+        target, head, adaptive=False, acceptance="point_mass", **options
     )
 
 

@@ -390,7 +390,7 @@ def _answers(
     # No fallback to plain decoding where drafts do not pay: acceptance is what is measured. Not
     # compiled: the head's weights change before the next evaluation.
     lm = SpeculativeLM.from_pretrained(
-        target, head=head, tree=tree, drafter=drafter, fallback=False, compile=False
+        target, head=head, tree=tree, drafter=drafter, adaptive=False, compile=False
     )
     lm.observers += observers
     rows = max(1, NODES_AT_ONCE // tree.size)

@@ -184,7 +184,7 @@ def here(
     target: Target, head: DraftHead, length: int, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> tuple[list[list[int]], Side]:
     """Answer prompts [1, T] with a chain of `length` tokens; return new tokens and rounds."""
-    lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree=f"chain:{length}", adaptive=False)
     outputs = []
     for ids_1T in counted(prompts, "answers"):
         outputs.append(lm.generate(ids_1T, max_new_tokens=max_new_tokens, do_sample=False))

@@ -295,7 +295,7 @@ def census(name: str, heads: bool = True) -> Record:
 
 
 def _lookup(target: Target, texts: list[Text]) -> float:
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     return max([decode(lm, text, GREEDY) for text in texts])
 
 
@@ -329,7 +329,7 @@ def _with_a_head(record: Record, target: Target, texts: list[Text]) -> None:
     trees = ["dynamic:8:3:3", "chain:3"] if record.outcome == "trees" else ["chain:3"]
     try:
         for tree in trees:
-            lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+            lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
             lengths = [decode(lm, text, GREEDY) for text in texts]
             record.accepted[f"eagle3 {tree.split(':')[0]}"] = max(lengths)
     except Exception as error:

@@ -40,7 +40,7 @@ def text_of(lm: SpeculativeLM, device) -> list[list[int]]:
 def test_every_step_may_be_observed_twice(on_cpu, recorded, device, monkeypatch, kind):
     """A step that is taken back leaves a drafter as it was: drafts and acceptance are the same."""
     head = copy.deepcopy(head_for(on_cpu, kind)).to(device)
-    lm = SpeculativeLM.from_pretrained(recorded, head, tree="dynamic:8:3:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(recorded, head, tree="dynamic:8:3:2", adaptive=False)
     expected = text_of(lm, device)
     proposed = []
     plain_ahead = ModelRows.observe_ahead
@@ -127,7 +127,7 @@ def test_what_is_launched_ahead_changes_no_text(
             head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
             adaptive = kind == "adaptive"
             tree = "auto" if adaptive else "dynamic:8:3:2"
-            lm = SpeculativeLM.from_pretrained(recorded, head, tree=tree, fallback=adaptive)
+            lm = SpeculativeLM.from_pretrained(recorded, head, tree=tree, adaptive=adaptive)
             if adaptive:
                 adaptive_by_turns(lm)
         output = lm.generate(

@@ -76,7 +76,7 @@ def lms(there, on_cpu):
     def build(kind=None, **options):
         head = None if kind is None else head_for(on_cpu, kind)
         away = None if head is None else copy.deepcopy(head).to(there.device)
-        options = {"fallback": False, **options}
+        options = {"adaptive": False, **options}
         here = SpeculativeLM.from_pretrained(on_cpu, head, compile=False, **options)
         return here, SpeculativeLM.from_pretrained(there, away, **options)
 
@@ -140,9 +140,9 @@ def test_every_head_with_idle_rows(lms, kind, slots):
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "lookahead", "ngram:2", "random"])
-@pytest.mark.parametrize("fallback", [False, True])
-def test_every_source_with_idle_rows(lms, drafter, fallback):
-    here, away = lms(drafter=drafter, fallback=fallback)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_every_source_with_idle_rows(lms, drafter, adaptive):
+    here, away = lms(drafter=drafter, adaptive=adaptive)
     prompts = prompts_of(7)
     _, expected = written(SpeculativeLM(here.target), prompts, do_sample=False)
     _, found = written(away, prompts.to(away.target.device), do_sample=False)
@@ -172,7 +172,7 @@ def test_draws_do_not_depend_on_idle_rows(lms, tree, acceptance):
 
 def test_a_head_that_reads_later_what_plain_steps_emitted(lms, there):
     """Candidates are chosen by the clock, so a head may have read nothing when rows end."""
-    here, away = lms("eagle3", tree="auto", fallback=True)
+    here, away = lms("eagle3", tree="auto", adaptive=True)
     prompts = prompts_of(9)
     _, expected = written(SpeculativeLM(here.target), prompts, do_sample=False)
     for _ in range(2):
@@ -233,4 +233,4 @@ def test_a_drafter_of_ones_own_goes_on_beside_rows_that_have_ended(lms):
     _, expected = written(SpeculativeLM(here.target), prompts)
     output, found = written(away, prompts.to(away.target.device))
     assert found == expected
-    assert not any(record.fallback for row in output.stats.rows for record in row)
+    assert not any(record.adaptive for row in output.stats.rows for record in row)

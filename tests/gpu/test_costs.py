@@ -29,7 +29,7 @@ def test_slow_first_calls_do_not_count(there, on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "_measured", {})
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(there.device)
     there.compile(False)
-    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", adaptive=False)
     clock = [0.0]
     forwards = set()
     replay, record = simulated.SimGraph.replay, simulated.SimGraph.record

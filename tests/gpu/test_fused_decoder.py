@@ -87,7 +87,7 @@ def test_text_is_that_of_generate(device, family, dtype):
         )
         expected.append(written[0, len(prompt) :].tolist())
     for tree in TREES:
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=True, adaptive=False)
         assert target.engine.decoder is not None
         alone = [written_after(lm, [prompt], 40, device)[0] for prompt in prompts]
         assert alone == expected

@@ -95,7 +95,7 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, 
         "tree": tree,
         "acceptance": acceptance,
         "lossy": acceptance == "typical",
-        "fallback": False,
+        "adaptive": False,
     }
     here, away = both(on_cpu, there, mode, "eagle3", **options)
     expected = text(here, PADDED, do_sample=True)
@@ -111,7 +111,7 @@ def test_every_rule_draws_what_it_draws_on_the_cpu(on_cpu, there, device, mode, 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("tree", ["dynamic:8:3:2", "drawn:chain:2"])
 def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
-    here, away = both(on_cpu, there, mode, "medusa", tree=tree, fallback=False)
+    here, away = both(on_cpu, there, mode, "medusa", tree=tree, adaptive=False)
     expected = text(here, PADDED, **SETTINGS[name]).sequences
     found = text(away, PADDED if inputs_on_cpu else PADDED.to(device), **SETTINGS[name]).sequences
     if device.type == "sim" or not SETTINGS[name]["do_sample"]:
@@ -135,18 +135,18 @@ def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, mode, generator
     ("word", "beside"),
     [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")],
 )
-@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("slots", [None, 2])
-def test_every_source(on_cpu, there, device, mode, word, beside, fallback, slots):
+def test_every_source(on_cpu, there, device, mode, word, beside, adaptive, slots):
     tree = "auto" if beside is None else "dynamic:6:3:2"
-    here, away = both(on_cpu, there, mode, beside, word, tree=tree, fallback=fallback)
+    here, away = both(on_cpu, there, mode, beside, word, tree=tree, adaptive=adaptive)
     repeating = torch.tensor(
         [[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]]
     )
     expected = text(here, repeating)
     found = text(away, repeating.to(device), slots=slots)
     assert torch.equal(found.sequences.cpu(), expected.sequences)
-    if not fallback and slots is None:
+    if not adaptive and slots is None:
         assert found.stats.acceptance_length == expected.stats.acceptance_length
 
 
@@ -181,7 +181,7 @@ class Mine(Drafter):
 @pytest.mark.filterwarnings("error")
 def test_a_drafter_of_ones_own(on_cpu, there, device, mode, slots):
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=mode, fallback=False)
+    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=mode, adaptive=False)
     found = text(lm, PADDED.to(device), slots=slots)
     assert torch.equal(found.sequences.cpu(), expected) and found.stats.plain_rounds == 0
 
@@ -216,13 +216,13 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
     head = head_for(on_cpu, kind).to(spread.device)
     expected = text(SpeculativeLM(on_cpu), PADDED).sequences
     for tree in ("branch:2x2", "dynamic:8:3:2"):
-        lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, fallback=False)
+        lm = SpeculativeLM.from_pretrained(spread, head, tree=tree, compile=False, adaptive=False)
         assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
 
 
 @pytest.mark.parametrize("kind", ["cut", "eagle3", "hydra++", "medusa"])
 def test_a_conversation(on_cpu, there, device, mode, kind):
-    here, away = both(on_cpu, there, mode, kind, tree="branch:2x2", fallback=False)
+    here, away = both(on_cpu, there, mode, kind, tree="branch:2x2", adaptive=False)
     prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()
     for more in ([4, 4], [7], []):
         expected, found = text(here, prompt), text(away, prompt.to(device), past_key_values=past)
@@ -236,7 +236,7 @@ def test_what_prompts_share(on_cpu, there, device, mode, slots):
     beginning = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
     rows = [torch.cat([beginning, torch.tensor(more)]) for more in ([1], [2, 3], [1], [4, 5, 6])]
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    here, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
     expected = text(SpeculativeLM(on_cpu), padded).sequences
     assert torch.equal(text(here, padded).sequences, expected)
     assert torch.equal(text(away, padded.to(device), slots=slots).sequences.cpu(), expected)
@@ -265,7 +265,7 @@ def test_turns_that_begin_anywhere(device, mode, groups):
 
 
 def test_a_stream_records_in_a_thread_of_its_own(on_cpu, there, device, mode):
-    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
     expected = text(SpeculativeLM(on_cpu), PADDED[1:2], tokens=40).sequences
     for _ in range(2):  # recorded, then replayed in another thread
         settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
@@ -283,7 +283,7 @@ def test_weights_that_change_are_not_read_where_they_were(
     model = copy.deepcopy(on_cpu.model)
     target = Target(copy.deepcopy(model).to(device))
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=mode, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=mode, adaptive=False)
     drafted = []
 
     def note_drafts():
@@ -313,7 +313,7 @@ def test_weights_that_change_are_not_read_where_they_were(
     assert torch.equal(found.sequences.cpu(), expected)
     if whose == "head":
         fresh = SpeculativeLM.from_pretrained(
-            target, head, tree="chain:3", compile=False, fallback=False
+            target, head, tree="chain:3", compile=False, adaptive=False
         )
         recorded = target.engine
         target.compile(False)
@@ -329,7 +329,7 @@ def test_weights_that_change_are_not_read_where_they_were(
 
 def test_a_generation_inside_another_leaves_its_results(on_cpu, there, device, mode):
     """A callback generates after each round, between what a recording left and its use."""
-    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", fallback=False)
+    _, away = both(on_cpu, there, mode, "eagle3", tree="chain:3", adaptive=False)
     prompts, alone = PADDED[1:2], text(away, PADDED[1:2].to(device), tokens=30)
     depth, recordings = [], getattr(there.engine.runner, "recordings", {})
 

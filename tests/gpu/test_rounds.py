@@ -34,7 +34,7 @@ CASES = {
     "eagle3, branches": ({"kind": "eagle3", "tree": "branch:2x2x1"}, 61),
     "eagle3, dynamic": ({"kind": "eagle3", "tree": "dynamic:8:3:2"}, 106),
     "eagle3, stopping": ({"kind": "eagle3", "tree": "stop:0.1:chain:3"}, 105),
-    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "fallback": True}, 205),
+    "eagle3, adaptive": ({"kind": "eagle3", "tree": "auto", "adaptive": True}, 205),
     "eagle3 and prompt lookup": (
         {"kind": "eagle3", "tree": "chain:3", "drafter": "prompt-lookup"},
         148,
@@ -50,13 +50,13 @@ target and drafts are not counted."""
 
 
 def lm_of(
-    there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", fallback=False
+    there: Target, on_cpu: Target, kind=None, drafter=None, tree="auto", adaptive=False
 ) -> SpeculativeLM:
     head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
     if drafter == "model":
         drafter = make_drafter(there, there, "chain:3")
     return SpeculativeLM.from_pretrained(
-        there, head, tree=tree, compile=False, drafter=drafter, fallback=fallback
+        there, head, tree=tree, compile=False, drafter=drafter, adaptive=adaptive
     )
 
 
@@ -134,7 +134,7 @@ def recorded_lm(there, on_cpu):
     def build(kind=None, tree="auto"):
         head = None if kind is None else copy.deepcopy(head_for(on_cpu, kind)).to(there.device)
         there.compile(False)
-        return SpeculativeLM.from_pretrained(there, head, tree=tree, fallback=False)
+        return SpeculativeLM.from_pretrained(there, head, tree=tree, adaptive=False)
 
     yield build
     there.compile(False)

@@ -65,7 +65,7 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
         own = copy.deepcopy(old).to(target.device)
         mode = target is there
         lms.append(
-            SpeculativeLM.from_pretrained(target, own, tree=tree, fallback=False, compile=mode)
+            SpeculativeLM.from_pretrained(target, own, tree=tree, adaptive=False, compile=mode)
         )
     drafted = []
     for heads in ((None, None), (new, copy.deepcopy(new)), (old, copy.deepcopy(old))):
@@ -90,7 +90,7 @@ def test_a_replaced_head_is_freed(on_cpu, there, device, kind):
     new = other(head_for(on_cpu, kind))
     old = copy.deepcopy(head_for(on_cpu, kind)).to(device)
     replaced = weakref.ref(old)
-    lm = SpeculativeLM.from_pretrained(there, old, tree="chain:3", fallback=False, compile=True)
+    lm = SpeculativeLM.from_pretrained(there, old, tree="chain:3", adaptive=False, compile=True)
     del old
     for tree in (None, "branch:2x2"):
         for _ in range(3):  # the second call records
@@ -109,7 +109,7 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
     """All but the ones used last."""
     monkeypatch.setattr(speculative_lm, "KEPT_OF_CALLS", 2)
     head = copy.deepcopy(head_for(on_cpu, "eagle3")).to(device)
-    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", fallback=False, compile=True)
+    lm = SpeculativeLM.from_pretrained(there, head, tree="chain:3", adaptive=False, compile=True)
     drafters = []
     for tree in ("chain:1", "chain:2", "branch:2x2", "branch:3"):
         for _ in range(3):  # the second call records
@@ -126,7 +126,7 @@ def test_trees_of_single_calls_are_freed_with_what_was_recorded_of_them(
 def test_a_conversation_goes_on_with_another_head(on_cpu, there, device, kind):
     old = head_for(on_cpu, kind)
     lm = SpeculativeLM.from_pretrained(
-        there, copy.deepcopy(old).to(device), tree="branch:2x2", fallback=False
+        there, copy.deepcopy(old).to(device), tree="branch:2x2", adaptive=False
     )
     plain = SpeculativeLM(on_cpu)
     past = Conversation()
@@ -148,7 +148,7 @@ def test_recorded_states_are_those_of_the_cpu(
     head = head_for(on_cpu, kind)
     expected = text(SpeculativeLM(on_cpu), PROMPTS).sequences
     lm = SpeculativeLM.from_pretrained(
-        there, head.to(device), tree="chain:3", fallback=False, compile=mode
+        there, head.to(device), tree="chain:3", adaptive=False, compile=mode
     )
     for call in range(2):  # the second replays
         folder = tmp_path / str(call)

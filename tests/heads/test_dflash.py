@@ -261,7 +261,7 @@ def test_a_block_larger_than_what_is_left_drafts_no_further(name, tiny_target):
         }
         expected = target.model.generate(ids, **settings)
         for tree in ("chain:5", "dynamic:8:5:3"):
-            lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+            lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
             assert torch.equal(lm.generate(ids, **settings).sequences, expected)
 
 

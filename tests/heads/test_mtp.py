@@ -460,13 +460,13 @@ def test_chains_take_as_many_rounds_as_transformers_and_trees_fewer(kind, layers
     rounds = len(forwards) - 1  # the first reads the prompt
     # Without kernels, which round a head's weights to 8 bits.
     lm = SpeculativeLM.from_pretrained(
-        model, "mtp", tree=f"chain:{layers}", fallback=False, compile=False
+        model, "mtp", tree=f"chain:{layers}", adaptive=False, compile=False
     )
     chain = lm.generate(prompt_1T, pad_token_id=0, **settings)
     assert torch.equal(chain.sequences, theirs)
     assert chain.stats.rounds == rounds < 39, "no draft was accepted, so nothing was shown"
     tree = SpeculativeLM.from_pretrained(
-        model, "mtp", tree=f"dynamic:10:{layers}:3", fallback=False
+        model, "mtp", tree=f"dynamic:10:{layers}:3", adaptive=False
     )
     output = tree.generate(prompt_1T, pad_token_id=0, **settings)
     assert torch.equal(output.sequences, theirs)

@@ -106,7 +106,7 @@ def test_a_head_in_the_kernels_follows_its_weights(kind, options):
     head = build_head(kind, options, target.info)
     head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
     lm = SpeculativeLM.from_pretrained(
-        target, head.eval(), tree="chain:2|chain:3", compile=True, fallback=False
+        target, head.eval(), tree="chain:2|chain:3", compile=True, adaptive=False
     )
     heads = [each.head for each in lm.drafter.nested() if isinstance(each, HeadDrafter)]
     assert all(map(is_packed, heads)) and len({id(each) for each in heads}) == 1

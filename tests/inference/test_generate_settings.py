@@ -238,7 +238,7 @@ def test_nothing_is_kept_that_was_not_asked_for(tiny_target):
 def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target), tree="drawn:branch:2x1", fallback=False
+        target, head=a_head(target), tree="drawn:branch:2x1", adaptive=False
     )
     settings = {
         "max_new_tokens": 9,
@@ -263,7 +263,7 @@ def test_several_sequences_of_one_prompt_differ_and_repeat_for_a_seed(tiny_targe
 def test_a_drawn_tree_is_picked_in_greedy_decoding(tiny_target, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target, draft_vocab_size=13), tree=tree, fallback=False
+        target, head=a_head(target, draft_vocab_size=13), tree=tree, adaptive=False
     )
     input_ids, mask = padded_batch(ROWS)
     state = torch.get_rng_state()
@@ -319,7 +319,7 @@ def test_thresholds_of_typical_acceptance_decide_how_much_is_accepted(tiny_targe
     lengths = []
     for acceptance in ("typical:1:1e9", "typical", "typical:0.09:0.3", "typical:1e-9:1"):
         lm = SpeculativeLM.from_pretrained(
-            target, head=a_head(target), acceptance=acceptance, lossy=True, fallback=False
+            target, head=a_head(target), acceptance=acceptance, lossy=True, adaptive=False
         )
         out = lm.generate(
             row_1T, attention_mask=torch.ones_like(row_1T), **PLAIN | {"do_sample": True}
@@ -353,7 +353,7 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(
 ):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target, kind), tree="dynamic:9:3:3", fallback=False
+        target, head=a_head(target, kind), tree="dynamic:9:3:3", adaptive=False
     )
     input_ids, mask = padded_batch(ROWS)
     whole = lm.generate(input_ids, attention_mask=mask, **PLAIN)
@@ -370,7 +370,7 @@ def test_prompts_read_in_chunks_are_prompts_read_at_once(
 
 def test_rows_that_have_ended_are_in_no_forward(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", adaptive=False)
     sizes, forward = [], target.engine.forward_tree
     monkeypatch.setattr(
         target.engine,
@@ -394,7 +394,7 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(
     target = tiny_target(vocab_size=VOCAB, layers=3)
     here = {"fastest": {machine_key(target.device, compiled=True): tree}}
     save_head(a_head(target), tmp_path / "head", CheckpointMetadata(measured=here))
-    lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, tmp_path / "head", adaptive=False)
     budget = lm.drafter.max_nodes
     seen, forward = [], target.engine.forward_tree
     monkeypatch.setattr(
@@ -412,7 +412,7 @@ def test_in_a_batch_the_heads_own_tree_shrinks_until_the_batch_goes_plain(
         assert written.tolist() == [stock(target, row).tolist() for row in rows]
         assert seen[0] == (count, max(1, budget // count))
         assert all(rows * nodes <= max(rows, budget) for rows, nodes in seen)
-    explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree, fallback=False)
+    explicit = SpeculativeLM.from_pretrained(target, tmp_path / "head", tree=tree, adaptive=False)
     seen.clear()
     explicit.generate(**batch(ROWS), **PLAIN)
     assert all(nodes == budget for _, nodes in seen)
@@ -492,7 +492,7 @@ class Forbids(LogitsProcessor):
 
 def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:2", adaptive=False)
     forward, calls = target.engine.forward_tree, []
 
     def broken(*args):
@@ -522,7 +522,7 @@ def test_logits_that_are_no_numbers_are_told(tiny_target, monkeypatch):
 def test_processors_that_leave_no_token_are_told(tiny_target, do_sample, tree, acceptance):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=a_head(target), tree=tree, acceptance=acceptance, fallback=False
+        target, head=a_head(target), tree=tree, acceptance=acceptance, adaptive=False
     )
     settings = {**PLAIN, "do_sample": do_sample, "logits_processor": [Forbids()]}
     with pytest.raises(
@@ -569,7 +569,7 @@ def test_a_text_that_fills_all_positions_is_written_to_its_end(tree):
         parameter.data *= 4
     target = Target(model)
     head = build_head("eagle", {"depth": 4, "start": "random"}, target.info).double().eval()
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
     for length in (1, 20, 31):
         row = torch.arange(1, 1 + length)[None] % 23 + 1
         settings = {

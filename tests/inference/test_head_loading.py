@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
-from headstart.inference import SpeculativeLM, Target, generate_from
+from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
 from headstart.inference.drafters import costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.head_loading import load_fitting_head, merge_adapter_of
@@ -71,7 +71,7 @@ def test_the_saved_tree_is_the_one_that_is_drafted(target, saved, given, monkeyp
 
     monkeypatch.setattr(by_name, "machine_key", lambda *_: "here")
     folder = saved(measured={"fastest": {"here": [[0], [1], [0, 0]]}})
-    lm = SpeculativeLM.from_pretrained(target, given(folder), fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, given(folder), adaptive=False, compile=False)
     assert lm.drafter.shape == TreeShape.from_paths([[0], [1], [0, 0]])
 
 
@@ -126,7 +126,7 @@ def test_rounds_are_timed_once_when_a_decoder_must_choose_its_trees(
 
 def test_a_head_whose_tree_is_known_needs_no_times(target, saved, monkeypatch):
     monkeypatch.setattr(costs, "_measured", lambda *_: pytest.fail("measured"))
-    for options in ({"tree": "chain:2"}, {"fallback": False}):
+    for options in ({"tree": "chain:2"}, {"adaptive": False}):
         lm = SpeculativeLM.from_pretrained(target, saved(), compile=False, **options)
         assert lm.drafter.max_nodes >= 2
     with pytest.raises(ValueError, match="unknown acceptance rule"):
@@ -214,3 +214,14 @@ def test_a_revision_given_to_generate_is_that_of_the_head(private, target_folder
         ValueError, match=r"no head at 'me/head' at revision 'v2'.*no such revision"
     ):
         generate_from("me/head", own, input_ids=ROW, revision="v2", token="hf_x", **SHORT)
+
+
+def test_an_old_name_of_an_option_is_taken_with_a_warning(target, saved):
+    with pytest.warns(FutureWarning, match="fallback is called adaptive now"):
+        lm = SpeculativeLM.from_pretrained(target, saved(), fallback=False, compile=False)
+    assert not isinstance(lm.drafter, AdaptiveDrafter)
+    with pytest.warns(FutureWarning, match="fallback is called adaptive now"):
+        method = custom_generate(saved(), fallback=False)
+    assert method.options["adaptive"] is False
+    with pytest.raises(ValueError, match="unknown option 'falback'"):
+        custom_generate(saved(), falback=False)

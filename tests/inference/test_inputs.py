@@ -35,7 +35,7 @@ PLAIN = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 @pytest.fixture
 def lm(tiny_target):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    return SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    return SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
 
 
 def stock(lm, ids, mask=None, **settings):
@@ -211,7 +211,7 @@ def test_autocast_is_off_while_it_decodes(compile):
     method = custom_generate(compile=compile)
     with torch.autocast("cpu", torch.bfloat16):
         lm = SpeculativeLM.from_pretrained(
-            model, drafter="prompt-lookup", fallback=False, compile=compile
+            model, drafter="prompt-lookup", adaptive=False, compile=compile
         )
         with pytest.warns(
             UserWarning, match="autocast to torch.bfloat16 is off .* own torch.float32"
@@ -247,7 +247,7 @@ def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compi
         draft = {"drafter": kind} if kind not in HEADS else {}
         if kind in HEADS:
             draft["head"] = tools.head_for(target, kind, **options)
-        lm = SpeculativeLM.from_pretrained(target, fallback=False, compile=compile, **draft)
+        lm = SpeculativeLM.from_pretrained(target, adaptive=False, compile=compile, **draft)
         draws = torch.Generator().manual_seed(0)
         return [
             lm.generate(ROW, **given).sequences.tolist(),
@@ -269,7 +269,7 @@ def test_an_adapter_in_train_mode(tiny_target):
     model = peft.get_peft_model(tiny_target(vocab_size=VOCAB).model, config).eval()
     expected = model.generate(input_ids=ROW, attention_mask=torch.ones_like(ROW), **PLAIN)
     model.train()
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     assert torch.equal(
         lm.generate(ROW, attention_mask=torch.ones_like(ROW), **PLAIN).sequences, expected
     )
@@ -295,7 +295,7 @@ DRAFTERS = {
     "chain": {"head": "eagle3", "tree": "chain:3"},
     "dynamic": {"head": "eagle3", "tree": "dynamic:8:3:3"},
     "drawn": {"head": "eagle3", "tree": "drawn:chain:3"},
-    "adaptive": {"head": "eagle3", "fallback": True},
+    "adaptive": {"head": "eagle3", "adaptive": True},
     "lookup": {"drafter": "prompt-lookup"},
     "counts": {"drafter": "ngram"},
     "lookahead": {"drafter": "lookahead"},
@@ -306,7 +306,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_generate_may_be_called_from_inside_a_generation(tiny_target, name):
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    spec = {"fallback": False, **DRAFTERS[name]}
+    spec = {"adaptive": False, **DRAFTERS[name]}
     if "head" in spec:
         torch.manual_seed(0)
         head = build_head("eagle3", {"depth": 4, "feature_layers": [0, -1]}, target.info).double()
@@ -382,7 +382,7 @@ def test_an_encoder_decoder_inside_another_generation_and_in_train_mode():
         one, model.generate(short, attention_mask=torch.ones_like(short), **PLAIN)
     )
     model.train()
-    lm = SpeculativeLM.from_pretrained(model, drafter="ngram", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="ngram", adaptive=False)
     with pytest.raises(ValueError, match=r"input_ids\[0, 4\] is 40; .* 0 to 39"):
         lm.generate(changed(VOCAB), **PLAIN)
     streamer = Calls(
@@ -408,7 +408,7 @@ def test_threads_do_not_show_each_others_input_to_an_encoder_decoder(monkeypatch
     expected = [
         model.generate(ids, attention_mask=torch.ones_like(ids), **PLAIN) for ids in (short, long)
     ]
-    method, written = custom_generate(drafter="ngram", fallback=False), {}
+    method, written = custom_generate(drafter="ngram", adaptive=False), {}
     begun, second_waits, check = threading.Event(), threading.Event(), speculative_lm.check_size
 
     def waiting(*arguments):

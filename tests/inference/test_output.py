@@ -27,7 +27,7 @@ GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_toke
 
 @pytest.fixture
 def lm(tiny_target):
-    return SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+    return SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_cache_of_transformers_is_answered_by_what_to_give_instead(lm, filled)
 
 def test_plain_generate_returns_what_transformers_does_with_statistics(tiny_target):
     model = tiny_target().model
-    method = custom_generate(drafter="prompt-lookup", fallback=False)
+    method = custom_generate(drafter="prompt-lookup", adaptive=False)
     settings = {
         **GREEDY,
         "attention_mask": torch.ones_like(PROMPTS),

@@ -23,7 +23,7 @@ def prompts():
 
 
 def answered(target, head, tree, texts, max_batch_size=None, **settings):
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, compile=False)
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_side="left")
     mask = (
         torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor([[len(text)] for text in texts])

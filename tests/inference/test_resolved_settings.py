@@ -206,7 +206,7 @@ def test_stop_strings_of_the_model_in_a_batch_a_stream_a_chat_and_a_warmup(
     stop = stop_in(plain_text)
     target.model.generation_config.stop_strings = [stop]
     rows = [PROMPT[0], PROMPT[0, 4:], PROMPT[0, :5]]
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False).warmup()
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False).warmup()
     alone = [
         target.model.generate(
             row[None], attention_mask=torch.ones_like(row[None]), tokenizer=tokenizer, **PLAIN
@@ -281,7 +281,7 @@ def test_tokens_are_healed_as_by_generate(tiny_target, tools, source):
     tokenizer.bos_token, changed = "<|im_start|>", 0
     tokenizer.add_tokens(["song", "sun", "sit", "s?"])
     given = given_by(source, target, {"token_healing": True})
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     for prompt in ("a text of letters", "some words", "this is"):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         mask = torch.ones_like(ids)

@@ -90,7 +90,7 @@ def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
 def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
     lm = SpeculativeLM.from_pretrained(
-        target, head=medusa(target, **options), tree=tree, fallback=False
+        target, head=medusa(target, **options), tree=tree, adaptive=False
     )
     assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
 
@@ -193,13 +193,13 @@ def test_a_length_that_is_no_int_means_what_it_means_in_generate(tiny_target, le
     settings = length | {"do_sample": False, "attention_mask": torch.ones_like(input_ids)}
     settings |= {"pad_token_id": 0}
     expected = target.model.generate(input_ids, **settings)
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     assert torch.equal(lm.generate(input_ids, **settings).sequences, expected)
     plain = target.model.generate(input_ids, custom_generate=lm.custom_generate(), **settings)
     assert torch.equal(plain, expected)
 
 
-@pytest.mark.parametrize("name", ["lossy", "compile", "fallback", "allow_adapter"])
+@pytest.mark.parametrize("name", ["lossy", "compile", "adaptive", "allow_adapter"])
 @pytest.mark.parametrize("value", ["false", 1, None])
 def test_a_flag_is_true_or_false(tiny_target, name, value):
     with pytest.raises(ValueError, match=f"{name} must be True or False, not {value!r}"):
@@ -289,7 +289,7 @@ def test_three_sampled_tokens_have_the_targets_distribution(
     target = tiny_target(vocab_size=vocab, layers=1)
     head = medusa(target, num_heads=2)
     lm = SpeculativeLM.from_pretrained(
-        target, head=head, tree=tree, acceptance=acceptance, fallback=False
+        target, head=head, tree=tree, acceptance=acceptance, adaptive=False
     )
     input_ids = prompt(2, vocab=vocab)
     processors = LogitsProcessorList(
@@ -368,7 +368,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
     target, rows = tiny_target(), torch.ones(4, 6, dtype=torch.int64)
     head = build_head("eagle3", {"depth": 3, "feature_layers": [0]}, target.info).double()
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False, compile=False)
     free = (
         target.cache_bytes(2, 256)
         + head.cache_bytes(2, 6 + 20 + 3)
@@ -393,7 +393,7 @@ def test_a_cache_that_does_not_fit_is_refused_with_its_size(tiny_target, monkeyp
 def test_a_cache_serves_the_next_call_of_its_size(tiny_target, monkeypatch):
     """Where it was, whatever is left in it, until memory is short."""
     target = tiny_target(vocab_size=VOCAB)
-    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="branch:2x2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="branch:2x2", adaptive=False)
     expected = ours(lm, prompt(6)).sequences
     for _ in range(3):
         [blocks] = target.pool.blocks
@@ -430,7 +430,7 @@ def test_a_batch_of_prompts_asks_for_one_row_of_logits_each(tiny_target, known, 
         head = build_head("eagle3", {"depth": 2, "feature_layers": layers}, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size))
     lm, lengths, read = (
-        SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False),
+        SpeculativeLM.from_pretrained(target, head, compile=False, adaptive=False),
         (3, 9, 5, 7),
         [],
     )
@@ -467,7 +467,7 @@ def test_a_rule_that_would_change_the_distribution_is_refused(tiny_target):
 def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
     target = tiny_target(vocab_size=VOCAB)
     with pytest.raises(ValueError, match="5 deep, but the head drafts at most 3"):
-        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5", fallback=False)
+        SpeculativeLM.from_pretrained(target, head=medusa(target), tree="chain:5", adaptive=False)
     with pytest.raises(
         ValueError, match="9 tokens after one node, but the head's draft vocabulary has 8"
     ):
@@ -475,7 +475,7 @@ def test_a_tree_that_the_head_cannot_fill_is_refused(tiny_target):
             target,
             head=medusa(target, draft_vocab_size=8),
             tree=[[i] for i in range(9)],
-            fallback=False,
+            adaptive=False,
         )
 
 
@@ -506,7 +506,7 @@ def test_a_head_is_told_a_capacity_that_holds_the_whole_generation(tiny_target, 
     begin = head.begin
     monkeypatch.setattr(head, "begin", lambda *args: told.append(args[1:]) or begin(*args))
     ours(
-        SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", fallback=False),
+        SpeculativeLM.from_pretrained(target, head=head, tree="chain:2", adaptive=False),
         prompt(7),
         max_new_tokens=9,
     )
@@ -560,7 +560,7 @@ def test_whoever_leaves_a_stream_ends_the_generation(tiny_target):
 
 def test_a_call_may_ask_for_another_tree_or_rule(tiny_target):
     target, input_ids = tiny_target(vocab_size=VOCAB), prompt(6)
-    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="chain:1", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, medusa(target), tree="chain:1", adaptive=False)
     assert ours(lm, input_ids).stats.max_depth == 1
     for tree, depth in (
         ("chain:3", 3),

@@ -31,7 +31,7 @@ def head_of(target, kind, seed, **options):
 
 def decoder(target, head, tree="chain:2", **options):
     tree = "auto" if "drafter" in options and head is None else tree
-    return SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, **options)
+    return SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, **options)
 
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -78,14 +78,14 @@ def test_rows_are_generates_and_a_short_ring_accepts_what_a_long_one_does(
     accepted = []
     for tokens in (4, 512):  # of which the first is just what a round commits
         commit_at_most(monkeypatch, tokens)
-        lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, adaptive=False)
         found, of_rows = decoded(lm, rows, slots)
         for text, truth in zip(found, expected):
             assert text[: len(truth)] == truth
         accepted.append(of_rows)
     assert accepted[0] == accepted[1]
     assert max(map(max, accepted[0])) > 0
-    lm = SpeculativeLM.from_pretrained(target, head_for(target, None), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head_for(target, None), tree=tree, adaptive=False)
     assert decoded(lm, rows, slots)[1] != accepted[0], "the window hides nothing"
 
 
@@ -95,7 +95,7 @@ def test_a_conversation_goes_on_and_goes_back(
 ) -> None:
     """Turns that continue the text, drop a few of its last tokens, or more than the ring holds."""
     commit_at_most(monkeypatch, 4)
-    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head_for(target), tree=tree, adaptive=False)
     past = Conversation()
     text = prompts()[2]
     more = prompts()[0]
@@ -121,7 +121,7 @@ def test_a_draft_attends_to_no_more_slots_after_a_longer_text(
 
     monkeypatch.setattr(draft_cache.KVEntries, "attend", watched)
     lm = SpeculativeLM.from_pretrained(
-        target, head_for(target), tree="chain:3", fallback=False, compile=False
+        target, head_for(target), tree="chain:3", adaptive=False, compile=False
     )
     for length in (40, 400):
         text = torch.randint(VOCAB, (1, length), generator=torch.Generator().manual_seed(length))

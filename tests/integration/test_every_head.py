@@ -640,7 +640,7 @@ def test_greedy_output_is_that_of_generate_for_each_row_alone(
     prompts, mask = padded_batch(rows)
     accepted = []
     for kind, tree in TREES.items():
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
         output = lm.generate(prompts, attention_mask=mask, **settings)
         assert output.sequences[:, prompts.shape[1] :].tolist() == alone, kind
         accepted += [record.accepted for row in output.stats.rows for record in row]

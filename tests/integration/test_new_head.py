@@ -165,7 +165,7 @@ def assert_decodes_like_generate(
     target: Target, head: Path, tree: list[list[int]], prompts: list[Tensor]
 ) -> float:
     """Greedy output is `generate`'s, row by row and in a batch; returns the acceptance length."""
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False, compile=False)
     longest = max(map(len, prompts))
     padded, masks, expected = [], [], []
     for row in prompts:
@@ -307,7 +307,7 @@ def test_a_head_is_given_what_was_committed_and_which_nodes_it_expands(
     text_BT = continued(target, torch.randint(VOCAB, (24, 3)), 40)
     head = trained("bigram", {"feature_layers": [0, -1]}, target, text_BT, steps=25)
     assert isinstance(head, Witness)
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False, compile=False)
     prompts, masks = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
     for row, length in enumerate((9, 1, 4)):
         prompts[row, 9 - length :], masks[row, 9 - length :] = text_BT[row, :length], 1
@@ -379,7 +379,7 @@ def test_a_new_head_is_trained_measured_saved_loaded_and_decoded_with(
     prompts = [tokens_BT[i, : first_B[i]] for i in range(2)]
     assert metadata.tree is not None
     for tree in (metadata.tree, "chain:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "dynamic:8:3:3"):
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
         for prompt in prompts:
             mask = torch.ones_like(prompt[None])
             settings: dict[str, Any] = {

@@ -135,7 +135,7 @@ def together(
     target: Target, head: DraftHead, tree: str, prompts: list[Tensor], new_tokens: int
 ) -> tuple[list[list[int]], GenerateOutput]:
     """Tokens generated with a head, all prompts in one left-padded batch."""
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
     input_ids, mask = padded_batch(prompts)
     output = lm.generate(input_ids, attention_mask=mask, max_new_tokens=new_tokens, **SETTINGS)
     return output.sequences[:, input_ids.shape[1] :].tolist(), output

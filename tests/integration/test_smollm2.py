@@ -67,7 +67,7 @@ def test_float32_answers_are_those_of_generate_up_to_ties():
 def test_compiled_bfloat16_answers_are_those_of_plain_steps_to_the_last_bit():
     target, tokenizer = Target.from_pretrained(SOURCE, dtype=torch.bfloat16), load_tokenizer(SOURCE)
     plain = SpeculativeLM.from_pretrained(target, compile=True)
-    fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True, fallback=False)
+    fast = SpeculativeLM.from_pretrained(target, head=HEAD, compile=True, adaptive=False)
     settings = {
         "max_new_tokens": 128,
         "do_sample": False,
@@ -174,7 +174,7 @@ def sampled():
 def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
     target, prompt_1T, expected = sampled
     lm = SpeculativeLM.from_pretrained(
-        target, head=HEAD, tree=tree, acceptance=acceptance, fallback=False
+        target, head=HEAD, tree=tree, acceptance=acceptance, adaptive=False
     )
     found = draws(lm, prompt_1T, seed=0)
     assert set(found) <= set(expected)
@@ -185,7 +185,7 @@ def test_sampled_texts_have_the_targets_distribution(sampled, tree, acceptance):
 
 def test_the_same_check_rejects_a_planted_bug(sampled):
     target, prompt_1T, expected = sampled
-    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=HEAD, tree="dynamic:8:3:3", adaptive=False)
     lm.drafting = dataclasses.replace(
         lm.drafting, sampling_rule=Verification(forgets_what_was_rejected)
     )

@@ -300,7 +300,7 @@ def test_heads_of_their_dimensions_draft_for_them(name: str, kind: str) -> None:
     torch.manual_seed(1)
     head = build_head(kind, options.get(kind, {}), target.info).double()
     head.initialize(target.modules, torch.ones(VOCAB))
-    lm = SpeculativeLM.from_pretrained(target, head.eval(), fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head.eval(), adaptive=False, compile=False)
     (row,) = rows_of(7)
     settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": []}
     expected = target.model.generate(

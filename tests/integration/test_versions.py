@@ -117,7 +117,7 @@ def test_the_shipped_head_needs_the_same_rounds_on_the_real_model() -> None:
     tokenizer = load_tokenizer(SOURCE)
     target = Target.from_pretrained(SOURCE, dtype=torch.float32)
     head = EXAMPLES / "smollm2-135m-eagle3"
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=False, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", compile=False, adaptive=False)
     rounds, tokens = [], 0
     for prompt in PROMPTS:
         messages = [{"role": "user", "content": prompt}]

@@ -207,7 +207,7 @@ def test_a_price_and_a_power_give_the_cost_of_a_million_tokens(config, capsys):
 
 def test_sampling_is_compared_too_and_repeats_for_a_seed(config):
     # In every round the same tree: which one is fastest is the clock's choice.
-    changes = {"temperature": 1.0, "limit": 1, "tree": "chain:2", "fallback": False}
+    changes = {"temperature": 1.0, "limit": 1, "tree": "chain:2", "adaptive": False}
     runs = [
         benchmark(BenchConfig(**{**vars(config), **changes, "seed": seed})) for seed in (3, 3, 4)
     ]

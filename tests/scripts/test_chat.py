@@ -26,7 +26,7 @@ def talk(monkeypatch, capsys, target_folder):
 
     def call(*lines, **more):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        options = {"max_new_tokens": 12, "drafter": "prompt-lookup", "fallback": False, **more}
+        options = {"max_new_tokens": 12, "drafter": "prompt-lookup", "adaptive": False, **more}
         chat.chat_on_screen(chat.ChatConfig(target=str(target_folder), dtype="float32", **options))
         return capsys.readouterr().out
 
@@ -75,7 +75,7 @@ def test_answers_are_those_of_a_chat_with_drafts_and_without(talk, said):
 
 def test_accepted_drafts_are_green_and_the_rest_is_not(target_folder, monkeypatch):
     config = chat.ChatConfig(
-        target=str(target_folder), dtype="float32", drafter="prompt-lookup", fallback=False
+        target=str(target_folder), dtype="float32", drafter="prompt-lookup", adaptive=False
     )
     lm, tokenizer = config.load()
     session = chat.Session(config, lm, tokenizer)

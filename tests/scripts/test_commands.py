@@ -726,6 +726,11 @@ def test_a_bug_report_holds_versions_and_no_secret(run, monkeypatch):
     assert "no token" in run("doctor")[1]
 
 
+def test_an_old_name_of_an_option_is_taken(parsed):
+    assert parsed("chat", "--target", "t", "--fallback", "false").adaptive is False
+    assert parsed("chat", "--target", "t", "--fallback=false").adaptive is False
+
+
 def test_a_prompt_needs_no_option(parsed):
     assert (
         parsed("generate", "Why is the sky blue?", "--target", "t").prompt == "Why is the sky blue?"

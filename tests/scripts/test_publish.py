@@ -44,7 +44,7 @@ def made(taught, tmp_path):
 
 def written(taught, folder):
     lm = SpeculativeLM.from_pretrained(
-        str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2", fallback=False
+        str(taught), head=str(folder), dtype=torch.float32, tree="dynamic:6:3:2", adaptive=False
     )
     return lm.generate(torch.tensor([[65, 66, 67, 68]]), max_new_tokens=24, do_sample=False)
 
@@ -79,14 +79,14 @@ def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
     settings = {"max_new_tokens": 24, "do_sample": False}
     ids = torch.tensor([[65, 66, 67, 68]])
     as_head = SpeculativeLM.from_pretrained(
-        str(taught), str(folder), torch.float32, tree="chain:3", fallback=False
+        str(taught), str(folder), torch.float32, tree="chain:3", adaptive=False
     )
     as_model = SpeculativeLM.from_pretrained(
         str(taught),
         dtype=torch.float32,
         tree="chain:3",
         drafter=f"model:{tmp_path / 'model'}",
-        fallback=False,
+        adaptive=False,
     )
     one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
     assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows

@@ -78,7 +78,7 @@ def changed(config, **changes):
 def drafted_with(taught, head):
     """The policy that a head gets if nobody asks for one."""
     drafter = SpeculativeLM.from_pretrained(
-        taught, head, torch.float32, compile=False, fallback=False
+        taught, head, torch.float32, compile=False, adaptive=False
     ).drafter
     if isinstance(drafter, StaticTree):
         return drafter.shape
@@ -324,7 +324,7 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     save_tree(head, "chain:1", {}, machine_key(torch.device("cpu"), compiled=True))
     assert drafted_with(taught, head) == here  # the one that was found without compiling
     compiled = SpeculativeLM.from_pretrained(
-        taught, head, torch.float32, compile=True, fallback=False
+        taught, head, torch.float32, compile=True, adaptive=False
     )
     assert compiled.drafter.max_nodes == 2
     save_tree(head, "chain:2", {}, "elsewhere")

@@ -289,7 +289,7 @@ def test_the_logged_acceptance_is_what_decoding_gives(trained, taught, held_out)
         head=trained.folder / "last",
         dtype=torch.float32,
         tree="chain:2",
-        fallback=False,
+        adaptive=False,
         allow_adapter=True,
     )
     alone = [
@@ -354,10 +354,10 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(
             str(tmp_path / "out" / "target"),
             head=str(tmp_path / "out" / "head"),
             tree="chain:2",
-            fallback=False,
+            adaptive=False,
         )
     before = SpeculativeLM.from_pretrained(
-        str(taught), head=strong, tree="chain:2", fallback=False, allow_adapter=True
+        str(taught), head=strong, tree="chain:2", adaptive=False, allow_adapter=True
     )
     ours, theirs = (
         each.generate(prompt, max_new_tokens=24, do_sample=False) for each in (lm, before)
@@ -443,7 +443,7 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
     with pytest.raises(ValueError, match="allow_adapter=True"):
         model.generate(prompt, custom_generate=custom_generate(strong), **settings)
     for head in (strong, load_head(strong)[0].to(torch.float32)):
-        method = custom_generate(head, allow_adapter=True, compile=compile, fallback=False)
+        method = custom_generate(head, allow_adapter=True, compile=compile, adaptive=False)
         assert (
             model.generate(prompt, custom_generate=method, **settings).tolist() == expected.tolist()
         )

@@ -115,7 +115,7 @@ REFUSED = [
     (TrainConfig, "loop.profile", "10:12"),
     (SelfMadeConfig, "temperature", math.nan),
     (GenerateConfig, "max_new_tokens", 1.5),
-    (GenerateConfig, "fallback", 1),
+    (GenerateConfig, "adaptive", 1),
 ]
 
 

@@ -162,7 +162,7 @@ def test_the_logged_acceptance_is_what_decoding_gives(undisturbed, options, plac
         read_conversations(options.data.sources[0]), options, target, load_tokenizer(options.target)
     )
     lm = SpeculativeLM.from_pretrained(
-        target, head=undisturbed / "last", tree=place, fallback=False
+        target, head=undisturbed / "last", tree=place, adaptive=False
     )
     alone = [
         lm.generate(prompt_of(example)[None], max_new_tokens=8, do_sample=False).stats

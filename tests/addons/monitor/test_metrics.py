@@ -57,7 +57,7 @@ def generated(tiny_target):
     """A monitor, after generations in several threads that were scraped meanwhile, and what they
     returned."""
     lm = SpeculativeLM.from_pretrained(
-        tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False
+        tiny_target(vocab_size=20), drafter="prompt-lookup", adaptive=False
     )
     monitor, heard = Monitor(**LABELS), Ended()
     lm.observers += [monitor, heard]

@@ -20,7 +20,7 @@ def test_each_generation_is_a_span_below_the_callers(tiny_target):
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     lm = SpeculativeLM.from_pretrained(
-        tiny_target(vocab_size=20), drafter="prompt-lookup", fallback=False
+        tiny_target(vocab_size=20), drafter="prompt-lookup", adaptive=False
     )
     lm.observers.append(Spans(model="tiny", drafter="prompt-lookup", provider=provider))
     with provider.get_tracer("test").start_as_current_span("request"):

@@ -28,7 +28,7 @@ def record_answers(taught: Path, folder: Path) -> Path:
     head = build_head("medusa", {"num_heads": 2}, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
     save_head(head, folder / "head", CheckpointMetadata())
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     for name, words in (("recorded", ("count to", "say")), ("older", ("tell",))):
         for first, kind in enumerate(words):
             numbers = range(first, ANSWERS, len(words))

@@ -238,7 +238,7 @@ def recorded(spoken, endless, tmp_path):
     def build(kind, tree="chain:1", **options):
         head = a_head(target, kind, tmp_path / "old")
         lm = SpeculativeLM.from_pretrained(
-            target, head, tree=tree, **{"fallback": False, **options}
+            target, head, tree=tree, **{"adaptive": False, **options}
         )
         settings = {
             "do_sample": False,

@@ -43,7 +43,7 @@ def model_with(target, drafter, tree="chain:3", **options):
     """A decoder with a head of this kind, or with another source of drafts; the same each time."""
     from headstart.heads import build_head
 
-    options = {"tree": tree, "fallback": False, "lossy": True, **options}
+    options = {"tree": tree, "adaptive": False, "lossy": True, **options}
     if drafter in ("prompt-lookup", "plain"):
         options["tree"] = "auto"
     if drafter not in HEADS:

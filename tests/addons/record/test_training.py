@@ -29,7 +29,7 @@ def recorded(taught, conversations_file, tmp_path_factory):
     torch.manual_seed(0)
     head = build_head("eagle3", options, target.info)
     head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     folder = tmp_path_factory.mktemp("recorded")
     rows = read_conversations(str(conversations_file))
     questions = list(dict.fromkeys(row["messages"][0]["content"] for row in rows))

@@ -60,7 +60,7 @@ def served(target_folder, tmp_path, monkeypatch):
     save_head(copy.deepcopy(head).bfloat16(), tmp_path / "head", CheckpointMetadata())
     head = head.bfloat16().float()
     tokenizer = load_tokenizer(str(target_folder))
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False)
     script = {"tokens": {}, "drafts": 0, "accepted": [0, 0]}
     for text in ASKED:
         ids = prompt_ids(tokenizer, [{"role": "user", "content": text}])

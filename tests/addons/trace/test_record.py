@@ -332,7 +332,7 @@ class FromBoth(LogitsProcessor):
 @pytest.mark.parametrize("rule", ["greedy", "point_mass"])
 def test_a_processor_that_keeps_a_state_is_called_as_without_a_trace(tiny_target, tokenizer, rule):
     prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
-    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
     expected = generated(lm, prompt, rule, logits_processor=[FromBoth()])
     output, data = traced(lm, prompt, tokenizer, rule, logits_processor=[FromBoth()])
     assert (

@@ -284,7 +284,7 @@ def test_heads_conversations_and_memory_that_runs_out_do_not_change_the_text(
     head.initialize(target.modules, torch.ones(VOCAB))
     settings = {"do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 12}
     for tree in ("chain:3", "branch:2x2"):
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False, compile=False)
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False, compile=False)
         prompt = torch.tensor([[3, 1, 4, 1, 5]])
         past = Conversation()
         for _ in range(3):

@@ -214,10 +214,10 @@ def test_adaptive_drafting_is_the_default_and_can_be_switched_off(target):
         {"drafter": Useless()},
     ):
         assert isinstance(SpeculativeLM.from_pretrained(target, **options).drafter, AdaptiveDrafter)
-        off = SpeculativeLM.from_pretrained(target, fallback=False, **options)
+        off = SpeculativeLM.from_pretrained(target, adaptive=False, **options)
         assert not isinstance(off.drafter, AdaptiveDrafter)
         assert written(off, 20).stats.plain_rounds == 0
-    several = SpeculativeLM.from_pretrained(target, head, tree="chain:1|chain:3", fallback=False)
+    several = SpeculativeLM.from_pretrained(target, head, tree="chain:1|chain:3", adaptive=False)
     assert written(several, 40).stats.plain_rounds == 0
     own = AdaptiveDrafter([useless()])
     assert SpeculativeLM.from_pretrained(target, drafter=own).drafter is own
@@ -244,7 +244,7 @@ def test_trees_that_do_not_go_together_are_refused(target):
         make_drafter(target, "ngram:2", "chain:2|drawn:chain:2")
     trees = [
         SpeculativeLM.from_pretrained(
-            target, a_head(target), tree="chain:1", fallback=False
+            target, a_head(target), tree="chain:1", adaptive=False
         ).drafter
         for _ in range(2)
     ]
@@ -299,7 +299,7 @@ def test_of_drawn_trees_sampling_takes_the_first_each_round(target, tree):
     may."""
     lm = SpeculativeLM.from_pretrained(target, drafter="random", tree=tree)
     alone = SpeculativeLM.from_pretrained(
-        target, drafter="random", tree="drawn:chain:2", fallback=False
+        target, drafter="random", tree="drawn:chain:2", adaptive=False
     )
     row = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 40, "do_sample": True}

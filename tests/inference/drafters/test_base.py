@@ -51,7 +51,7 @@ def test_a_drafter_that_raises_is_reported_once_and_nothing_is_lost(target, wher
             raise RuntimeError("its file is gone")
 
     setattr(Broken, where, Broken.fail)
-    lm = SpeculativeLM.from_pretrained(target, drafter=Broken(), fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter=Broken(), adaptive=False)
     for _ in range(2):
         Broken.calls = 0
         with pytest.warns(UserWarning, match="the drafter Broken failed.*its file is gone") as told:
@@ -117,7 +117,7 @@ def test_rows_that_come_and_go_are_told_to_one_that_keeps_them(target):
 
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9], [2, 4, 6]])
     settings = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [3, 7], "pad_token_id": 0}
-    lm = SpeculativeLM.from_pretrained(target, drafter=Rows(), fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter=Rows(), adaptive=False)
     output = lm.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_batch_size=2, **settings
     )
@@ -173,7 +173,7 @@ def test_what_is_no_tree_is_not_decoded_with(target, proposed, message):
         def propose(self, roots_B):
             return proposed(int(roots_B[0]))
 
-    lm = SpeculativeLM.from_pretrained(target, drafter=Odd(), fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter=Odd(), adaptive=False)
     with pytest.warns(UserWarning, match=message):
         assert torch.equal(written(lm, 20).sequences, plainly(target, 20))
 
@@ -184,5 +184,5 @@ def test_padding_may_repeat_a_token(target):
         def propose(self, roots_B):
             return tree([int(roots_B[0]), 1, 1], [-1, 0, 0], 1, size=2)
 
-    lm = SpeculativeLM.from_pretrained(target, drafter=Ragged(), fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter=Ragged(), adaptive=False)
     assert torch.equal(written(lm, 20).sequences, plainly(target, 20))

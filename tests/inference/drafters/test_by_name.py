@@ -69,7 +69,7 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
         head.initialize(target.modules, torch.ones(vocab, dtype=torch.int64))
         small = PromptLookupDrafter(2, 1, 1) if tree == "chain:1" else PromptLookupDrafter(6, 4, 2)
         return HeadAndLookup(
-            SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False).drafter, small
+            SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False).drafter, small
         )
     return make_drafter(target, word, tree)
 
@@ -375,11 +375,11 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
         (small, None),
         (small.model, None),
     ):
-        lm = SpeculativeLM.from_pretrained(target, drafter=drafter, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, drafter=drafter, adaptive=False)
         stats = lm.generate(prompt, **settings).stats
         assert stats.rounds > 0
         if expected is not None:
-            other = SpeculativeLM.from_pretrained(target, drafter=expected, fallback=False)
+            other = SpeculativeLM.from_pretrained(target, drafter=expected, adaptive=False)
             assert repr(other.drafter) == repr(lm.drafter)
             assert other.generate(prompt, **settings).stats.rounds == stats.rounds
     with pytest.raises(ValueError, match=r"the drafter PromptLookup\(.*takes no tree 'chain:3'"):
@@ -457,14 +457,14 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
 )
 def test_what_is_no_drafter_is_refused(target, word, message):
     with pytest.raises(ValueError, match=message):
-        SpeculativeLM.from_pretrained(target, drafter=word, fallback=False)
+        SpeculativeLM.from_pretrained(target, drafter=word, adaptive=False)
     assert word.split(":")[0] in SPECS or "unknown" in message
 
 
 def test_a_tree_for_a_source_that_takes_none_is_refused(target):
     with pytest.raises(ValueError, match="takes no tree 'chain:3'"):
         SpeculativeLM.from_pretrained(
-            target, drafter="prompt-lookup", tree="chain:3", fallback=False
+            target, drafter="prompt-lookup", tree="chain:3", adaptive=False
         )
 
 
@@ -476,13 +476,13 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(
     Datastore.of(corpus(), "another").save(tmp_path / "store")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
         SpeculativeLM.from_pretrained(
-            target_folder, drafter=f"retrieval:{tmp_path / 'store'}", fallback=False
+            target_folder, drafter=f"retrieval:{tmp_path / 'store'}", adaptive=False
         )
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
     with pytest.raises(ValueError, match="token 300"):
         SpeculativeLM.from_pretrained(
-            target_folder, drafter=f"retrieval:{tmp_path / 'large'}", fallback=False
+            target_folder, drafter=f"retrieval:{tmp_path / 'large'}", adaptive=False
         )
     with pytest.raises(ValueError, match="corpus is empty"):
         Datastore.of([[], []])
@@ -499,7 +499,7 @@ def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
         tokenizer.save_pretrained(tmp_path / name)
     draft = f"model:{tmp_path / 'draft'}"
     lm = SpeculativeLM.from_pretrained(
-        tmp_path / "target", dtype="float64", drafter=draft, tree=tree, fallback=False
+        tmp_path / "target", dtype="float64", drafter=draft, tree=tree, adaptive=False
     )
     ids = torch.randint(0, ours, (3, 9), generator=torch.Generator().manual_seed(5))
     ids[:, -3:] = ours - 1
@@ -539,7 +539,7 @@ def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenize
         tokenizer.save_pretrained(tmp_path / name)
     draft = f"model:{tmp_path / 'draft'}"
     lm = SpeculativeLM.from_pretrained(
-        tmp_path / "target", dtype="float64", drafter=draft, fallback=False
+        tmp_path / "target", dtype="float64", drafter=draft, adaptive=False
     )
     ids = torch.tensor([[5, 271, 6, 265]])
     settings = {"max_new_tokens": 30, "do_sample": False, "sequence_bias": {(271,): 2.0}}
@@ -556,13 +556,13 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     Datastore.of([[1, 2, 3, 4, 1, 2, 3]], hash_of).save(folder)
     for options, nodes in (("", 12), (":7", 7), (":7:3", 7), (":7:3:4", 7)):
         lm = SpeculativeLM.from_pretrained(
-            target_folder, drafter=f"retrieval:{folder}{options}", fallback=False
+            target_folder, drafter=f"retrieval:{folder}{options}", adaptive=False
         )
         assert lm.drafter.max_nodes == nodes
-    SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", fallback=False)
+    SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", adaptive=False)
     with pytest.raises(ValueError, match="no datastore in"):
         SpeculativeLM.from_pretrained(
-            target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", fallback=False
+            target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", adaptive=False
         )
 
 
@@ -598,10 +598,10 @@ def test_a_stored_tree_that_is_huge_or_a_file_is_refused_at_once(
     began = time.monotonic()
     for given in (str(tmp_path / "head"), load_head(tmp_path / "head")[0]):
         with pytest.raises(ValueError, match=r"the tree in the head's config\.json cannot be used"):
-            SpeculativeLM.from_pretrained(target, head=given, compile=False, fallback=False)
+            SpeculativeLM.from_pretrained(target, head=given, compile=False, adaptive=False)
     assert time.monotonic() - began < 10
     SpeculativeLM.from_pretrained(
-        target, head=str(tmp_path / "head"), tree="chain:2", compile=False, fallback=False
+        target, head=str(tmp_path / "head"), tree="chain:2", compile=False, adaptive=False
     )
 
 
@@ -616,5 +616,5 @@ def test_a_head_object_has_the_tree_and_the_warnings_of_its_folder(target, given
     )
     source = str(tmp_path / "head") if given == "folder" else load_head(tmp_path / "head")[0]
     with pytest.warns(UserWarning, match="may accept less here: weights 'others'"):
-        lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head=source, compile=False, adaptive=False)
     assert lm.drafter.max_nodes == 3 and lm.provenance == {"weights": "others"}

@@ -241,7 +241,7 @@ def in_drafters(target):
         "head": SpeculativeLM.from_pretrained(target, head, tree="chain:2"),
         "two trees": SpeculativeLM.from_pretrained(target, head, tree="chain:2|chain:1"),
         "hybrid": SpeculativeLM.from_pretrained(target, head, drafter="prompt-lookup"),
-        "fallback": SpeculativeLM.from_pretrained(target, head, fallback=True),
+        "fallback": SpeculativeLM.from_pretrained(target, head, adaptive=True),
         "lookup": SpeculativeLM.from_pretrained(target, drafter="prompt-lookup"),
         "ngram": SpeculativeLM.from_pretrained(target, drafter="ngram"),
         "plain": SpeculativeLM.from_pretrained(target),

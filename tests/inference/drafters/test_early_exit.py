@@ -32,7 +32,7 @@ def test_greedy_is_generate(tiny_target, tree, kind):
         "head": (
             lambda: (
                 SpeculativeLM.from_pretrained(
-                    target, medusa(target), tree=tree, fallback=False
+                    target, medusa(target), tree=tree, adaptive=False
                 ).drafter
             )
         ),

@@ -209,11 +209,11 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
     clock = Clock(target, monkeypatch, 0.0)
     head = a_head(target)
     rows = rows_of((30, 3, 40, 25, 60))
-    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
     assert lm.drafter.rows.read_last == 9
     tokens, drafted = accepted(lm, rows, slots)
     assert clock.read <= len(rows) * 10
-    whole = SpeculativeLM.from_pretrained(target, head, tree=tree, fallback=False)
+    whole = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False)
     whole.drafter.rows.read_last = None
     tokens_of_whole, drafted_of_whole = accepted(whole, rows, slots)
     assert torch.equal(tokens, tokens_of_whole)
@@ -223,7 +223,7 @@ def test_a_head_with_a_window_reads_no_more_than_it_sees(
 
 def test_conversations_go_on_after_a_prompt_of_which_the_end_was_read(target: Target) -> None:
     """Turns that go on, that go back to before what was read, and that go on again."""
-    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, a_head(target), tree="chain:2", adaptive=False)
     past = Conversation()
     text = prompt(40)
     for kept, more in ((40, 0), (60, 9), (10, 30), (70, 5)):

@@ -350,7 +350,7 @@ def test_greedy_is_generate_through_dynamic_trees(tiny_target, monkeypatch, name
         expected = [alone(target, row, **settings) for row in rows]
         texts = [[*row.tolist(), *written.tolist()] for row, written in zip(rows, expected)]
         head = prompted(model_head(name, target, seed, **options), monkeypatch, texts)
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
         written = lm.generate(padded, attention_mask=mask, **settings)
         for found, wanted in zip(written.sequences, expected):
             assert torch.equal(found[longest:], wanted)
@@ -375,7 +375,7 @@ def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name
         settings |= {"max_new_tokens": 25, "eos_token_id": eos}
         expected = [alone(target, row, **settings) for row in rows]
         head = prompted(model_head(name, target, 1), monkeypatch, texts)
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree="dynamic:20:4:4", fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head=head, tree="dynamic:20:4:4", adaptive=False)
         written = lm.generate(rows, attention_mask=torch.ones_like(rows), **settings).sequences[
             :, 6:
         ]
@@ -390,7 +390,7 @@ def test_rows_that_end_early_disturb_no_other_row(tiny_target, monkeypatch, name
 def test_a_tree_may_have_fewer_nodes_than_it_may_be_deep(tiny_target, name, tree):
     target = tiny_target(vocab_size=VOCAB, layers=3)
     lm = SpeculativeLM.from_pretrained(
-        target, head=model_head(name, target, 0), tree=tree, fallback=False
+        target, head=model_head(name, target, 0), tree=tree, adaptive=False
     )
     rows = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
     settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

@@ -152,6 +152,6 @@ def test_a_model_whose_layers_have_hooks_that_move_inputs(tiny_target):
     )
     for compile in (False, True):
         lm = SpeculativeLM.from_pretrained(
-            Target(hooked), drafter="prompt-lookup", compile=compile, fallback=False
+            Target(hooked), drafter="prompt-lookup", compile=compile, adaptive=False
         )
         assert torch.equal(lm.generate(prompt_11, **settings).sequences, expected)

@@ -160,7 +160,7 @@ def test_a_batch_is_decoded_row_by_row(name, drafter):
         given = {"head": eagle3(target)}
     if drafter == "smaller":
         given = {"drafter": Target(scaled(bart(layers=1)))}
-    lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, **given, adaptive=False, compile=False)
     prompts = [prompt_of(length) for length in (4, 11, 7, 11)]
     truths = [alone(model, prompt, 18) for prompt in prompts]
     assert decoded(lm, prompts, 18)[0] == truths
@@ -190,7 +190,7 @@ def test_drafts_end_at_the_last_position(tools, name):
     lm = SpeculativeLM(Target(model), tools.Oracle(TreeShape.chain(9), [truth], VOCAB, wrong=0.0))
     assert decoded(lm, [prompt], 12)[0] == [truth]
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="random", tree="drawn:chain:5", fallback=False, compile=False
+        model, drafter="random", tree="drawn:chain:5", adaptive=False, compile=False
     )
     assert len(decoded(lm, [prompt], 12, do_sample=True)[0][0]) == 12
 
@@ -199,7 +199,7 @@ def test_drafts_end_at_the_last_position(tools, name):
 def test_a_conversation_goes_on(name):
     model = scaled(MODELS[name]())
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=False
+        model, drafter="prompt-lookup", adaptive=False, compile=False
     )
     past = Conversation()
     text = prompt_of(6)
@@ -249,7 +249,7 @@ def test_samples_have_the_targets_distribution(tools, name, tree):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_kernels_write_it_too(name):
     model = scaled(MODELS[name](), torch.float32)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     for length in (5, 16):
         prompt = prompt_of(length)
         assert decoded(lm, [prompt], 20)[0] == [alone(model, prompt, 20)]
@@ -265,11 +265,11 @@ def test_a_tree_that_is_named_is_refused_with_the_reason(tree):
         SpeculativeLM.from_pretrained(target, eagle3(target), tree=tree, compile=False)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_without_a_named_tree_a_head_drafts_chains(fallback):
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_without_a_named_tree_a_head_drafts_chains(adaptive):
     model = scaled(MODELS["mpt"]())
     target = Target(model)
-    lm = SpeculativeLM.from_pretrained(target, eagle3(target), fallback=fallback, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, eagle3(target), adaptive=adaptive, compile=False)
     prompt = prompt_of(8)
     found, stats = decoded(lm, [prompt], 24)
     assert found == [alone(model, prompt, 24)]

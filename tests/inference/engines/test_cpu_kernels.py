@@ -403,7 +403,7 @@ def test_a_target_that_was_made_in_inference_mode_is_compiled():
 def test_a_head_drafts_with_the_lm_head_that_the_target_runs_now():
     target = target_of(KNOWN["llama"])
     head = head_of(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:2", adaptive=False, compile=False)
     states = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
     before = lm.drafter.rows.modules.logits(states)
     assert torch.equal(before, target.modules.logits(states))

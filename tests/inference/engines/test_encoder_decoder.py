@@ -157,7 +157,7 @@ def test_a_folder_is_loaded_and_drafts_by_name(tmp_path):
         dtype=torch.float64,
         drafter=f"model:{tmp_path / 'small'}",
         tree="chain:2",
-        fallback=False,
+        adaptive=False,
     )
     ids = source(6)
     settings = {"max_new_tokens": 12, "do_sample": False}
@@ -265,5 +265,5 @@ def test_other_families_write_what_generate_writes(tools, name):
         output = lm.generate(ids, **settings)
         assert torch.equal(output.sequences, expected)
         assert output.stats.acceptance_length > 2
-        lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+        lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
         assert torch.equal(lm.generate(ids, **settings).sequences, expected)

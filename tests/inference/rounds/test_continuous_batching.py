@@ -62,7 +62,7 @@ def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots,
     alone = [written_alone(target.model, row, **settings) for row in rows]
     assert len({len(row) for row in alone}) > 3  # they end at different times
     lm = SpeculativeLM.from_pretrained(
-        target, head_of(name, target), tree=tree if HEADS[name] else "auto", fallback=False
+        target, head_of(name, target), tree=tree if HEADS[name] else "auto", adaptive=False
     )
     monkeypatch.setattr(target.engine, "least_padding", apart)
     widths, original = [], target.engine.forward_tree
@@ -88,7 +88,7 @@ def test_the_distribution_of_all_rows_together_is_the_targets(tiny_target, tools
     target = tiny_target(vocab_size=3)
     head = head_of("medusa", target)
     lm = SpeculativeLM.from_pretrained(
-        target, head, tree="drawn:chain:1" if drawn else "chain:1", fallback=False
+        target, head, tree="drawn:chain:1" if drawn else "chain:1", adaptive=False
     )
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
     rows = prompts(2, vocab=3)

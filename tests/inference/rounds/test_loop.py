@@ -28,7 +28,7 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
     wide = "sampled_without_replacement" in RULES[rule].kinds
     for tree in ("drawn:branch:6", "drawn:branch:1x2x1") if wide else ("drawn:chain:4",):
         lm = SpeculativeLM.from_pretrained(
-            target, drafter="random", tree=tree, acceptance=rule, lossy=True, fallback=False
+            target, drafter="random", tree=tree, acceptance=rule, lossy=True, adaptive=False
         )
         row = torch.arange(9)[None].expand(2, -1)
         settings = {"max_new_tokens": 9, "do_sample": True, "pad_token_id": 0}
@@ -38,7 +38,7 @@ def test_enough_numbers_are_drawn_for_every_rule(tiny_target, rule):
 def test_greedy_decoding_draws_nothing(tiny_target):
     """A seed set before means the same after it."""
     target = tiny_target(vocab_size=20)
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     row, before = torch.arange(9)[None], torch.get_rng_state()
     lm.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=9, do_sample=False)
     assert torch.equal(torch.get_rng_state(), before)

@@ -144,7 +144,7 @@ def test_a_head_whose_weights_are_not_finite_changes_nothing(kind, value, compil
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     matrices[0 if value == math.inf else -1].data[-1] = value
     for tree in TREES:
-        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=compile, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head, tree=tree, compile=compile, adaptive=False)
         assert ours(lm, rows)[0] == greedy, tree
         if not tree.startswith(("drawn", "independent")):
             assert ours(lm, rows, **seeded())[0] == sampled, tree
@@ -369,7 +369,7 @@ def test_a_repeated_round_is_shown_without_drafts():
         lm_head.weight.data[BAD] = math.nan  # so that it is drafted first
     seen, row = TreesSeen(), rows_of(6)[0]
     expected = stock(model, row)
-    lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="branch:2x2", adaptive=False)
     lm.observers.append(seen)
     output = lm.generate(row[None], attention_mask=torch.ones_like(row[None]), **PLAIN)
     assert output.sequences[0, len(row) :].tolist() == expected

@@ -21,7 +21,7 @@ def target():
 def decoder(target, kind="medusa", tree="chain:3", **options):
     head = head_for(target, kind, **({"feature_layers": [0, -1]} if kind == "eagle3" else {}))
     return SpeculativeLM.from_pretrained(
-        target, head, tree=tree, fallback=False, lossy=True, **options
+        target, head, tree=tree, adaptive=False, lossy=True, **options
     )
 
 

@@ -22,28 +22,28 @@ TREES = {
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("fallback", [False, True])
-def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes, fallback):
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes, adaptive):
     target = tiny_target(vocab_size=40)
     lm = SpeculativeLM.from_pretrained(
-        target, head=head_for(target, "eagle"), tree=tree, fallback=fallback
+        target, head=head_for(target, "eagle"), tree=tree, adaptive=adaptive
     )
     expected = SpeculativeLM(target).generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     sizes = limited(monkeypatch, lm, nodes)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False)
-    if not fallback:  # else drafts may never be tried
+    if not adaptive:  # else drafts may never be tried
         assert bool(told) == (TREES[tree][0] > nodes)
     assert torch.equal(found.sequences, expected)
     failed = [size for size in sizes if size > nodes]
     assert failed == sorted(set(failed), reverse=True)  # no size is tried a second time
     assert found.stats.tokens == 2 * 19
     records = [record for row in found.stats.rows for record in row]
-    if not fallback:
+    if not adaptive:
         assert set(sizes) - set(failed) == {TREES[tree][nodes]}
         assert all(
-            record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
+            record.adaptive == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
             for record in records
         )
 
@@ -51,7 +51,7 @@ def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes,
 def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     lm = SpeculativeLM.from_pretrained(
-        target, head=head_for(target, "eagle"), tree="chain:3", fallback=False
+        target, head=head_for(target, "eagle"), tree="chain:3", adaptive=False
     )
 
     def sampled():
@@ -69,7 +69,7 @@ def test_sampling_gives_the_same_text_for_a_seed(tiny_target, monkeypatch):
 def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     lm = SpeculativeLM.from_pretrained(
-        target, head=head_for(target, "eagle"), tree="chain:3", fallback=False
+        target, head=head_for(target, "eagle"), tree="chain:3", adaptive=False
     )
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     sizes, past = limited(monkeypatch, lm, 2), Conversation()
@@ -89,7 +89,7 @@ def test_rows_that_wait_and_a_conversation_go_on(tiny_target, monkeypatch):
 def test_a_draft_that_fails_midway_and_an_error_that_plain_decoding_has(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
     expected = lm.generate(PROMPTS, max_new_tokens=20, do_sample=False).sequences
     calls, expand = [], type(head).expand
 
@@ -114,7 +114,7 @@ def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, m
     """A part of a sampled tree would have another distribution."""
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
     calls, expand = [], type(head).expand
 
     def fails(self, *arguments):
@@ -126,13 +126,13 @@ def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, m
     monkeypatch.setattr(type(head), "expand", fails)
     with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
         stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
-    assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
+    assert stats.rows[0][-1].adaptive == "out_of_memory" and len(calls) == 5
 
 
 def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
     target = tiny_target(vocab_size=40)
     head = head_for(target, "eagle")
-    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree="chain:3", adaptive=False)
     calls, observe = [], type(head).observe
 
     def fails(self, *arguments):

@@ -122,16 +122,16 @@ def decoder(target, drafter, limit):
         return SpeculativeLM(target, Mine())
     if drafter == "head":
         return SpeculativeLM.from_pretrained(
-            target, head_for(target, "eagle"), tree=tree, fallback=False
+            target, head_for(target, "eagle"), tree=tree, adaptive=False
         )
     if drafter == "head and lookup":
         head = head_for(target, "eagle")
         return SpeculativeLM.from_pretrained(
-            target, head, tree=tree, drafter="prompt-lookup", fallback=False
+            target, head, tree=tree, drafter="prompt-lookup", adaptive=False
         )
     if drafter in ("ngram:2", "random"):
-        return SpeculativeLM.from_pretrained(target, drafter=drafter, tree=tree, fallback=False)
-    return SpeculativeLM.from_pretrained(target, drafter=drafter, fallback=False)
+        return SpeculativeLM.from_pretrained(target, drafter=drafter, tree=tree, adaptive=False)
+    return SpeculativeLM.from_pretrained(target, drafter=drafter, adaptive=False)
 
 
 @pytest.mark.filterwarnings("ignore:memory ran out")
@@ -205,7 +205,7 @@ def test_observers_get_their_features_after_memory_has_run_out(monkeypatch):
     """Also those that the drafter, which then drafts no more, had asked for."""
     target = target_with("memory")
     lm = SpeculativeLM.from_pretrained(
-        target, head_for(target, "medusa"), tree="chain:2", fallback=False
+        target, head_for(target, "medusa"), tree="chain:2", adaptive=False
     )
     limited(monkeypatch, lm, 1)
     features = Features()

@@ -51,11 +51,11 @@ def decoder(target, kind, tree="dynamic:9:3:3", **options):
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
         return SpeculativeLM.from_pretrained(
-            target, head, tree=tree, **{"fallback": False} | options
+            target, head, tree=tree, **{"adaptive": False} | options
         )
     if kind == "a model":
         return SpeculativeLM(target, make_drafter(target, target, "branch:2x2"))
-    return SpeculativeLM.from_pretrained(target, drafter=kind, **{"fallback": False} | options)
+    return SpeculativeLM.from_pretrained(target, drafter=kind, **{"adaptive": False} | options)
 
 
 def prompts(texts):
@@ -113,7 +113,7 @@ def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
     """Drafts are asked for in the third turn first, whose state is that of a head that has read all
     at once."""
     lm, eager, past = (
-        decoder(target, kind, "chain:3", fallback=True),
+        decoder(target, kind, "chain:3", adaptive=True),
         decoder(target, kind, "chain:3"),
         Conversation(),
     )

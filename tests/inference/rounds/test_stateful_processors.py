@@ -137,7 +137,7 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, ot
         {"drafter": "prompt-lookup"},
         {"head": a_head(target), "tree": "drawn:branch:2x2"},
     ):
-        lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
+        lm = SpeculativeLM.from_pretrained(target, adaptive=False, **spec)
         given = {
             **PLAIN,
             **others,
@@ -155,7 +155,7 @@ def test_each_row_of_a_batch_has_a_state_of_its_own(tiny_target, side, slots, ot
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:9:3:3", "drawn:chain:3", "drawn:branch:2x2"])
 def test_sampled_text_is_that_of_a_processor_without_a_state(tiny_target, tree):
     target, row = tiny_target(vocab_size=VOCAB, layers=3), ROWS[3][None]
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree=tree, adaptive=False)
     texts = []
     for processor in (Cycle(), CycleByText(row.shape[1]), Cycle()):
         given = {
@@ -242,7 +242,7 @@ def test_rules_that_need_the_scores_of_rejected_drafts_are_refused(tiny_target, 
         tree="drawn:chain:2",
         acceptance=acceptance,
         lossy=True,
-        fallback=False,
+        adaptive=False,
     )
     sampled = {**PLAIN, "do_sample": True}
     for own in (
@@ -271,7 +271,7 @@ def test_a_processor_that_cannot_be_copied_gives_one_for_each_row(tiny_target):
             assert 0 <= row < len(ROWS)
             return Locked()
 
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     one = stock(target, ROWS[0], Cycle())
     assert (
         lm.generate(ROWS[0][None], logits_processor=[Locked()], **PLAIN).sequences[0, 3:].tolist()
@@ -322,7 +322,7 @@ def test_a_constraint_may_keep_a_state(tiny_target, tools):
 def test_by_plain_generate_it_is_called_alike(tiny_target):
     target, row = tiny_target(vocab_size=VOCAB), ROWS[1][None]
     expected = stock(target, ROWS[1], Cycle())
-    method = custom_generate(drafter="prompt-lookup", fallback=False)
+    method = custom_generate(drafter="prompt-lookup", adaptive=False)
     given = {**PLAIN, "attention_mask": torch.ones_like(row)}
     written = target.model.generate(
         row, custom_generate=method, logits_processor=LogitsProcessorList([Cycle()]), **given
@@ -333,7 +333,7 @@ def test_by_plain_generate_it_is_called_alike(tiny_target):
 def test_memory_that_runs_out_after_a_call_is_told(tiny_target, monkeypatch):
     """The round cannot begin again: the processor has read the newest token."""
     target = tiny_target(vocab_size=VOCAB, layers=3)
-    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:3", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, head=a_head(target), tree="chain:3", adaptive=False)
     verify, calls = Verification.verify_and_commit, []
 
     def full(self, *arguments):
@@ -406,7 +406,7 @@ def test_a_grammar_of_xgrammar_writes_what_it_writes_with_generate(
         {"drafter": "prompt-lookup"},
         {"drafter": "ngram", "tree": "branch:2x2"},
     ):
-        lm = SpeculativeLM.from_pretrained(target, fallback=False, **spec)
+        lm = SpeculativeLM.from_pretrained(target, adaptive=False, **spec)
         given["logits_processor"] = [Grammar(list(grammars))]
         written = lm.generate(prompts, attention_mask=torch.ones_like(prompts), **given).sequences
         for ours, theirs in zip(written, expected):
@@ -421,7 +421,7 @@ def test_the_example_of_the_documentation(tiny_target, tokenizer):
     (block,) = re.findall(r"```python\n(import xgrammar.*?)```", page, re.DOTALL)
     target = tiny_target(dtype=torch.float32)
     target.model.generation_config.eos_token_id = target.model.generation_config.pad_token_id = 257
-    lm = SpeculativeLM.from_pretrained(target, drafter="ngram", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="ngram", adaptive=False)
     inputs = tokenizer("wind?", return_tensors="pt")
     names = {
         "lm": lm,

@@ -160,7 +160,7 @@ def test_a_cache_by_any_name_and_any_count_decode_alike(counting, kind, options)
         torch.manual_seed(0)
         head = build_head(kind, options, target.info)
         head.initialize(target.modules, torch.ones(VOCAB))
-        lm = SpeculativeLM.from_pretrained(target, head, compile=False, fallback=False)
+        lm = SpeculativeLM.from_pretrained(target, head, compile=False, adaptive=False)
         sampling = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         outputs.append(
             lm.generate(TOKENS_BT, attention_mask=torch.ones_like(TOKENS_BT), **sampling)

@@ -254,7 +254,7 @@ def test_drafts_after_images_are_those_of_generate(tools, name, count, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_with_the_engine_and_drafter_that_a_user_gets(name, dtype):
     model, prompt = build(name, dtype)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     plain = {name: prompt(0)[name] for name in ("input_ids", "attention_mask")}
     for inputs in (prompt(1), plain, prompt(2, seed=3), plain):
         output = lm.generate(**inputs, **settings())
@@ -277,7 +277,7 @@ def test_the_kernels_go_on_after_images(name, monkeypatch):
     for key, value in {**widths, "head_dim": 32}.items():
         monkeypatch.setitem(TEXT, key, value)
     model, prompt = build(name, torch.float32)
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     if name != "gemma 3" and cpu_kernels.library() is not None:
         assert isinstance(lm.target.engine, CpuEngine)
     for count in (1, 2):
@@ -294,7 +294,7 @@ def test_a_head_reads_the_features_of_a_prompt_with_images(name):
     target = Target(model)
     head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
     lm = SpeculativeLM.from_pretrained(
-        target, head, tree="dynamic:8:3:3", fallback=False, compile=False
+        target, head, tree="dynamic:8:3:3", adaptive=False, compile=False
     )
     inputs = prompt(2)
     output = lm.generate(**inputs, **settings())
@@ -305,7 +305,7 @@ def test_a_head_reads_the_features_of_a_prompt_with_images(name):
 def test_plain_generate_hands_images_on(tools, name):
     model, prompt = build(name)
     inputs = prompt(1)
-    given = custom_generate(drafter="prompt-lookup", fallback=False)
+    given = custom_generate(drafter="prompt-lookup", adaptive=False)
     found = model.generate(**inputs, **settings(), custom_generate=given)
     assert found[0, inputs["input_ids"].shape[1] :].tolist() == truth_of(model, inputs)
 
@@ -330,7 +330,7 @@ def test_targets_with_states_or_without_position_ids_read_text_alone(build_text_
 def test_what_does_not_fit_a_prompt_is_refused():
     model, prompt = build("llava")
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=False
+        model, drafter="prompt-lookup", adaptive=False, compile=False
     )
     inputs = prompt(1)
     alone = {name: value for name, value in inputs.items() if name != "pixel_values"}

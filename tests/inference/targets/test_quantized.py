@@ -148,7 +148,7 @@ def test_checkpoints_with_packed_weights(folder, pack, quantization):
     target = Target.from_pretrained(folder, torch.float32)
     assert target.provenance["quantization"] is not None
     check_the_weights(target, whole)
-    settings = {"fallback": False, "compile": False}
+    settings = {"adaptive": False, "compile": False}
     torch.manual_seed(1)
     head = build_head("eagle3", {"depth": 4, "feature_layers": [0, -1]}, target.info)
     head.initialize(target.modules, torch.ones(60))
@@ -190,7 +190,7 @@ def torchao():
 def test_weights_that_are_quantized_on_loading(folder, quantization):
     given = quantization()
     lm = SpeculativeLM.from_pretrained(
-        folder, drafter="prompt-lookup", fallback=False, quantization_config=given
+        folder, drafter="prompt-lookup", adaptive=False, quantization_config=given
     )
     assert lm.target.provenance["quantization"] is not None
     check_identity(lm)
@@ -201,7 +201,7 @@ def test_fp8_weights_are_made_wide_where_there_is_no_gpu(folder):
         folder,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     )
-    check_identity(SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", fallback=False))
+    check_identity(SpeculativeLM.from_pretrained(folder, drafter="prompt-lookup", adaptive=False))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="other packages serve a GPU")

@@ -166,7 +166,7 @@ def test_batches_of_rows_on_both_sides(name, drafter):
     if drafter == "eagle3":
         head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
         given = {"head": head, "tree": "dynamic:8:3:3"}
-    lm = SpeculativeLM.from_pretrained(target, **given, fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, **given, adaptive=False, compile=False)
     for lengths in (
         (4, 7, 5),
         (5, BORDER + 3),
@@ -184,7 +184,7 @@ def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
     monkeypatch.setattr("headstart.inference.rounds.prefill.SHARED_TOKENS", 8)
     model = build(name)
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=False
+        model, drafter="prompt-lookup", adaptive=False, compile=False
     )
     # a common beginning is read once where that changes nothing
     for length in (12, BORDER - 2, 40):
@@ -199,7 +199,7 @@ def test_equal_prompts_with_a_common_beginning(name, monkeypatch):
 def test_a_conversation_that_crosses_the_border_and_comes_back(name):
     model = build(name)
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=False
+        model, drafter="prompt-lookup", adaptive=False, compile=False
     )
     past = Conversation()
     version = lm.target.version
@@ -227,7 +227,7 @@ def test_a_conversation_that_crosses_the_border_and_comes_back(name):
 def test_a_generation_does_not_depend_on_those_before_it(name, compile):
     model = build(name)
     lm = SpeculativeLM.from_pretrained(
-        model, drafter="prompt-lookup", fallback=False, compile=compile
+        model, drafter="prompt-lookup", adaptive=False, compile=compile
     )
     short, long = prompt_of(6), prompt_of(2 * BORDER)
     expected = decoded(lm, [short], 8)[0], decoded(lm, [long], 8)[0]
@@ -260,7 +260,7 @@ def test_the_kernels_read_a_prompt_beyond_the_border_whole(monkeypatch):
     model = LlamaForCausalLM(LlamaConfig(**config, rope_parameters={**LONGROPE, **factors})).eval()
     for parameter in model.parameters():
         parameter.data *= 4 if parameter.ndim > 1 else 1
-    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(model, drafter="prompt-lookup", adaptive=False)
     for length in (8, BORDER + 9):
         prompt = prompt_of(length)
         assert decoded(lm, [prompt], 30)[0] == [alone(model, prompt, 30)]
@@ -279,7 +279,7 @@ def test_factors_for_a_part_of_the_dimensions_are_none_for_a_head():
     )
     target = Target(model.double().eval().requires_grad_(False))
     head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
-    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", fallback=False, compile=False)
+    lm = SpeculativeLM.from_pretrained(target, head, tree="chain:3", adaptive=False, compile=False)
     prompt = prompt_of(9)
     assert decoded(lm, [prompt], 30)[0] == [alone(model, prompt, 30)]
 

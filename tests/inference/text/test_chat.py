@@ -45,7 +45,7 @@ def test_every_turn_is_answered_as_by_a_fresh_call(tiny_target, tools, name, cle
     if cleans:
         tokenizer = cleaning(tokenizer)
     tokenizer.chat_template = TEMPLATES[name]
-    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(target, drafter="prompt-lookup", adaptive=False)
     settings = {
         "max_new_tokens": 24,
         "do_sample": False,
@@ -102,7 +102,7 @@ def test_a_turn_ends_where_the_tokenizer_or_the_model_says_so(tiny_target, tools
     tokenizer = tools.build_tokenizer()
     tokenizer.chat_template = TEMPLATES["as it is"]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", fallback=False)
+    lm = SpeculativeLM.from_pretrained(tiny_target(), drafter="prompt-lookup", adaptive=False)
     lm.target.model.generation_config.eos_token_id = 1
     settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 257}
     stream, streamed = lm.stream, []
