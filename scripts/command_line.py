@@ -238,6 +238,8 @@ def options(
     lists = {name for name, found in kinds.items() if found & {list, tuple} and str not in found}
     flags = {name for name, found in kinds.items() if bool in found}
     spelled_arguments = spelled_out(arguments, lists, flags)
+    if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
+        spelled_arguments = with_head_type(spelled_arguments)
     configs = config_files(spelled_arguments)
     for path in configs:
         check_config(path, types)
@@ -267,6 +269,18 @@ def show_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
             for action in [action for action in group._group_actions if action.dest == name]:
                 group._group_actions.remove(action)
                 most_used._group_actions.append(action)
+
+
+def with_head_type(arguments: list[str]) -> list[str]:
+    """Spelled-out arguments in which `--head eagle3` has become `--head.type eagle3`."""
+    typed = list(arguments)
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--head" and equals and not value.startswith("{"):
+            typed[place] = f"--head.type={value}"
+        if argument == "--head" and not "".join(arguments[place + 1 : place + 2]).startswith("{"):
+            typed[place] = "--head.type"
+    return typed
 
 
 def config_files(arguments: list[str]) -> list[str]:

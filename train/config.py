@@ -5,12 +5,12 @@ A YAML file sets them and the command line overrides them with dots (`--optim.lr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
-from ..options import CommandOptions, Dtype, limited, template_variables
+from ..options import CommandOptions, Dtype, did_you_mean, limited, template_variables
 
 
 @dataclass(frozen=True)
@@ -347,8 +347,8 @@ class TrainConfig(CommandOptions):
     Python package."""
     output: str = ""
     """Folder of the run: checkpoints, the best head, the last head."""
-    head: dict[str, Any] = field(default_factory=lambda: {"type": "medusa"})
-    """`type`, a name in the HEADS table, and that head's own options."""
+    head: dict[str, Any] = field(default_factory=lambda: {"type": "eagle3"})
+    """`type`, a name in the HEADS table, and that head's own options; a name alone is the type."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
     target_dtype: Dtype = "fastest"
@@ -389,6 +389,7 @@ class TrainConfig(CommandOptions):
     """Names for the tracker."""
 
     def __post_init__(self) -> None:
+        self._take_short_forms()
         self._take_stored_texts()
         super().__post_init__()  # what is required, types and limits
         data = self.data
@@ -399,7 +400,7 @@ class TrainConfig(CommandOptions):
         # What one option allows another, before anything is loaded.
         if "type" not in self.head:
             raise ValueError(
-                "option 'head.type' is required: a name in the HEADS table, such as medusa"
+                "option 'head.type' is required: a name in the HEADS table, such as eagle3"
             )
         if data.weights is not None and (
             len(data.weights) != len(data.sources) or min(data.weights) <= 0
@@ -463,6 +464,27 @@ class TrainConfig(CommandOptions):
                 f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the"
                 " head's arithmetic would otherwise run on rounded features"
             )
+
+    def _take_short_forms(self) -> None:
+        """Take what Python's callers may write shorter, as a file of options has it.
+
+        A head by its type alone, one source, and groups as dicts.
+        """
+        # The dataclass is frozen: this is its constructor, which may still set its fields.
+        if isinstance(self.head, str):
+            object.__setattr__(self, "head", {"type": self.head})
+        for group in fields(self):
+            value = getattr(self, group.name)
+            kind = group.default_factory
+            if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+                valid = [option.name for option in fields(kind)]
+                for name in value.keys() - set(valid):
+                    raise ValueError(
+                        f"unknown option {group.name}.{name}{did_you_mean(name, valid)}"
+                    )
+                object.__setattr__(self, group.name, kind(**value))
+        if isinstance(self.data.sources, str):
+            object.__setattr__(self, "data", replace(self.data, sources=[self.data.sources]))
 
     def _take_stored_texts(self) -> None:
         """Name a folder of texts with their states as the source of their tokens too.

@@ -13,7 +13,8 @@ class Eagle3Config(LayersConfig):
 
     depth: int = 7
     feature_layers: list[int] | None = None
-    """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4."""
+    """Blocks, counted from 0, whose outputs are fused; null for 1, L/2 - 1 and L - 4, of a target
+    with fewer than seven blocks the first, a middle one and the last but one."""
     draft_vocab_size: int | None = None
     """Tokens that can be drafted, the most frequent in the training data; null for all."""
     hidden_size: int | None = None

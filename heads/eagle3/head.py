@@ -104,10 +104,12 @@ class Eagle3Head(OffsetVocabularyHead):
         last = blocks - 2
         if config.feature_layers is None:
             layers: tuple[int, ...] = (1, blocks // 2 - 1, blocks - 4)
+            if blocks < 7:  # they would coincide
+                layers = (0, last // 2, last)
         else:
             layers = tuple(config.feature_layers)
         if not layers or min(layers) < -1 or max(layers) > last or len(set(layers)) < len(layers):
-            default = " (1, L/2 - 1 and L - 4)" if config.feature_layers is None else ""
+            default = ", the default," if config.feature_layers is None else ""
             raise ValueError(
                 f"eagle3 feature_layers {list(layers)}{default} are out of range or coincide for"
                 f" {target.name!r} with {blocks} blocks; choose different numbers from 0 to {last}"

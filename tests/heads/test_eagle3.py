@@ -643,13 +643,23 @@ def test_options_of_the_wrong_type_are_refused_by_name(
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 4, 5, 6])
-def test_the_default_layers_of_a_shallow_target_coincide_and_are_refused(
+@pytest.mark.parametrize(
+    ("blocks", "layers"), [(4, (0, 1, 2)), (5, (0, 1, 3)), (6, (0, 2, 4)), (7, (1, 2, 3))]
+)
+def test_a_shallow_target_has_default_layers_of_its_own(
+    blocks: int, layers: tuple[int, ...], target: Target
+) -> None:
+    head = build_head("eagle3", {}, replace(target.info, num_layers=blocks))
+    assert head.feature_layers == layers
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_default_layers_of_the_shallowest_targets_coincide_and_are_refused(
     blocks: int, target: Target
 ) -> None:
     info = replace(target.info, num_layers=blocks)
     with pytest.raises(
-        ValueError, match=r"feature_layers .* \(1, L/2 - 1 and L - 4\) are out of range or coincide"
+        ValueError, match=r"feature_layers .*, the default, are out of range or coincide"
     ):
         build_head("eagle3", {}, info)
     assert build_head("eagle3", {"feature_layers": [-1]}, info).feature_layers == (-1,)

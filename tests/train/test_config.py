@@ -8,7 +8,9 @@ import re
 
 import pytest
 
+from headstart.addons.serve.options import ServedTrainConfig
 from headstart.scripts.bench import BenchConfig
+from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
 from headstart.scripts.tree import TreeConfig
 from headstart.train.config import (
@@ -168,3 +170,36 @@ def test_an_adapter_needs_fresh_states_and_adamw():
 def test_a_head_without_a_type_is_refused():
     with pytest.raises(ValueError, match=r"head\.type"):
         build(TrainConfig, head={"num_heads": 2})
+
+
+def test_python_may_write_options_shorter():
+    short = TrainConfig(
+        target="t",
+        output="o",
+        head="medusa",  # type: ignore[arg-type]
+        data={"sources": "rows.jsonl"},  # type: ignore[arg-type]
+        loop={"max_steps": 3},  # type: ignore[arg-type]
+    )
+    assert short.head == {"type": "medusa"}
+    assert short.data == DataConfig(sources=["rows.jsonl"])
+    assert short.loop == LoopConfig(max_steps=3)
+    with pytest.raises(
+        ValueError, match=r"unknown option loop\.max_step; did you mean 'max_steps'"
+    ):
+        TrainConfig(target="t", output="o", loop={"max_step": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "words", [["--head", "medusa"], ["--head=medusa"], ["--head.type", "medusa"]]
+)
+def test_a_head_is_named_by_its_type(words):
+    given = ["--target", "t", "--output", "o", "--data.sources", "d.jsonl", *words]
+    assert options(ServedTrainConfig, "train", None, given).head == {"type": "medusa"}
+    with_options = ["--head", '{"type": "hydra", "num_heads": 2}']
+    whole = options(ServedTrainConfig, "train", None, [*given[: -len(words)], *with_options])
+    assert whole.head == {"type": "hydra", "num_heads": 2}
+
+
+def test_a_head_that_is_not_named_is_eagle3():
+    data = DataConfig(sources=["d.jsonl"])
+    assert TrainConfig(target="t", output="o", data=data).head == {"type": "eagle3"}
