@@ -170,7 +170,9 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         "features": features,
         **shards,
         "activations": activations(config, info, rows, length) + in_16_bits,
-        "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),
+        "loss": loss_chunk(
+            head, objective_of(config), judged(config, head, tokens), dtype.itemsize, here
+        ),
     }
     if config.optim.ema:
         memory["optimizer"] += weights
@@ -313,6 +315,12 @@ def outer_size(modules: TargetModules) -> int:
     return sum(weight.numel() for weight in nn.ModuleList(outer).parameters())
 
 
+def judged(config: TrainConfig, head: DraftHead, tokens: int) -> int:
+    """Positions at which drafts are judged: all, or the anchors of sequences of `data.max_length`."""
+    anchors = getattr(head.config, "max_anchors", config.data.max_length)
+    return min(tokens, max(1, tokens // config.data.max_length) * anchors)
+
+
 def loss_chunk(
     head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device
 ) -> int:
@@ -356,7 +364,8 @@ def evaluation(
     in_head = min(whole, whole // head.max_depth + cached)
     read = tokens * itemsize * (features + info.hidden_size)
     forced = read + tokens * in_head // row
-    forced += loss_chunk(head, objective_of(config), tokens, itemsize, device)
+    drafted = judged(config, head, tokens)
+    forced += loss_chunk(head, objective_of(config), drafted, itemsize, device)
     if needs_no_target(config):
         parts = [forced + read]
     else:
