@@ -316,9 +316,11 @@ def outer_size(modules: TargetModules) -> int:
 
 
 def judged(config: TrainConfig, head: DraftHead, tokens: int) -> int:
-    """Positions at which drafts are judged: all, or the anchors of sequences of `data.max_length`."""
-    anchors = getattr(head.config, "max_anchors", config.data.max_length)
-    return min(tokens, max(1, tokens // config.data.max_length) * anchors)
+    """Positions with drafts: all, or the anchors of sequences of `data.max_length` tokens."""
+    anchors = getattr(head.config, "max_anchors", None)
+    if anchors is None:
+        return tokens
+    return min(tokens, max(1, tokens // config.data.max_length) * int(anchors))
 
 
 def loss_chunk(
