@@ -363,11 +363,11 @@ def evaluation(
     whole, cached = (
         activations(with_recompute(config, again), info, 1, row) for again in (False, True)
     )
-    in_head = min(whole, whole // head.max_depth + cached)
+    step = min(whole - cached, whole // head.max_depth)
     read = tokens * itemsize * (features + info.hidden_size)
-    forced = read + tokens * in_head // row
-    drafted = judged(config, head, tokens)
-    forced += loss_chunk(head, objective_of(config), drafted, itemsize, device)
+    # Steps come before the loss.
+    loss = loss_chunk(head, objective_of(config), judged(config, head, tokens), itemsize, device)
+    forced = read + tokens * cached // row + max(tokens * step // row, loss)
     if needs_no_target(config):
         parts = [forced + read]
     else:
