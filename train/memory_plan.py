@@ -170,7 +170,9 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         "features": features,
         **shards,
         "activations": activations(config, info, rows, length) + in_16_bits,
-        "loss": loss_chunk(head, objective_of(config), tokens, dtype.itemsize, here),
+        "loss": loss_chunk(
+            head, objective_of(config), judged(config, head, tokens), dtype.itemsize, here
+        ),
     }
     if config.optim.ema:
         memory["optimizer"] += weights
@@ -313,6 +315,14 @@ def outer_size(modules: TargetModules) -> int:
     return sum(weight.numel() for weight in nn.ModuleList(outer).parameters())
 
 
+def judged(config: TrainConfig, head: DraftHead, tokens: int) -> int:
+    """Positions with drafts: all, or the anchors of sequences of `data.max_length` tokens."""
+    anchors = getattr(head.config, "max_anchors", None)
+    if anchors is None:
+        return tokens
+    return min(tokens, max(1, tokens // config.data.max_length) * int(anchors))
+
+
 def loss_chunk(
     head: DraftHead, objective: Objective, tokens: int, itemsize: int, device: torch.device
 ) -> int:
@@ -353,10 +363,11 @@ def evaluation(
     whole, cached = (
         activations(with_recompute(config, again), info, 1, row) for again in (False, True)
     )
-    in_head = min(whole, whole // head.max_depth + cached)
+    step = min(whole - cached, whole // head.max_depth)
     read = tokens * itemsize * (features + info.hidden_size)
-    forced = read + tokens * in_head // row
-    forced += loss_chunk(head, objective_of(config), tokens, itemsize, device)
+    # Steps come before the loss.
+    loss = loss_chunk(head, objective_of(config), judged(config, head, tokens), itemsize, device)
+    forced = read + tokens * cached // row + max(tokens * step // row, loss)
     if needs_no_target(config):
         parts = [forced + read]
     else:

@@ -233,13 +233,14 @@ def test_activations_grow_with_the_rows_and_shrink_when_they_are_recomputed(conf
     assert kept(recompute=True) < one / 2
 
 
-def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
-    """Of SmolLM2's dimensions, which fit here."""
+@pytest.mark.parametrize(("name", "length"), [("eagle3", 200), ("dflash", 100), ("dflash", 400)])
+def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config, name, length):
+    """Of SmolLM2's dimensions, which fit here; with more tokens than DFlash has anchors, too."""
     recipe = options(
         TrainConfig,
         "train",
         "",
-        ["--config", str(CONFIGS / "smollm2-eagle3.yaml"), "--data.sources", "[c.jsonl]"],
+        ["--config", str(CONFIGS / f"smollm2-{name}.yaml"), "--data.sources", "[c.jsonl]"],
     )
     recipe = dataclasses.replace(
         recipe, head={**recipe.head, "draft_vocab_size": None, "feature_layers": [1, 14, 26]}
@@ -263,8 +264,8 @@ def test_the_count_on_a_narrow_head_is_what_a_whole_one_keeps(config):
     in_16_bits = 2 * sum(
         parameter.numel() for parameter in head.parameters() if parameter.ndim == 2
     )
-    estimate = plan.activations(recipe, info, rows=1, length=200) + in_16_bits
-    real = plan.kept(recipe, info, 200, scale=1)
+    estimate = plan.activations(recipe, info, rows=1, length=length) + in_16_bits
+    real = plan.kept(recipe, info, length, scale=1)
     assert estimate == pytest.approx(real, rel=0.1)
 
 
