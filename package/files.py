@@ -29,6 +29,8 @@ BROKEN = (
     ValueError,
 )
 """What is raised where values are not those that were written; numpy parses headers as Python."""
+DEEPEST = 100
+"""Lists and objects within one another in JSON of others."""
 LONGEST_REASON = 300
 """Characters of an error that another one repeats."""
 TEXT_SHARD = "recorded-"
@@ -163,10 +165,22 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
         ValueError: whatever is wrong with it, with `where` it stands.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        # Deeper lists and objects would end copies and comparisons by a RecursionError.
+        level = [value]
+        for _ in range(DEEPEST):
+            containers = [each for each in level if isinstance(each, (dict, list))]
+            level = [
+                child
+                for each in containers
+                for child in (each.values() if isinstance(each, dict) else each)
+            ]
+        if level:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
     # RecursionError: lists within lists, thousands deep
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
+    return value
 
 
 def read_json(path: Path) -> Any:

@@ -190,10 +190,10 @@ def _mapped(path: Path) -> np.ndarray:
         ValueError: a file that is missing, cut, or of something else.
     """
     try:
-        mapped: np.ndarray = np.load(require_regular(path), mmap_mode="r", allow_pickle=False)
+        mapped: np.ndarray = np.lib.format.open_memmap(require_regular(path), mode="r")
     except (OSError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read: {error}; make the datastore again") from error
-    if not isinstance(mapped, np.ndarray) or mapped.ndim != 1 or mapped.dtype.kind not in "iu":
+    if mapped.ndim != 1 or mapped.dtype.kind not in "iu":
         raise ValueError(f"{path} is not a list of integers; make the datastore again")
     return mapped
 

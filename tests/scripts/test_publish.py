@@ -241,3 +241,22 @@ def test_a_push_opens_no_target_that_a_checkpoint_names(made, monkeypatch):
     monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
     with pytest.raises(ValueError, match=r"give --target; its config\.json says"):
         push_head(PushConfig(run=str(folder), repo="me/head"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speculators_model_type": ["eagle3"]},
+        {"transformer_layer_config": {"rope_parameters": 3}},
+        {"draft_vocab_size": "x"},
+    ],
+)
+def test_what_cannot_be_imported_is_named_in_one_line(change, taught, made, tmp_path):
+    _, folder = made("eagle3")
+    out = tmp_path / "out"
+    export_foreign(ExportConfig(str(folder), "speculators", str(out), str(taught)))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=f"imported from '{out}'") as caught:
+        import_foreign(ImportConfig(str(out), str(taught), str(tmp_path / "back")))
+    assert "\n" not in str(caught.value)

@@ -40,7 +40,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...console import console
-from ...files import BROKEN, read_json, read_json_lines, reading_back, write_whole
+from ...files import (
+    BROKEN,
+    read_json,
+    read_json_lines,
+    reading_back,
+    require_regular,
+    write_whole,
+)
 from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
 from ...inference.tuning.machine import cache_folder, usable_cores
@@ -401,7 +408,8 @@ def cached_sequences(
             rows_read = operator.index(manifest["rows"])
             truncated += operator.index(manifest["truncated"])
             digests.append(str(manifest["digest"]))
-            counts.append(np.load(entry / "counts.npy").astype(np.int64, casting="safe"))
+            of_tokens = np.lib.format.open_memmap(require_regular(entry / "counts.npy"), mode="r")
+            counts.append(of_tokens.astype(np.int64, casting="safe"))
             if counts[-1].ndim != 1 or not files:
                 raise ValueError("it has no counts of tokens, or no files")
             unused += _unused_rows(entry / "unused.jsonl")

@@ -226,9 +226,10 @@ def test_a_datastore_in_another_order_is_refused(tmp_path, order):
         Datastore.load(tmp_path)
 
 
-def test_a_header_that_numpy_cannot_parse_is_named(tmp_path):
+@pytest.mark.parametrize("content", [b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x"])
+def test_what_numpy_cannot_read_is_named(tmp_path, content):
     Datastore.of([[1, 2, 3]]).save(tmp_path)
-    (tmp_path / "order.npy").write_bytes(b"\x93NUMPY\1\0\3\0(((")
+    (tmp_path / "order.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"order\.npy cannot be read"):
         Datastore.load(tmp_path)
 
