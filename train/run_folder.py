@@ -193,8 +193,10 @@ class Progress:
         progress = cls(**read_json(path))
         for name, value in dataclasses.asdict(cls()).items():
             read = getattr(progress, name)
-            number = isinstance(value, float) and type(read) is int
-            if type(read) is not type(value) and not number:
+            number = isinstance(value, float) and type(read) in (int, float)
+            # A loss is infinite at first, and may be NaN where training failed.
+            broken = number and not math.isfinite(read) and name != "held_out_loss"
+            if broken or (type(read) is not type(value) and not number):
                 raise ValueError(f"{path.name} has {name} {read!r}")
         for pair in progress.longest_prompts:
             if not isinstance(pair, list) or [type(number) for number in pair] != [int, int]:

@@ -430,7 +430,10 @@ def _log_probs(logprobs: Any) -> tuple[list[str] | None, list[float] | None, lis
         return None, None, None
     texts: Any = logprobs.get("tokens")
     values: Any = logprobs.get("token_logprobs")
-    tops: Any = [_highest(row) for row in logprobs.get("top_logprobs") or [] if row is not None]
+    rows = logprobs.get("top_logprobs")
+    tops: Any = None
+    if isinstance(rows, list):
+        tops = [_highest(row) for row in rows if row is not None]
     content = logprobs.get("content")
     if isinstance(content, list) and all(isinstance(row, dict) for row in content):
         texts = [row.get("token") for row in content]

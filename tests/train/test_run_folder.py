@@ -148,6 +148,7 @@ def test_a_named_pipe_in_place_of_what_is_written_is_not_waited_for(tmp_path):
     "change",
     [
         *({"step": "1"}, {"step": 1.5}, {"best_length": None}, {"longest_prompts": 3}),
+        *({"seconds": float("nan")}, {"seconds": float("inf")}, {"best_length": 10**400}),
         *({"longest_prompts": [[1]]}, {"longest_prompts": [3]}, {"engine": []}, {"unknown": 1}),
     ],
 )
