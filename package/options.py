@@ -22,7 +22,7 @@ from .files import at_home
 
 RENAMED = {"fallback": "adaptive"}
 """Options that had another name before version 0.3, which is still taken."""
-Dtype = Literal["fastest", "auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["fastest", "auto", "float64", "float32", "bfloat16", "float16"]
 
 RESERVED = frozenset(
     (

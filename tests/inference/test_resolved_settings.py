@@ -80,7 +80,7 @@ NO_EFFECT = ("forced first", "invalid values", "no cache", "static cache", "scor
 REFUSED = {
     "guidance": ({"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
     "beams": ({"num_beams": 2}, "beam search is not supported"),
-    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted generation(;| is not supported)"),
     "synth id": (
         {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 4, 5], ngram_len=3), **BEST},
         "SynthIDTextWatermarkLogitsProcessor is not supported",

@@ -251,7 +251,7 @@ def recorded(spoken, endless, tmp_path):
             with record(
                 lm, tmp_path / "recorded", kind=kind, format="float32", tokenizer=tokenizer
             ):
-                for number in range(first, 12, 2):
+                for number in range(first, 32, 2):
                     lm.generate(
                         tokenizer(f"{words} {number + 3}", return_tensors="pt").input_ids,
                         **settings,
@@ -297,7 +297,7 @@ def test_what_is_judged_is_what_decoding_accepts(spoken, recorded, tmp_path, kin
     rows, found = judged(config, tmp_path, tmp_path / "changed")
     assert [each.kind for each in found.kinds] == ["count", "say"] and found.whole.answers == len(
         rows
-    ) == 7
+    ) == 20
     assert len(found.whole.old) > 4 and found.chain.depth == old.max_depth
     assert (
         found.tree.size == 60
