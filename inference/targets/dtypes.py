@@ -55,7 +55,8 @@ def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ValueError(
-            f"unknown dtype {dtype!r}; choose from fastest, auto, float64, float32, bfloat16, float16"
+            f"unknown dtype {dtype!r}; choose from fastest, auto, float64, float32, bfloat16,"
+            " float16"
         )
     return named
 
