@@ -14,7 +14,7 @@ PYTEST   := $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup types check check-isa check-versions format test test-gpu test-kernels test-slow census peers test-peers demo docs dist clean
+.PHONY: help setup types check check-isa check-versions format test test-all test-gpu test-kernels test-slow census peers test-peers demo docs dist clean
 
 help:  ## print the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +44,13 @@ format: $(STAMP)  ## format, and fix what lint can fix
 	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
-test: $(STAMP)  ## the normal tests, and those of tests/gpu on a simulated accelerator; JOBS=N processes
+# One case of each test function, the same ones everywhere.
+test: $(STAMP)  ## every test, with one case of those that have several; JOBS=N processes
+	@echo "One case of each test, MINUTES_OF_TEST on two cores of 2023; make test-all runs all cases."
+	$(PYTEST) $(PARALLEL) --cases 1
+	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) --cases 1 tests/gpu
+
+test-all: $(STAMP)  ## all cases of the tests, and of those of tests/gpu on a simulated accelerator
 	$(PYTEST) $(PARALLEL)
 	HEADSTART_TEST_DEVICE=sim $(PYTEST) $(PARALLEL) tests/gpu
 

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,30 @@ from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations
 
 show_on_console()  # as commands do: tests read there what a user reads
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        type=int,
+        help="run at most so many cases of each test function, the same ones every time",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--cases` leaves out: by a hash, so that neighbours in a table differ."""
+    most = config.getoption("--cases")
+    if most is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for of_function in cases.values():
+        by_hash = sorted(of_function, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        chosen.update(by_hash[:most])
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(autouse=True)
