@@ -200,12 +200,11 @@ def options(
     description: str | None,
     arguments: list[str],
     first: str | None = None,
-    epilog: str | None = None,
 ) -> Options:
     """Parse a command's options from `--config FILE.yaml` and the command line.
 
     The name of the option `first` may be left out: `headstart push RUN` means `headstart push --run
-    RUN`. `--help` ends with the `epilog`.
+    RUN`.
 
     Raises:
         ValueError: an unknown option, with the nearest valid ones; or a value of the wrong type.
@@ -220,7 +219,6 @@ def options(
         prog=f"headstart {command}",
         usage=f"headstart {command} [--config FILE.yaml] [--OPTION VALUE ...]",
         description=description,
-        epilog=epilog,
         exit_on_error=False,
         allow_abbrev=False,
     )

@@ -6,30 +6,15 @@ resumes.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from headstart.addons.serve.options import ServedTrainConfig, training_source
 from headstart.scripts.command_line import options, run
 
 
-def head_help() -> str:
-    """List every head with its options and their defaults."""
-    from headstart.heads import HEADS
-
-    lines = ["head types and their options:"]
-    for name, head in HEADS.items():
-        defaults = dataclasses.asdict(head.config_class())
-        named_values = ", ".join(f"{option} {value}" for option, value in defaults.items())
-        lines.append(f"  {name}: {named_values}")
-    return "\n".join(lines)
-
-
 def main(arguments: list[str]) -> None:
     """Run `headstart train` with these command-line arguments."""
-    # Only where it is shown: the heads' modules import torch, which takes seconds.
-    heads = head_help() if {"-h", "--help"} & set(arguments) else None
-    config = options(ServedTrainConfig, "train", __doc__, arguments, epilog=heads)
+    config = options(ServedTrainConfig, "train", __doc__, arguments)
     # A plan is computed instead of training.
     if config.plan is not None:
         from headstart.train.memory_plan import show_plan

@@ -348,7 +348,8 @@ class TrainConfig(CommandOptions):
     output: str = ""
     """Folder of the run: checkpoints, the best head, the last head."""
     head: dict[str, Any] = field(default_factory=lambda: {"type": "eagle3"})
-    """`type`, a name in the HEADS table, and that head's own options; a name alone is the type."""
+    """`type` (eagle3, eagle, medusa, hydra, hydra++, mtp, dflash, dspark or cut) and that head's
+    own options, which the page of heads lists; a name alone is the type."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
     target_dtype: Dtype = "fastest"

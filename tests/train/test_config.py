@@ -7,8 +7,10 @@ import math
 import re
 
 import pytest
+from site_pages import documented_options
 
 from headstart.addons.serve.options import ServedTrainConfig
+from headstart.heads import HEADS
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
@@ -203,3 +205,9 @@ def test_a_head_is_named_by_its_type(words):
 def test_a_head_that_is_not_named_is_eagle3():
     data = DataConfig(sources=["d.jsonl"])
     assert TrainConfig(target="t", output="o", data=data).head == {"type": "eagle3"}
+
+
+def test_the_help_names_every_head():
+    texts = {option.name: option.text for option in documented_options(TrainConfig)}
+    listed = texts["head"].partition("(")[2].partition(")")[0]
+    assert set(re.split(r",\s+|\s+or\s+", listed)) == set(HEADS)
