@@ -233,4 +233,4 @@ def test_a_drafter_of_ones_own_goes_on_beside_rows_that_have_ended(lms):
     _, expected = written(SpeculativeLM(here.target), prompts)
     output, found = written(away, prompts.to(away.target.device))
     assert found == expected
-    assert not any(record.adaptive for row in output.stats.rows for record in row)
+    assert not any(record.fallback for row in output.stats.rows for record in row)

@@ -43,7 +43,7 @@ def test_smaller_trees_give_the_same_text(tiny_target, monkeypatch, tree, nodes,
     if not adaptive:
         assert set(sizes) - set(failed) == {TREES[tree][nodes]}
         assert all(
-            record.adaptive == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
+            record.fallback == ("out_of_memory" if TREES[tree][nodes] == 1 else "")
             for record in records
         )
 
@@ -126,7 +126,7 @@ def test_a_sampled_draft_that_fails_midway_is_not_cut_but_dropped(tiny_target, m
     monkeypatch.setattr(type(head), "expand", fails)
     with pytest.warns(UserWarning, match="memory ran out with trees of .* goes on with 1"):
         stats = lm.generate(PROMPTS, max_new_tokens=20, do_sample=True).stats
-    assert stats.rows[0][-1].adaptive == "out_of_memory" and len(calls) == 5
+    assert stats.rows[0][-1].fallback == "out_of_memory" and len(calls) == 5
 
 
 def test_what_fails_behind_the_commit_is_raised(tiny_target, monkeypatch):
