@@ -65,8 +65,9 @@ def test_every_part_is_measured_and_every_text_is_that_of_generate(
         assert row["acceptance_length"] == pytest.approx(
             1 + gpu.TREES_BY_ROWS[row["rows"]][row["nodes"]], abs=0.3
         )
-    (step,) = report["training"]
-    assert step["tokens_per_second"] > 0 and step["teraflops"] > 0
+    assert [step["way"] for step in report["training"]] == [*gpu.TRAINING_WAYS]
+    assert all(step["tokens_per_second"] > 0 for step in report["training"])
+    assert all(step["teraflops"] > 0 for step in report["training"])
     assert {row["way"] for row in report["compared"]} == gpu.WAYS.keys()
     assert {row["nodes"] for row in report["kernels"]} == {1, 60}
     written = (tmp_path / "gpu.md").read_text()

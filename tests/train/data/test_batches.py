@@ -196,7 +196,8 @@ def test_steps_of_a_token_budget_keep_it_and_waste_little(budget):
     assert sorted(i for step in steps for i in conversations(step)) == list(range(1003))
     padded = [len(step) * max(LENGTHS[i] for i in conversations(step)) for step in steps]
     assert max(padded) <= budget
-    assert sum(padded) > (0.9 if budget > 500 else 0.6) * budget * len(steps)
+    # A multiple of eight rows leaves some of the budget.
+    assert sum(padded) > (0.8 if budget > 500 else 0.6) * budget * len(steps)
     assert steps != order(batch_tokens=budget, epoch=1) and steps == order(batch_tokens=budget)
     whole = Order(LENGTHS, 8, 3, batch_tokens=budget)
     expected = list(itertools.islice(whole.from_step(0), 700, 705))
