@@ -204,8 +204,10 @@ def test_the_notebook_of_the_page_trains_resumes_and_decodes(short):
 
 def test_the_script_of_the_page_runs_under_accelerate_launch(short, tmp_path):
     script = tmp_path / "train_mine.py"
-    script.write_text(shown(1, short).replace("data=data)", "data=data, loop=STEPS)"))
+    small = "data=data, loop=STEPS, head=HEAD"
+    script.write_text(shown(1, short).replace("data=data", small))
     few = "from headstart.train import LoopConfig\nSTEPS = LoopConfig(max_steps=2, batch_size=4)\n"
+    few += f"HEAD = {short.head}\n"
     script.write_text(few + script.read_text())
     done = launched(script)
     assert done.returncode == 0, done.stderr

@@ -418,7 +418,7 @@ def test_a_server_of_wandb_that_is_down_ends_no_run(tracked, offline, monkeypatc
 def test_options_that_a_tracker_does_not_know_are_refused(tracked):
     with pytest.raises(
         ValueError,
-        match=r"unknown loop\.tracker 'wandbb'; choose from none, wandb, tensorboard, trackio",
+        match=r"loop\.tracker must be one of none, wandb, tensorboard, trackio, not 'wandbb'",
     ):
         tracked("wandbb")
     with pytest.raises(
