@@ -18,6 +18,8 @@ from headstart.heads import build_head
 from headstart.inference import Target
 from headstart.inference.engines.base import Runner
 
+pytestmark = pytest.mark.long
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

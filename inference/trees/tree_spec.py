@@ -330,8 +330,9 @@ def tree_policy(tree: TreeSpec) -> TreePolicy:
                 raise ValueError("a tree is a list of paths")
             return TreeShape.from_paths(paths)
         except ValueError as error:
+            name = tree[:80] if literal else str(file)
             raise ValueError(
-                f"{tree[:80]} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
+                f"{name} holds no list of paths such as [[0], [1], [0, 0]]: {error}"
             ) from error
     raise ValueError(
         f"unknown tree {tree!r}; choose from auto, root, chain:LENGTH, branch:2x2x1,"

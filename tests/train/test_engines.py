@@ -40,6 +40,8 @@ from headstart.train.features.placement import load_target
 from headstart.train.inputs import check_same_everywhere
 from headstart.train.loop import train
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 STEPS = 30
 SAME = 1e-4

@@ -18,6 +18,8 @@ import yaml
 from headstart.train.config import FeaturesConfig
 from headstart.train.loop import train
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 STEPS = 8
 

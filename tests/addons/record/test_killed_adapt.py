@@ -22,6 +22,8 @@ from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def begun(taught, tmp_path_factory):
