@@ -13,7 +13,7 @@ from helpers import head_for
 
 from headstart.addons.record import record
 from headstart.files import text_shards
-from headstart.inference import Conversation, SpeculativeLM, speculative_lm
+from headstart.inference import Conversation, RoundObserver, SpeculativeLM, speculative_lm
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
 pytestmark = [
@@ -29,19 +29,23 @@ def text(lm, prompts, **settings):
     return lm.generate(prompts, attention_mask=torch.ones_like(prompts), **SETTINGS, **settings)
 
 
-def drafts_of(lm, monkeypatch):
+class Proposals(RoundObserver):
+    """The tokens of all trees."""
+
+    def __init__(self) -> None:
+        self.drafts = []
+
+    def round(self, finished) -> None:
+        self.drafts.append(finished.proposed.tokens_BN.tolist())
+
+
+def drafts_of(lm):
     """The output of a generation, and the tokens of all of its trees."""
-    drafts = []
-    propose = lm.drafter.propose
-
-    def watched(roots_B):
-        tree = propose(roots_B)
-        drafts.append(tree.tokens_BN.tolist())
-        return tree
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lm.drafter, "propose", watched)
-        return text(lm, PROMPTS), drafts
+    proposals = Proposals()
+    lm.observers.append(proposals)
+    output = text(lm, PROMPTS)
+    lm.observers.remove(proposals)
+    return output, proposals.drafts
 
 
 def other(head):
@@ -56,7 +60,7 @@ def other(head):
 
 @pytest.mark.parametrize("tree", ["chain:3", "dynamic:8:3:2"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "dflash"])
-def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, tree):
+def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, kind, tree):
     """What was recorded with the old head's weights is not replayed."""
     old = head_for(on_cpu, kind)
     new = other(old)
@@ -74,7 +78,7 @@ def test_a_swapped_head_drafts_as_on_the_cpu(on_cpu, there, monkeypatch, kind, t
             for lm, head in zip(lms, heads, strict=True):
                 if head is not None:
                     lm.use_head(head)
-                output, drafts = drafts_of(lm, monkeypatch)
+                output, drafts = drafts_of(lm)
                 both.append((output.sequences.tolist(), drafts))
             here, away = both
             assert away == here
