@@ -165,22 +165,28 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
         ValueError: whatever is wrong with it, with `where` it stands.
     """
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
-        # Deeper lists and objects would end copies and comparisons by a RecursionError.
-        level = [value]
-        for _ in range(DEEPEST):
-            containers = [each for each in level if isinstance(each, (dict, list))]
-            level = [
-                child
-                for each in containers
-                for child in (each.values() if isinstance(each, dict) else each)
-            ]
-        if level:
+        if not isinstance(text, str):
+            text = text.decode("utf-8")
+        value = json.loads(text)
+        # Deeper lists and objects would end copies and comparisons by a RecursionError. Few
+        # brackets cannot be deep, and most rows have few.
+        if text.count("[") + text.count("{") > DEEPEST and _deeper_than(DEEPEST, value):
             raise ValueError(f"it is nested more than {DEEPEST} deep")
     # RecursionError: lists within lists, thousands deep
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
     return value
+
+
+def _deeper_than(depth: int, value: Any) -> bool:
+    """Whether something lies within more than `depth` lists and objects, one within another."""
+    level = [value]
+    for _ in range(depth):
+        containers = [each for each in level if isinstance(each, (dict, list))]
+        level = []
+        for container in containers:
+            level += container.values() if isinstance(container, dict) else container
+    return bool(level)
 
 
 def read_json(path: Path) -> Any:

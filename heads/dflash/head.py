@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.models.llama.modeling_llama import rotate_half
 
 from ..base import (
@@ -53,7 +52,7 @@ from ..layers.decoder_layer import (
 from ..layers.draft_cache import DraftCache, KVEntries
 from ..layers.draft_vocab import most_frequent
 from ..layers.starting_values import norm_gain, start_layer, target_layer_weights
-from ..layers.training_time_test import BLOCK, compiled_flex, compiles, listed
+from ..layers.training_time_test import BLOCK, compiled_flex, flex_compiles, listed
 from ..losses import draft_loss
 from ..objective import Objective
 from .config import DFlashConfig
@@ -463,10 +462,7 @@ class AnchorView:
         # Autocast casts the inputs of torch's own attention, but not those of flex_attention.
         if torch.is_autocast_enabled(device.type):
             states = [part.to(torch.get_autocast_dtype(device.type)) for part in states]
-        # A mode that counts operations does not see into a fused kernel.
-        counted = _get_current_dispatch_mode() is not None
-        fused = compiles(states[0].dtype, query_NHKE.shape[-1])
-        if device.type == "cuda" and fused and not counted and len(query_NHKE):
+        if len(query_NHKE) and flex_compiles(states[0]):
             return self.by_flex(compiled_flex(), *states)
         out_NHKE: Tensor = _ByChunks.apply(self, *states)
         return out_NHKE

@@ -21,11 +21,16 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def fused_on_gpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, compiled where its first argument is a tensor on CUDA.
+def compiles_on(device: torch.device) -> bool:
+    """Whether functions are compiled on a device: on CUDA with Triton.
 
-    It runs as it is on other devices, without Triton, and where a mode counts operations.
+    Not where a mode counts operations: it does not see into a fused kernel.
     """
+    return device.type == "cuda" and _get_current_dispatch_mode() is None and has_triton()
+
+
+def fused_on_gpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, compiled on the device of its first argument where `compiles_on` says so."""
 
     @functools.lru_cache(maxsize=1)
     def compiled() -> Callable[Arguments, Result]:
@@ -36,8 +41,7 @@ def fused_on_gpu(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         first = arguments[0]
         assert isinstance(first, Tensor)
-        counted = _get_current_dispatch_mode() is not None
-        if first.is_cuda and not counted and has_triton():
+        if compiles_on(first.device):
             return compiled()(*arguments, **options)
         return function(*arguments, **options)
 

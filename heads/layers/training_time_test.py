@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..base import TargetFeatures
 from .chunk_size import SCORES_ON_CPU, chunk_elements
+from .compiled import compiles_on
 
 SMALLEST_FLEX = 16
 """Smallest head size for which flex_attention compiles."""
@@ -306,9 +307,14 @@ def attend_step(
     # torch's flash attention on a CPU has no window.
     if device.type == "cpu" and not counted and window is None:
         return _FlashOnCpu.apply(test.spans, query_BHTE, *keys, *values)
-    if device.type == "cuda" and not counted and compiles(query_BHTE.dtype, query_BHTE.shape[-1]):
+    if flex_compiles(query_BHTE):
         return by_flex(compiled_flex(), query_BHTE, keys, values, test)
     return by_chunks(query_BHTE, keys, values, test.sequences_BT, window)
+
+
+def flex_compiles(query: Tensor) -> bool:
+    """Whether flex_attention compiles for queries [..., E] where they are."""
+    return compiles_on(query.device) and compiles(query.dtype, query.shape[-1])
 
 
 def compiles(dtype: torch.dtype, head_size: int) -> bool:

@@ -153,7 +153,9 @@ class AdaptiveDrafter(BatchDrafter):
         batch = len(roots_B)
         record = self._record(batch, roots_B.device)
         # The choice knows what is about to be read and written.
-        unread = self._unread(batch)
+        unread = 0
+        if self.plain and isinstance(self.reader, HeadDrafter):
+            unread = batch * self.reader.rows.unread
         unread_seconds = 0.0
         if unread > 0:
             unread_seconds = unread * self._seconds_to_read(record, roots_B.device)
@@ -189,12 +191,6 @@ class AdaptiveDrafter(BatchDrafter):
         if proposed is not None:
             self._choice_ahead = choice
         return proposed
-
-    def _unread(self, batch: int) -> int:
-        """Tokens of all rows that the head would read before it drafts."""
-        if not self.plain or not isinstance(self.reader, HeadDrafter):
-            return 0
-        return batch * self.reader.rows.unread
 
     def _read(self, tree: BatchDrafter, unread: int, batch: int) -> None:
         """Let the head read so many tokens for a tree, and time it."""

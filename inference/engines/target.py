@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...extras import require_extra
 from ...files import at_home, read_json
 from ...heads.base import TargetModules, dtype_name
+from ...heads.layers.tree_slots import has_tree_kernel
 from ..targets.adapters import active_adapters, check_adapters, unwrapped
 from ..targets.as_loaded import as_loaded
 from ..targets.changes import WeightWatch, code_of
@@ -465,6 +466,8 @@ class Target(TargetModel):
 
     def _row_reader(self) -> RowReader | None:
         """`row_reader` of the model as it is now."""
+        if not has_tree_kernel(self.device, self.dtype, self.info.head_dim):
+            return None  # before looking through the model for changes
         version = self.version
         if self._row_reader_of[0] != version:
             self._row_reader_of = (version, row_reader(self))

@@ -436,7 +436,7 @@ def recording_slack():
 
 
 def test_a_slow_disk_drops_answers_and_a_full_one_ends_the_recording(
-    target, tokenizer, tmp_path, monkeypatch
+    target, tokenizer, tmp_path, monkeypatch, nothing_measured
 ):
     lm = model_with(target, "medusa")
     expected = lm.generate(**prompts(1), **greedy()).sequences
