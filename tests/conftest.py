@@ -38,9 +38,12 @@ from loopback_hub import Hub
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headstart.console import show_on_console
-from headstart.inference import Target, load_tokenizer
+from headstart.inference import Target, load_tokenizer, speculative_lm
+from headstart.inference.drafters import adaptive, by_name, next_step
+from headstart.inference.drafters.next_step import Choice, Record
 from headstart.inference.targets import dtypes
 from headstart.inference.tuning import machine
+from headstart.inference.tuning.round_costs import RoundCosts
 from headstart.train import engines, loop
 from headstart.train.config import DataConfig, EvalConfig, LoopConfig, OptimConfig, TrainConfig
 from headstart.train.data.batches import collate
@@ -80,6 +83,23 @@ def every_format_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     is fast."""
     monkeypatch.setattr(dtypes, "_timed", lambda *_: 1.0)
     monkeypatch.setattr(engines, "_timed", lambda: 1.0)
+
+
+@pytest.fixture(autouse=True)
+def steps_take_what_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make what adaptive drafting chooses independent of the clock; tests of that choice define
+    this fixture anew."""
+
+    def costs(target: Target, head: object = None) -> RoundCosts:
+        return RoundCosts.assumed(target.device)
+
+    def after_step(record: Record, choice: Choice, seconds: float, tokens: float) -> Record:
+        expected = record.candidates[choice.candidate].expected_seconds
+        return next_step.after_step(record, choice, expected, tokens)
+
+    monkeypatch.setattr(by_name, "measured_costs", costs)
+    monkeypatch.setattr(speculative_lm, "measured_costs", costs)
+    monkeypatch.setattr(adaptive, "after_step", after_step)
 
 
 @pytest.fixture

@@ -21,6 +21,12 @@ from headstart.inference.tuning import machine
 from headstart.inference.tuning.round_costs import SIZES, RoundCosts
 from headstart.inference.tuning.tree_search import by_speed
 
+
+@pytest.fixture(autouse=True)
+def steps_take_what_is_assumed() -> None:
+    """Not here: costs and clocks are what is tested."""
+
+
 TABLE = RoundCosts({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}, draft=0.25)
 
 
