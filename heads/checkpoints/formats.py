@@ -1,4 +1,4 @@
-"""All formats of draft heads, and what reads each: the tables of the heads' folders.
+"""All formats of draft heads: the tables of the heads' folders.
 
 `export_formats.py` writes only what is in a table, and `import_formats.py` refuses a tensor that is
 not, and a key that may change what a layer computes.
@@ -13,7 +13,6 @@ from ..eagle3 import formats as eagle3
 from ..hydra import formats as hydra
 from ..medusa import formats as medusa
 from ..mtp import formats as mtp
-from .reading import Reader
 from .tables import Format
 
 FORMATS: dict[str, Format] = {
@@ -27,13 +26,3 @@ FORMATS: dict[str, Format] = {
 }
 """By the name that `headstart import` reports. Servers read `eagle3`, `eagle`, `medusa`, `dflash`
 and `dspark` as saved here; SafeAILab, SpecForge and ModelOpt write the first two as well."""
-
-READERS: dict[str, Reader] = {
-    **eagle3.READERS,
-    **eagle.READERS,
-    **medusa.READERS,
-    **hydra.READERS,
-    **dflash.READERS,
-    **dspark.READERS,
-}
-"""By format, what reads the options of a head. MTP heads are built from their tensors."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..base import DraftHead, TargetInfo
 from ..by_name import build_head
 from ..mtp.native import RECURRENT_DEPTH, find, head_of_tensors
-from .formats import FORMATS, READERS
+from .formats import FORMATS
 from .reading import Keys, Source, TargetParts
 from .save_load import build_unloaded, take_dtypes
 from .tables import LLAMA, places
@@ -123,15 +123,16 @@ def import_head(
     described = {}
     if form in LAYERLESS:
         described = {name: config[name] for name in LLAMA.keys() & config.keys()}
-    keys = Keys(FORMATS[form].keys, config, form, tensors, {**parts.config, **described}, unread)
+    row = FORMATS[form]
+    keys = Keys(row.keys, config, form, tensors, {**parts.config, **described}, unread)
     source = Source(form, keys, dict(tensors), target, parts, remarks, unread)
-    options = {} if form == "speculators-mtp" else READERS[form](source)
+    options = keys.options() | ({} if row.read is None else row.read(source))
     if unread:
         remarks.append(
             "config keys that say nothing of the draft layer are kept aside:"
             f" {', '.join(sorted(unread))}"
         )
-    if form == "speculators-mtp":
+    if row.read is None:
         return _import_mtp(source), source
 
     # 3. The tensors that a head may share with its target, and the draft vocabulary.
@@ -147,7 +148,7 @@ def import_head(
 
     # 4. The head. Without weights first: only after its shapes were compared with the file's is
     #    memory taken for it.
-    name = "hydra++" if options.get("prefix_layer") else FORMATS[form].heads[0]
+    name = "hydra++" if options.get("prefix_layer") else row.heads[0]
     options = {key: value for key, value in options.items() if value is not None}
     state = _matched(build_unloaded(name, options, target, len(tensors)), source, tensors)
     head = build_head(name, options, target)

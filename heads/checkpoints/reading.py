@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,7 @@ class Keys(ChainMap[str, Any]):
     ) -> None:
         # Lookups go to the config first, then to the table's defaults.
         super().__init__(config, {name: key.default for name, key in table.items()})
+        self.table = table
         self.config = config
         self.where = where
 
@@ -88,6 +89,14 @@ class Keys(ChainMap[str, Any]):
                     f"{where}: {name} is {self[name]!r} ({key.meaning}); it must be"
                     f" {KINDS[kind][0]}"
                 )
+
+    def options(self) -> dict[str, Any]:
+        """The options of a head that keys hold as they are; a flag that is null is false."""
+        return {
+            key.option: bool(self[name]) if isinstance(key.default, bool) else self[name]
+            for name, key in self.table.items()
+            if key.option
+        }
 
     def check_target(self, target: TargetInfo, *names: str) -> None:
         """Refuse a value that must be the target's and is not."""
@@ -361,7 +370,3 @@ def feature_layers(
     if layers != sorted(layers):
         remarks.append(f"feature layers {layers} are sorted: their features are joined by depth")
     return sorted(layers)
-
-
-Reader = Callable[[Source], dict[str, Any]]
-"""Reads the options of a head."""

@@ -32,6 +32,13 @@ class Key:
     kind: str = ""
     """Kind of its values, see `KINDS`; with "", of the default where that is true, false or a
     number."""
+    option: str = ""
+    """Option of the head that it holds, see `written`; "" for what is computed."""
+
+
+def written(table: dict[str, Key], config: Any) -> dict[str, Any]:
+    """The keys of a table that hold options of a head's config; `Keys.options` reads them back."""
+    return {name: getattr(config, key.option) for name, key in table.items() if key.option}
 
 
 def _whole(value: Any) -> bool:
@@ -97,9 +104,9 @@ def may_compute(name: str, value: Any, tensors: Collection[str]) -> bool:
 class Row(NamedTuple):
     """A tensor, or one for each layer, feature or head."""
 
-    ours: str
-    """Name in our state_dict."""
     meaning: str
+    ours: str = ""
+    """Name in our state_dict; "" for the same."""
 
 
 @dataclass(frozen=True)
@@ -113,24 +120,19 @@ class Format:
     """By their names in the file."""
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that are copies of the target's."""
+    read: Callable[[Any], dict[str, Any]] | None = None
+    """Returns a head's options from its `reading.Source`; None where its tensors say all."""
 
 
 OWN = "of transformers, irrelevant for the head"
-TRANSFORMERS = {
-    name: Key(OWN, None)
-    for name in (
-        *(
-            "architectures",
-            "auto_map",
-            "bos_token_id",
-            "dtype",
-            "eos_token_id",
-            "initializer_range",
-            "model_type",
-        ),
-        *("pad_token_id", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
-    )
-}
+TRANSFORMERS = dict.fromkeys(
+    (
+        *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type"),
+        *("initializer_range", "pad_token_id", "torch_dtype", "transformers_version"),
+        *("use_cache", "_name_or_path"),
+    ),
+    Key(OWN, None),
+)
 LLAMA = {
     **TRANSFORMERS,
     "rope_theta": Key(
@@ -176,11 +178,13 @@ LLAMA = {
     ),
 }
 SPECULATORS = {
-    **{
-        name: TRANSFORMERS[name]
-        for name in ("architectures", "auto_map", "dtype", "model_type", "torch_dtype")
-    },
-    **{name: Key(OWN, None) for name in ("transformers_version", "speculators_version")},
+    **dict.fromkeys(
+        (
+            *("architectures", "auto_map", "dtype", "model_type", "torch_dtype"),
+            *("transformers_version", "speculators_version"),
+        ),
+        Key(OWN, None),
+    ),
     "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
     "tie_word_embeddings": LLAMA["tie_word_embeddings"],
 }
@@ -202,19 +206,10 @@ def layer_rows(theirs: str, ours: str) -> dict[str, Row]:
         "input_layernorm": "norm before attention; in the first layer, of the embedding",
         "post_attention_layernorm": "norm before the MLP",
     }
-    rows = {
-        f"{theirs}.{name}.weight": Row(f"{ours}.{name}.weight", meaning)
-        for name, meaning in meanings.items()
-    }
-    for kind, meaning in {"q": "queries", "k": "keys", "v": "values"}.items():
-        name = f"self_attn.{kind}_proj.bias"
-        rows[f"{theirs}.{name}"] = Row(f"{ours}.{name}", f"bias of the {meaning}")
-    return rows
-
-
-def same_row(name: str, meaning: str) -> dict[str, Row]:
-    """A tensor that is called the same here."""
-    return {name: Row(name, meaning)}
+    names = {f"{name}.weight": meaning for name, meaning in meanings.items()}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        names[f"{name}.bias"] = f"bias of the {meanings[name]}"
+    return {f"{theirs}.{name}": Row(names[name], f"{ours}.{name}") for name in names}
 
 
 class Place(NamedTuple):
@@ -231,7 +226,9 @@ def places(form: Format, head: DraftHead) -> Iterator[Place]:
     state = head.state_dict()
     for theirs, row in form.tensors.items():
         # "blocks.{h}.join" becomes the pattern blocks\.(?P<h>\d+)\.join
-        pattern = re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours)))
+        pattern = re.compile(
+            re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d+)", re.escape(row.ours or theirs))
+        )
         for ours, tensor in state.items():
             if match := pattern.fullmatch(ours):
                 numbers = {letter: int(number) for letter, number in match.groupdict().items()}

@@ -6,15 +6,15 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from ..checkpoints.reading import Reader, Source, feature_layers, layer_keys, llama_options
+from ..checkpoints.reading import Source, feature_layers, layer_keys, llama_options
 from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row, layer_rows
 
 DFLASH = {
-    "block_size": Key("slots of a block, the root's included", kind="size"),
+    "block_size": Key("slots of a block, the root's included", kind="size", option="block_size"),
     "draft_vocab_size": Key(
         "size of the draft vocabulary; null or absent for the target's", None, kind="size"
     ),
-    "sample_from_anchor": Key("whether the root's slot drafts", False),
+    "sample_from_anchor": Key("whether the root's slot drafts", False, option="sample_from_anchor"),
 }
 DFLASH_NATIVE = {
     "num_target_layers": Key("blocks of the target", None, kind="size"),
@@ -60,41 +60,14 @@ SPECULATORS_BLOCK = {
 }
 """Keys of the package speculators for heads that draft a block, DSpark too."""
 DFLASH_TENSORS = {
-    "fc.weight": Row("fc.weight", "joins the features, the shallowest first"),
-    "hidden_norm.weight": Row("hidden_norm.weight", "norm of the context"),
+    "fc.weight": Row("joins the features, the shallowest first"),
+    "hidden_norm.weight": Row("norm of the context"),
     **layer_rows("layers.{l}", "layers.{l}"),
-    "norm.weight": Row("norm.weight", "norm before the LM head"),
-    "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
-    "d2t": Row("d2t", "target id minus draft id"),
-    "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
+    "norm.weight": Row("norm before the LM head"),
+    "lm_head.weight": Row("LM head over the draft vocabulary"),
+    "d2t": Row("target id minus draft id"),
+    "t2d": Row("whether a target id is in the draft vocabulary"),
 }
-FORMATS: dict[str, Format] = {
-    "dflash": Format(
-        ("dflash",),
-        {
-            **LLAMA,
-            **DFLASH,
-            **DFLASH_NATIVE,
-            "mask_token_id": Key("as in dflash_config", None, kind="id"),
-            "target_layer_ids": Key("as in dflash_config", None, kind="numbers"),
-            "dflash_config": Key("more options", kind="object"),
-        },
-        DFLASH_TENSORS,
-        ignored=("embed_tokens.",),
-    ),
-    "speculators-dflash": Format(
-        ("dflash",),
-        {
-            **SPECULATORS,
-            **DFLASH,
-            "speculators_model_type": Key("dflash"),
-            **SPECULATORS_BLOCK,
-        },
-        DFLASH_TENSORS,
-        ignored=("embed_tokens.",),
-    ),
-}
-"""By the name that `headstart import` reports."""
 
 
 def dflash_options(source: Source) -> dict[str, Any]:
@@ -209,8 +182,32 @@ def _window_options(
     return {"sliding_window": window, "sliding_layers": sliding, "sliding_causal": causal}
 
 
-READERS: dict[str, Reader] = {
-    "dflash": dflash_options,
-    "speculators-dflash": dflash_options,
+FORMATS: dict[str, Format] = {
+    "dflash": Format(
+        ("dflash",),
+        {
+            **LLAMA,
+            **DFLASH,
+            **DFLASH_NATIVE,
+            "mask_token_id": Key("as in dflash_config", None, kind="id"),
+            "target_layer_ids": Key("as in dflash_config", None, kind="numbers"),
+            "dflash_config": Key("more options", kind="object"),
+        },
+        DFLASH_TENSORS,
+        ignored=("embed_tokens.",),
+        read=dflash_options,
+    ),
+    "speculators-dflash": Format(
+        ("dflash",),
+        {
+            **SPECULATORS,
+            **DFLASH,
+            "speculators_model_type": Key("dflash"),
+            **SPECULATORS_BLOCK,
+        },
+        DFLASH_TENSORS,
+        ignored=("embed_tokens.",),
+        read=dflash_options,
+    ),
 }
-"""By format, what reads the options of a head."""
+"""By the name that `headstart import` reports."""

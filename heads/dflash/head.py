@@ -36,6 +36,7 @@ from ..base import (
     TargetInfo,
     TargetModules,
 )
+from ..checkpoints.tables import written
 from ..draft_positions import DraftPositions
 from ..layers.chunk_size import SCORES_ON_CPU, chunk_elements
 from ..layers.constants import counting
@@ -56,6 +57,7 @@ from ..layers.training_time_test import BLOCK, compiled_flex, flex_compiles, lis
 from ..losses import draft_loss
 from ..objective import Objective
 from .config import DFlashConfig
+from .formats import DFLASH
 
 COPIES = 8
 """Tensors as large as a chunk's scores that are alive at once in its backward."""
@@ -332,8 +334,7 @@ class DFlashHead(OffsetVocabularyHead):
             **shape,
             "model_type": "qwen3" if self.config.qk_norm else "llama",
             "draft_vocab_size": self.draft_vocab_size,
-            "block_size": self.config.block_size,
-            "sample_from_anchor": self.config.sample_from_anchor,
+            **written(DFLASH, self.config),
             "num_target_layers": self.target.num_layers,
             "dflash_config": {
                 "mask_token_id": self.mask_token,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..checkpoints.reading import Reader, Source
 from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row
 from ..dflash.formats import (
     DFLASH,
@@ -16,29 +13,32 @@ from ..dflash.formats import (
 )
 
 DSPARK = {
-    "markov_rank": Key("width of the dependence on the token before; 0 would be DFlash", kind="id"),
-    "markov_head_type": Key("its kind: vanilla, gated or rnn", "vanilla", kind="text"),
-    "enable_confidence_head": Key("whether the head estimates its acceptance rate", False),
-    "confidence_head_with_markov": Key("whether that estimate sees the token before", False),
+    "sample_from_anchor": Key("whether the root's slot drafts", True, option="sample_from_anchor"),
+    "markov_rank": Key(
+        "width of the dependence on the token before; 0 would be DFlash",
+        kind="id",
+        option="markov_rank",
+    ),
+    "markov_head_type": Key(
+        "its kind: vanilla, gated or rnn", "vanilla", kind="text", option="markov"
+    ),
+    "enable_confidence_head": Key(
+        "whether the head estimates its acceptance rate", False, option="confidence"
+    ),
+    "confidence_head_with_markov": Key(
+        "whether that estimate sees the token before", False, option="confidence_with_markov"
+    ),
 }
 DSPARK_TENSORS = {
     **DFLASH_TENSORS,
-    "markov_head.markov_w1.weight": Row(
-        "markov_head.markov_w1.weight", "embedding of the token before a draft"
-    ),
-    "markov_head.markov_w2.weight": Row(
-        "markov_head.markov_w2.weight", "correction of the logits by it"
-    ),
-    "markov_head.gate_proj.weight": Row("markov_head.gate_proj.weight", "gate of the correction"),
-    "markov_head.gate_proj.bias": Row("markov_head.gate_proj.bias", "its bias"),
-    "markov_head.joint_proj.weight": Row(
-        "markov_head.joint_proj.weight", "gate, candidate and output of the RNN"
-    ),
-    "markov_head.joint_proj.bias": Row("markov_head.joint_proj.bias", "their bias"),
-    "confidence_head.proj.weight": Row(
-        "confidence_head.proj.weight", "estimate of the acceptance rate"
-    ),
-    "confidence_head.proj.bias": Row("confidence_head.proj.bias", "its bias"),
+    "markov_head.markov_w1.weight": Row("embedding of the token before a draft"),
+    "markov_head.markov_w2.weight": Row("correction of the logits by it"),
+    "markov_head.gate_proj.weight": Row("gate of the correction"),
+    "markov_head.gate_proj.bias": Row("its bias"),
+    "markov_head.joint_proj.weight": Row("gate, candidate and output of the RNN"),
+    "markov_head.joint_proj.bias": Row("their bias"),
+    "confidence_head.proj.weight": Row("estimate of the acceptance rate"),
+    "confidence_head.proj.bias": Row("its bias"),
 }
 FORMATS: dict[str, Format] = {
     "dspark": Format(
@@ -47,7 +47,6 @@ FORMATS: dict[str, Format] = {
             **LLAMA,
             **DFLASH,
             **DSPARK,
-            "sample_from_anchor": Key("whether the root's slot drafts", True),
             **DFLASH_NATIVE,
             "mask_token_id": DFLASH_CONFIG["mask_token_id"],
             "target_layer_ids": DFLASH_CONFIG["target_layer_ids"],
@@ -55,6 +54,7 @@ FORMATS: dict[str, Format] = {
         },
         DSPARK_TENSORS,
         ignored=("embed_tokens.",),
+        read=dflash_options,
     ),
     "speculators-dspark": Format(
         ("dspark",),
@@ -62,31 +62,12 @@ FORMATS: dict[str, Format] = {
             **SPECULATORS,
             **DFLASH,
             **DSPARK,
-            "sample_from_anchor": Key("whether the root's slot drafts", True),
             "speculators_model_type": Key("dspark"),
             **SPECULATORS_BLOCK,
         },
         DSPARK_TENSORS,
         ignored=("embed_tokens.",),
+        read=dflash_options,
     ),
 }
 """By the name that `headstart import` reports."""
-
-
-def dspark_options(source: Source) -> dict[str, Any]:
-    """Return the options of a DSpark head from its config.json and tensors."""
-    # DFlash's options, and those of the correction and the estimate.
-    keys = source.keys
-    return dflash_options(source) | {
-        "markov": keys["markov_head_type"],
-        "markov_rank": keys["markov_rank"],
-        "confidence": bool(keys["enable_confidence_head"]),
-        "confidence_with_markov": bool(keys["confidence_head_with_markov"]),
-    }
-
-
-READERS: dict[str, Reader] = {
-    "dspark": dspark_options,
-    "speculators-dspark": dspark_options,
-}
-"""By format, what reads the options of a head."""

@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base import DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..checkpoints.tables import written
 from ..dflash.head import DFlashHead, DFlashState
 from ..losses import BlockTerms, draft_loss
 from ..objective import Objective
 from .config import DSparkConfig
+from .formats import DSPARK
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,5 @@ class DSparkHead(DFlashHead):
             **shared.pop("dflash_config"),
             **shared,
             "architectures": ["Qwen3DSparkModel"],
-            "markov_rank": self.config.markov_rank,
-            "markov_head_type": self.config.markov,
-            "enable_confidence_head": self.config.confidence,
-            "confidence_head_with_markov": self.config.confidence_with_markov,
+            **written(DSPARK, self.config),
         }

@@ -4,46 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import Reader, Source, attention_bias, layer_keys, llama_options
+from ..checkpoints.reading import Source, attention_bias, layer_keys, llama_options
 from ..checkpoints.tables import LLAMA, SPECULATORS, Format, Key, Row, layer_rows
-
-FORMATS: dict[str, Format] = {
-    "eagle": Format(
-        ("eagle",),
-        {
-            **LLAMA,
-            "bias": Key(
-                "whether fc has a bias: SafeAILab's default, which vLLM does not read", True
-            ),
-        },
-        {
-            "fc.weight": Row("fc.weight", "joins embedding and feature"),
-            "fc.bias": Row("fc.bias", "its bias"),
-            **layer_rows("layers.{l}", "layers.{l}"),
-        },
-        ignored=("embed_tokens.",),
-    ),
-    "speculators-eagle": Format(
-        ("eagle",),
-        {
-            **SPECULATORS,
-            "speculators_model_type": Key("eagle"),
-            "transformer_layer_config": Key("the decoder layer", kind="object"),
-            "transformer_layer_architecture": Key(
-                "its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)
-            ),
-            "layernorms": Key("three norms more (HASS)", False, only=(False,)),
-            "fusion_bias": Key("whether fc has a bias", False),
-        },
-        {
-            "fusion_fc.weight": Row("fc.weight", "joins embedding and feature"),
-            "fusion_fc.bias": Row("fc.bias", "its bias"),
-            **layer_rows("transformer", "layers.0"),
-        },
-        ignored=("embed_tokens.", "lm_head."),
-    ),
-}
-"""By the name that `headstart import` reports."""
 
 
 def eagle_options(source: Source) -> dict[str, Any]:
@@ -74,8 +36,42 @@ def eagle_options(source: Source) -> dict[str, Any]:
     return options
 
 
-READERS: dict[str, Reader] = {
-    "eagle": eagle_options,
-    "speculators-eagle": eagle_options,
+FORMATS: dict[str, Format] = {
+    "eagle": Format(
+        ("eagle",),
+        {
+            **LLAMA,
+            "bias": Key(
+                "whether fc has a bias: SafeAILab's default, which vLLM does not read", True
+            ),
+        },
+        {
+            "fc.weight": Row("joins embedding and feature"),
+            "fc.bias": Row("its bias"),
+            **layer_rows("layers.{l}", "layers.{l}"),
+        },
+        ignored=("embed_tokens.",),
+        read=eagle_options,
+    ),
+    "speculators-eagle": Format(
+        ("eagle",),
+        {
+            **SPECULATORS,
+            "speculators_model_type": Key("eagle"),
+            "transformer_layer_config": Key("the decoder layer", kind="object"),
+            "transformer_layer_architecture": Key(
+                "its class", "LlamaDecoderLayer", only=("LlamaDecoderLayer",)
+            ),
+            "layernorms": Key("three norms more (HASS)", False, only=(False,)),
+            "fusion_bias": Key("whether fc has a bias", False),
+        },
+        {
+            "fusion_fc.weight": Row("joins embedding and feature", "fc.weight"),
+            "fusion_fc.bias": Row("its bias", "fc.bias"),
+            **layer_rows("transformer", "layers.0"),
+        },
+        ignored=("embed_tokens.", "lm_head."),
+        read=eagle_options,
+    ),
 }
-"""By format, what reads the options of a head."""
+"""By the name that `headstart import` reports."""

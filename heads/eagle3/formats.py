@@ -6,7 +6,6 @@ from typing import Any
 
 from ..checkpoints.reading import (
     Keys,
-    Reader,
     Source,
     attention_bias,
     feature_layers,
@@ -20,10 +19,12 @@ EAGLE3 = {
         "size of the draft vocabulary; null or absent for the target's", None, kind="size"
     ),
     "target_hidden_size": Key("width of the target; hidden_size where absent", None, kind="size"),
-    "norm_before_residual": Key("the residual stream begins after hidden_norm", False),
-    "norm_before_fc": Key("one norm on all features together", False),
-    "fc_norm": Key("a norm on each feature", False),
-    "norm_output": Key("the normalised output is fed back", False),
+    "norm_before_residual": Key(
+        "the residual stream begins after hidden_norm", False, option="norm_before_residual"
+    ),
+    "norm_before_fc": Key("one norm on all features together", False, option="norm_before_fc"),
+    "fc_norm": Key("a norm on each feature", False, option="fc_norm"),
+    "norm_output": Key("the normalised output is fed back", False, option="norm_output"),
     "eagle_aux_hidden_state_layer_ids": Key(
         "feature layers, each by the block whose input it is", None, kind="numbers"
     ),
@@ -54,47 +55,18 @@ EAGLE_CONFIG = {
 def _tensors(first: str) -> dict[str, Row]:
     """EAGLE-3, its first layer called `first`."""
     return {
-        "fc.weight": Row("fc.weight", "joins the fused features, the shallowest first"),
-        "fc_norm.{i}.weight": Row("fc_norm.{i}.weight", "norm of one feature"),
-        "input_norm.weight": Row("input_norm.weight", "norm of all features"),
+        "fc.weight": Row("joins the fused features, the shallowest first"),
+        "fc_norm.{i}.weight": Row("norm of one feature"),
+        "input_norm.weight": Row("norm of all features"),
         **layer_rows(first, "midlayer"),
-        f"{first}.hidden_norm.weight": Row("midlayer.hidden_norm.weight", "norm of the state"),
+        f"{first}.hidden_norm.weight": Row("norm of the state", "midlayer.hidden_norm.weight"),
         **layer_rows("layers.{l}", "layers.{l}"),
-        "norm.weight": Row("norm.weight", "norm before the LM head"),
-        "lm_head.weight": Row("lm_head.weight", "LM head over the draft vocabulary"),
-        "embed_tokens.weight": Row("embed_tokens.weight", "embedding, if not the target's"),
-        "d2t": Row("d2t", "target id minus draft id"),
-        "t2d": Row("t2d", "whether a target id is in the draft vocabulary"),
+        "norm.weight": Row("norm before the LM head"),
+        "lm_head.weight": Row("LM head over the draft vocabulary"),
+        "embed_tokens.weight": Row("embedding, if not the target's"),
+        "d2t": Row("target id minus draft id"),
+        "t2d": Row("whether a target id is in the draft vocabulary"),
     }
-
-
-FORMATS: dict[str, Format] = {
-    "eagle3": Format(
-        ("eagle3",),
-        {
-            **LLAMA,
-            **EAGLE3,
-            "eagle_config": Key("more options", {}, kind="object"),
-            "bias": Key("bias of fc", False, only=(False,)),
-        },
-        _tensors("midlayer"),
-    ),
-    "speculators": Format(
-        ("eagle3",),
-        {
-            **SPECULATORS,
-            **EAGLE3,
-            "speculators_model_type": Key("eagle3"),
-            "transformer_layer_config": Key(
-                "the decoder layers: what differs from the defaults of their class", kind="object"
-            ),
-            "embed_requires_grad": Key("training only", False),
-            "draft_attn_kernel": Key("training only", "auto"),
-        },
-        _tensors("layers.0"),
-    ),
-}
-"""By the name that `headstart import` reports."""
 
 
 def _one_window(layer: Keys) -> int | None:
@@ -137,10 +109,8 @@ def eagle3_options(source: Source) -> dict[str, Any]:
         size = len(tensors["lm_head.weight"])
     options["draft_vocab_size"] = size
 
-    # 3. Norms.
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        options[name] = bool(keys[name])
-    options["norm_before_fc"] = options["norm_before_fc"] or nested["norm_before_fc"]
+    # 3. A norm that two places may name.
+    options["norm_before_fc"] = bool(keys["norm_before_fc"] or nested["norm_before_fc"])
 
     # 4. Feature layers, counted by inputs at the top level and by outputs in `eagle_config`; their
     #    number and width must fit the target and `fc`.
@@ -173,8 +143,32 @@ def eagle3_options(source: Source) -> dict[str, Any]:
     return options
 
 
-READERS: dict[str, Reader] = {
-    "eagle3": eagle3_options,
-    "speculators": eagle3_options,
+FORMATS: dict[str, Format] = {
+    "eagle3": Format(
+        ("eagle3",),
+        {
+            **LLAMA,
+            **EAGLE3,
+            "eagle_config": Key("more options", {}, kind="object"),
+            "bias": Key("bias of fc", False, only=(False,)),
+        },
+        _tensors("midlayer"),
+        read=eagle3_options,
+    ),
+    "speculators": Format(
+        ("eagle3",),
+        {
+            **SPECULATORS,
+            **EAGLE3,
+            "speculators_model_type": Key("eagle3"),
+            "transformer_layer_config": Key(
+                "the decoder layers: what differs from the defaults of their class", kind="object"
+            ),
+            "embed_requires_grad": Key("training only", False),
+            "draft_attn_kernel": Key("training only", "auto"),
+        },
+        _tensors("layers.0"),
+        read=eagle3_options,
+    ),
 }
-"""By format, what reads the options of a head."""
+"""By the name that `headstart import` reports."""

@@ -33,6 +33,7 @@ from ..base import (
     TargetInfo,
     TargetModules,
 )
+from ..checkpoints.tables import written
 from ..draft_positions import DraftPositions
 from ..layers.decoder_layer import (
     Attention,
@@ -51,6 +52,7 @@ from ..layers.training_time_test import TrainingTimeTest
 from ..losses import draft_loss
 from ..objective import Objective
 from .config import Eagle3Config
+from .formats import EAGLE3
 
 
 class FusionLayer(nn.Module):
@@ -325,10 +327,7 @@ class Eagle3Head(OffsetVocabularyHead):
             **windowed,
             "target_hidden_size": self.target.hidden_size,
             "draft_vocab_size": self.lm_head.out_features,
-            "norm_before_residual": self.config.norm_before_residual,
-            "norm_before_fc": self.config.norm_before_fc,
-            "fc_norm": self.config.fc_norm,
-            "norm_output": self.config.norm_output,
+            **written(EAGLE3, self.config),
             "num_aux_hidden_states": len(self.feature_layers),
             # Here layers are counted by a block's input, in `eagle_config` by its output: layer 1
             # is 2 here and 1 there.

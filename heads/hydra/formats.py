@@ -4,54 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import Reader, Source, count_of, report_repeated
+from ..checkpoints.reading import Source, count_of, report_repeated
 from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row, layer_rows
-
-FORMATS: dict[str, Format] = {
-    "hydra": Format(
-        ("hydra", "hydra++"),
-        {
-            **TRANSFORMERS,
-            "hydra_num_heads": Key("heads; tensors are counted", None),
-            "hydra_num_layers": Key("blocks of each head", 1, kind="size"),
-            "hydra_head_arch": Key("mlp or prefix-mlp", "mlp", only=("mlp", "prefix-mlp")),
-            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key(
-                "size of the target's vocabulary, in a whole model's config", None, kind="size"
-            ),
-            "base_model_name_or_path": Key("the target", None),
-            "grounded_heads": Key("whether heads see the path", False, only=(True,)),
-            "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
-        },
-        {
-            "hydra_mlp.{h}.0.linear.weight": Row(
-                "blocks.{h}.join.linear.weight", "joins state and path"
-            ),
-            "hydra_mlp.{h}.0.linear.bias": Row("blocks.{h}.join.linear.bias", "its bias"),
-            "hydra_mlp.{h}.0.res_connection.weight": Row(
-                "blocks.{h}.join.res.weight", "its residual"
-            ),
-            "hydra_mlp.{h}.0.res_connection.bias": Row(
-                "blocks.{h}.join.res.bias", "the residual's bias"
-            ),
-            "hydra_mlp.{h}.{next}.linear.weight": Row(
-                "blocks.{h}.layers.{l}.weight", "a residual block"
-            ),
-            "hydra_mlp.{h}.{next}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
-            "hydra_lm_head.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
-            "hydra_lm_head.{h}.bias": Row("lm_heads.{h}.bias", "its bias"),
-            **layer_rows("prefix_embeding_layer.layers.0", "prefix"),
-            "prefix_embeding_layer.norm.weight": Row("prefix_norm.weight", "norm after the prefix"),
-        },
-        ignored=(
-            "input_embed_fn.",
-            "prefix_embeding_layer.embed_tokens.",
-            "prefix_embeding_layer.layers.0.self_attn.rotary_emb.",
-            "lm_head.",
-        ),
-    ),
-}
-"""By the name that `headstart import` reports."""
 
 
 def hydra_options(source: Source) -> dict[str, Any]:
@@ -81,7 +35,49 @@ def hydra_options(source: Source) -> dict[str, Any]:
     }
 
 
-READERS: dict[str, Reader] = {
-    "hydra": hydra_options,
+FORMATS: dict[str, Format] = {
+    "hydra": Format(
+        ("hydra", "hydra++"),
+        {
+            **TRANSFORMERS,
+            "hydra_num_heads": Key("heads; tensors are counted", None),
+            "hydra_num_layers": Key("blocks of each head", 1, kind="size"),
+            "hydra_head_arch": Key("mlp or prefix-mlp", "mlp", only=("mlp", "prefix-mlp")),
+            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+            "vocab_size": Key(
+                "size of the target's vocabulary, in a whole model's config", None, kind="size"
+            ),
+            "base_model_name_or_path": Key("the target", None),
+            "grounded_heads": Key("whether heads see the path", False, only=(True,)),
+            "hidden_state_offset": Key("which state they read, from the last", 0, only=(0,)),
+        },
+        {
+            "hydra_mlp.{h}.0.linear.weight": Row(
+                "joins state and path", "blocks.{h}.join.linear.weight"
+            ),
+            "hydra_mlp.{h}.0.linear.bias": Row("its bias", "blocks.{h}.join.linear.bias"),
+            "hydra_mlp.{h}.0.res_connection.weight": Row(
+                "its residual", "blocks.{h}.join.res.weight"
+            ),
+            "hydra_mlp.{h}.0.res_connection.bias": Row(
+                "the residual's bias", "blocks.{h}.join.res.bias"
+            ),
+            "hydra_mlp.{h}.{next}.linear.weight": Row(
+                "a residual block", "blocks.{h}.layers.{l}.weight"
+            ),
+            "hydra_mlp.{h}.{next}.linear.bias": Row("its bias", "blocks.{h}.layers.{l}.bias"),
+            "hydra_lm_head.{h}.weight": Row("LM head", "lm_heads.{h}.weight"),
+            "hydra_lm_head.{h}.bias": Row("its bias", "lm_heads.{h}.bias"),
+            **layer_rows("prefix_embeding_layer.layers.0", "prefix"),
+            "prefix_embeding_layer.norm.weight": Row("norm after the prefix", "prefix_norm.weight"),
+        },
+        ignored=(
+            "input_embed_fn.",
+            "prefix_embeding_layer.embed_tokens.",
+            "prefix_embeding_layer.layers.0.self_attn.rotary_emb.",
+            "lm_head.",
+        ),
+        read=hydra_options,
+    ),
 }
-"""By format, what reads the options of a head."""
+"""By the name that `headstart import` reports."""

@@ -4,60 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checkpoints.reading import Reader, Source, count_of, layers_in_file, report_repeated
+from ..checkpoints.reading import Source, count_of, layers_in_file, report_repeated
 from ..checkpoints.tables import TRANSFORMERS, Format, Key, Row
-
-FORMATS: dict[str, Format] = {
-    "medusa": Format(
-        ("medusa",),
-        {
-            **TRANSFORMERS,
-            "hidden_size": Key("width of the head", kind="size"),
-            "vocab_size": Key("size of the target's vocabulary", kind="size"),
-            "truncated_vocab_size": Key(
-                "size of the draft vocabulary; null or absent for the target's", None, kind="size"
-            ),
-            "num_heads": Key("heads", 5, kind="size"),
-            "num_hidden_layers": Key(
-                "blocks of each head, or of the target in its own config", 1, kind="size"
-            ),
-            "medusa_fc_bias": Key("whether the blocks have a bias", False),
-            "original_lm_head": Key("whether one LM head serves all heads", False),
-            "max_paths": Key("of a tree, not read any more", 64),
-            "topk": Key("of a tree, not read any more", 10),
-            "max_seq_len": Key("longest text that a server allows", None),
-            "logit_scale": Key("factor of the logits", 1.0, only=(1.0,)),
-        },
-        {
-            "blocks.{h}.layers.{l}.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
-            "blocks.{h}.layers.{l}.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
-            "lm_heads.{h}.weight": Row("lm_heads.{h}.weight", "LM head"),
-            "token_map": Row("token_map", "target ids of the draft vocabulary"),
-        },
-    ),
-    "fasterdecoding": Format(
-        ("medusa",),
-        {
-            **TRANSFORMERS,
-            "medusa_num_heads": Key(
-                "heads; published files have more than they say, so tensors are counted", None
-            ),
-            "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
-            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
-            "vocab_size": Key(
-                "size of the target's vocabulary, in a whole model's config", None, kind="size"
-            ),
-            "base_model_name_or_path": Key("the target", None),
-            "version": Key("2 for heads without an LM head of their own", None),
-        },
-        {
-            "{h}.{l}.linear.weight": Row("blocks.{h}.layers.{l}.weight", "a residual block"),
-            "{h}.{l}.linear.bias": Row("blocks.{h}.layers.{l}.bias", "its bias"),
-            "{h}.{blocks}.weight": Row("lm_heads.{h}.weight", "LM head"),
-        },
-    ),
-}
-"""By the name that `headstart import` reports."""
 
 
 def medusa_options(source: Source) -> dict[str, Any]:
@@ -77,7 +25,6 @@ def medusa_options(source: Source) -> dict[str, Any]:
     return {
         "num_heads": heads,
         "num_layers": layers_in_file(source, keys, r"blocks\.0\.layers\.(\d+)\."),
-        "bias": keys["medusa_fc_bias"],
         "lm_head": "shared" if keys["original_lm_head"] else "own",
         "draft_vocab_size": None if size == target.vocab_size else size,
     }
@@ -112,8 +59,59 @@ def fasterdecoding_options(source: Source) -> dict[str, Any]:
     }
 
 
-READERS: dict[str, Reader] = {
-    "medusa": medusa_options,
-    "fasterdecoding": fasterdecoding_options,
+FORMATS: dict[str, Format] = {
+    "medusa": Format(
+        ("medusa",),
+        {
+            **TRANSFORMERS,
+            "hidden_size": Key("width of the head", kind="size"),
+            "vocab_size": Key("size of the target's vocabulary", kind="size"),
+            "truncated_vocab_size": Key(
+                "size of the draft vocabulary; null or absent for the target's", None, kind="size"
+            ),
+            "num_heads": Key("heads", 5, kind="size", option="num_heads"),
+            "num_hidden_layers": Key(
+                "blocks of each head, or of the target in its own config",
+                1,
+                kind="size",
+                option="num_layers",
+            ),
+            "medusa_fc_bias": Key("whether the blocks have a bias", False, option="bias"),
+            "original_lm_head": Key("whether one LM head serves all heads", False),
+            "max_paths": Key("of a tree, not read any more", 64),
+            "topk": Key("of a tree, not read any more", 10),
+            "max_seq_len": Key("longest text that a server allows", None),
+            "logit_scale": Key("factor of the logits", 1.0, only=(1.0,)),
+        },
+        {
+            "blocks.{h}.layers.{l}.weight": Row("a residual block"),
+            "blocks.{h}.layers.{l}.bias": Row("its bias"),
+            "lm_heads.{h}.weight": Row("LM head"),
+            "token_map": Row("target ids of the draft vocabulary"),
+        },
+        read=medusa_options,
+    ),
+    "fasterdecoding": Format(
+        ("medusa",),
+        {
+            **TRANSFORMERS,
+            "medusa_num_heads": Key(
+                "heads; published files have more than they say, so tensors are counted", None
+            ),
+            "medusa_num_layers": Key("blocks of each head; tensors are counted", 1),
+            "hidden_size": Key("width of the head, in a whole model's config", None, kind="size"),
+            "vocab_size": Key(
+                "size of the target's vocabulary, in a whole model's config", None, kind="size"
+            ),
+            "base_model_name_or_path": Key("the target", None),
+            "version": Key("2 for heads without an LM head of their own", None),
+        },
+        {
+            "{h}.{l}.linear.weight": Row("a residual block", "blocks.{h}.layers.{l}.weight"),
+            "{h}.{l}.linear.bias": Row("its bias", "blocks.{h}.layers.{l}.bias"),
+            "{h}.{blocks}.weight": Row("LM head", "lm_heads.{h}.weight"),
+        },
+        read=fasterdecoding_options,
+    ),
 }
-"""By format, what reads the options of a head."""
+"""By the name that `headstart import` reports."""

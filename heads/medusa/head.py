@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..checkpoints.tables import written
 from ..draft_positions import DraftPositions
 from ..layers.draft_vocab import most_frequent
 from ..losses import draft_loss
 from ..objective import Objective
 from .config import MedusaConfig
+from .formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,6 @@ class MedusaHead(DraftHead):
             "hidden_size": self.target.hidden_size,
             "vocab_size": self.target.vocab_size,
             "truncated_vocab_size": self.draft_vocab_size,
-            "num_heads": self.config.num_heads,
-            "num_hidden_layers": self.config.num_layers,
-            "medusa_fc_bias": self.config.bias,
+            **written(FORMATS["medusa"].keys, self.config),
             "original_lm_head": self.config.lm_head == "shared",
         }

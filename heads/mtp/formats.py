@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..checkpoints.tables import SPECULATORS, Format, Key, layer_rows, same_row
+from ..checkpoints.tables import SPECULATORS, Format, Key, Row, layer_rows
 
 FORMATS: dict[str, Format] = {
     "speculators-mtp": Format(
@@ -16,10 +16,10 @@ FORMATS: dict[str, Format] = {
             "num_nextn_predict_layers": Key("layers", 1, kind="size"),
         },
         {
-            **same_row("mtp_layers.{l}.input_proj.weight", "joins embedding and state"),
-            **same_row("mtp_layers.{l}.token_layernorm.weight", "norm of the embedding"),
-            **same_row("mtp_layers.{l}.hidden_layernorm.weight", "norm of the state"),
-            **same_row("mtp_layers.{l}.final_layernorm.weight", "norm of the output"),
+            "mtp_layers.{l}.input_proj.weight": Row("joins embedding and state"),
+            "mtp_layers.{l}.token_layernorm.weight": Row("norm of the embedding"),
+            "mtp_layers.{l}.hidden_layernorm.weight": Row("norm of the state"),
+            "mtp_layers.{l}.final_layernorm.weight": Row("norm of the output"),
             **layer_rows("mtp_layers.{l}", "mtp_layers.{l}"),
         },
         ignored=("embed_tokens.", "lm_head."),
