@@ -605,8 +605,9 @@ def gradients(
     for number, batch in enumerate(batches, start=1):
         last = number == len(batches)
         accelerator.sync_gradients = last  # gradients are exchanged once a step
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(last)  # accelerate does not know of it
+        if isinstance(module, FSDPModule):  # accelerate does not know of it
+            module.set_requires_gradient_sync(last)
+            module.set_reshard_after_backward(last)  # and weights are gathered once a step
         with nullcontext() if last else accelerator.no_sync(module):
             clock.part("target")
             with record_function("target"):

@@ -56,6 +56,8 @@ class Seen:
         """Held-out losses of evaluations, as this process found them."""
         self.reductions = 0
         """Of gradients, by FSDP2."""
+        self.gathers = 0
+        """Of weights, by FSDP2."""
         self.progress: Any = None
         self.written_at: list[int] = []
         """Steps that had been made when this process wrote its part of a checkpoint."""
@@ -142,7 +144,14 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
         seen.reductions += 1
         return reduce(*given, **named)
 
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def gathered(*given: Any, **named: Any) -> Any:
+        seen.gathers += 1
+        return gather(*given, **named)
+
     patch(_fsdp_param_group, "foreach_reduce", reduced)
+    patch(_fsdp_param_group, "foreach_all_gather", gathered)
     patch(TrainingState, "write", written)
     patch(TrainingState, "write_files", files_written)
     patch(evaluate, "greedy_answers", greedy_answers)

@@ -262,10 +262,11 @@ def test_several_processes_have_the_losses_of_one(several, alone):
     assert sum(answered) == 15 and max(answered) == 3 * -(-5 // processes)
 
 
-def test_gradients_are_reduced_once_a_step_whatever_its_number_of_forwards(several):
-    engine, _, runs = several
+def test_weights_are_gathered_and_gradients_reduced_once_a_step_of_any_number_of_forwards(several):
+    engine, processes, runs = several
     if engine == "FSDP2":
-        assert [seen["reductions"] for seen in runs["float32"].seen] == [STEPS] * several[1]
+        for exchange in ("gathers", "reductions"):
+            assert [seen[exchange] for seen in runs["float32"].seen] == [STEPS] * processes
 
 
 def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_autocast(
