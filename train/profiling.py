@@ -26,41 +26,34 @@ class StepProfiler:
         A window that begins before `next_step`, the run's next one, is skipped. Traces go to
         `folder`, one for each process.
         """
-        self.first, self.last = window or (0, 0)
+        # Steps count from 1: a window at 0 is never reached.
+        self.first, self.last = window if window and next_step <= window[0] else (0, 0)
         self.path = folder / f"steps-{self.first}-to-{self.last}.process-{process}.json.gz"
         self.process = process
         self._profile: Any = None
-        self._reached = False  # whether a step of the window has begun
         # The step before the window, if this start makes it.
-        self._warm_up = 1 if next_step < self.first else 0
-        # Steps count from 1: a window at 0 is never reached.
-        if not next_step <= self.first:
-            self.first = 0
-            self.last = 0
+        self._warm_up = int(next_step < self.first)
 
     def begin(self, step: int) -> None:
         """Called before each step."""
-        self._reached = self._reached or step == self.first
-        if self._profile is not None or self.first == 0 or step != self.first - self._warm_up:
+        if self._profile is not None:
+            self._profile.step()
+        if self.first == 0 or step != self.first - self._warm_up:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        steps = self.last - self.first + 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first step of a run has none before it to warm up
-            steps = schedule(
-                wait=0, warmup=self._warm_up, active=self.last - self.first + 1, repeat=1
-            )
+            window = schedule(wait=0, warmup=self._warm_up, active=steps, repeat=1)
         self._profile = profile(
-            activities=activities, schedule=steps, on_trace_ready=self._write, acc_events=True
+            activities=activities, schedule=window, on_trace_ready=self._write, acc_events=True
         )
         self._profile.start()
 
     def end(self, step: int) -> None:
         """Called after each step."""
-        if self._profile is None:
-            return
-        self._profile.step()
         if step == self.last:
             self.close()
 
@@ -71,8 +64,6 @@ class StepProfiler:
         self._profile = None
 
     def _write(self, profiled: profile) -> None:
-        if not self._reached:  # the run has ended while it warmed up
-            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         profiled.export_chrome_trace(str(self.path))
         if self.process == 0:
