@@ -281,9 +281,6 @@ class TrackingConfig:
     name and a digest of its path."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run; those of WANDB_TAGS if there are none here."""
-    samples: int = limited(4, minimum=0)
-    """Held-out prompts that are answered at each evaluation for a table of answers with accepted
-    tokens marked; 0 for none."""
     upload: bool = True
     """Whether wandb gets the best head as an artifact, when the run ends or is stopped."""
 

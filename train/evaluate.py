@@ -1,4 +1,4 @@
-"""Evaluation of a head: teacher-forced accuracy by rank, acceptance by decoding, sample answers.
+"""Evaluation of a head: teacher-forced accuracy by rank, and acceptance by decoding.
 
 Acceptance is measured through the decoder itself.
 
@@ -11,8 +11,6 @@ process computes (see `ReplayTarget`).
 from __future__ import annotations
 
 import copy
-import html
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from ..console import ProgressBar
 from ..heads.base import DraftHead
@@ -34,8 +31,7 @@ from ..inference.replay import BEYOND, TOKENS_AT_ONCE, ReplayTarget, rows_at_onc
 from ..inference.rounds.observers import ObservedCall, RoundObserver
 from ..inference.rounds.sequences import left_padded
 from ..inference.speculative_lm import SpeculativeLM
-from ..inference.text.detokenizer import text_pieces
-from ..inference.trees.stats import RoundRecord, Stats, acceptance_figures
+from ..inference.trees.stats import Stats, acceptance_figures
 from ..inference.trees.tree_spec import TreePolicy, TreeShape, spec_of
 from ..inference.tuning.tree_search import best_static_tree, default_dynamic_tree
 from ..stopping import StopFlag
@@ -423,76 +419,3 @@ class TokensShown(RoundObserver):
 def prompt_of(example: Example) -> Tensor:
     """Return the tokens before the first answer."""
     return torch.tensor(example.prompt)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and its answer, in which the accepted draft tokens are known."""
-
-    prompt: str
-    pieces: list[tuple[str, bool]]
-    """The answer in pieces of text, each with whether its tokens were drafts that the target
-    accepted."""
-    acceptance_length: float
-    """Tokens per round."""
-
-    def html(self, tag: str) -> str:
-        """Return prompt and answer as HTML, with accepted drafts inside a tag such as mark."""
-        answer = "".join(
-            f"<{tag}>{html.escape(text)}</{tag}>" if accepted else html.escape(text)
-            for text, accepted in self.pieces
-        )
-        return (
-            f"<p>{html.escape(self.prompt)}</p><p>{answer}</p><p>acceptance length"
-            f" {self.acceptance_length:.2f}</p>"
-        )
-
-
-def sample_answers(
-    target: Target,
-    head: DraftHead,
-    tree: TreePolicy,
-    prompts: list[Tensor],
-    new_tokens: int,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[Sample]:
-    """Answer prompts greedily with a copy of the head in the target's dtype.
-
-    Each prompt is a tensor [time] of token ids.
-    """
-    served = copy.deepcopy(head).to(target.device, target.dtype).eval()
-    out = greedy_answers(target, served, tree, prompts, new_tokens)
-    width = max(map(len, prompts))  # prompts are padded on the left to the longest
-    return [
-        Sample(
-            str(tokenizer.decode(prompt)),
-            marked(row[width:].tolist(), records, tokenizer),
-            sum(record.returned for record in records) / max(len(records), 1),
-        )
-        for prompt, row, records in zip(prompts, out.sequences, out.stats.rows, strict=True)
-    ]
-
-
-def marked(
-    tokens: list[int], records: list[RoundRecord], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, bool]]:
-    """Split an answer into pieces of text, each with whether its tokens were accepted drafts.
-
-    The answer may be padded on the right.
-    """
-    # The first token is the prefill's. Each round returned its accepted drafts and then, unless
-    # the answer was cut there, a bonus token:
-    #     rounds (accepted 2, returned 3), (2, 2)  ->  [F, T T F, T T]
-    accepted = [False]
-    for record in records:
-        drafts = min(record.accepted, record.returned)
-        accepted += [True] * drafts + [False] * (record.returned - drafts)
-    tokens = tokens[: len(accepted)]
-    # Join neighbours of the same kind. A token in the middle of a character has no text of its own.
-    marks = zip(accepted, text_pieces(tokenizer, tokens), strict=True)
-    pieces = []
-    for is_draft, run in itertools.groupby(marks, key=lambda mark: mark[0]):
-        text = "".join(piece for _, piece in run)
-        if text:
-            pieces.append((text, is_draft))
-    return pieces

@@ -61,10 +61,8 @@ from .engines import (
 )
 from .evaluate import (
     Evaluation,
-    eval_prompts,
     evaluate,
     forward_tokens,
-    sample_answers,
     try_evaluation,
 )
 from .features.by_mode import check_outside_source, feature_source
@@ -715,13 +713,6 @@ def evaluate_and_save(
     # The best head and early stopping follow from the figures, which may differ between processes
     # in the last digit.
     evaluation = from_main(accelerator, evaluation)
-    samples = []
-    if config.loop.tracker != "none" and config.tracking.samples > 0:
-        prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
-        tree = evaluation.policies[evaluation.best]
-        samples = sample_answers(
-            replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer
-        )
 
     # 3. Write down what a checkpoint says of itself. The probe holds a few drafts, by which a
     # loader can check that it computes the same.
@@ -753,7 +744,7 @@ def evaluate_and_save(
         progress.longest_prompts = evaluation.prompts
 
     # 5. Log it, then save.
-    row = metrics.log_evaluation(evaluation, samples)
+    row = metrics.log_evaluation(evaluation)
     for folder, wanted in ((run.best, better), (run.last, last)):
         if wanted and accelerator.is_main_process:
             save_head(copy, folder, metadata, state.adapted)

@@ -25,7 +25,7 @@ from ..inference.trees.stats import acceptance_figures
 from ..plots import plotted
 from .data.batches import Batch, collate
 from .data.chat_template import Example
-from .evaluate import Evaluation, Sample
+from .evaluate import Evaluation
 from .run_folder import Progress, RunFolder, read_options
 from .tracking import Tracker
 
@@ -207,7 +207,7 @@ class MetricsLogger:
             )
         return row
 
-    def log_evaluation(self, evaluation: Evaluation, samples: list[Sample]) -> dict[str, Any]:
+    def log_evaluation(self, evaluation: Evaluation) -> dict[str, Any]:
         """Log an evaluation on the main process; return its line of log.jsonl on every process."""
         step = self.progress.step
         rows = {name: acceptance_figures(stats) for name, stats in evaluation.trees.items()}
@@ -233,9 +233,7 @@ class MetricsLogger:
         axes = {"epoch": self._epochs_per_step * step, "answer_tokens": self.progress.answer_tokens}
         self.tracker.log({**axes, "eval": curves}, step)
         self.tracker.show(
-            {tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()},
-            samples,
-            step,
+            {tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()}, step
         )
         self.run.log(row)
         lengths = ", ".join(

@@ -24,7 +24,6 @@ from ..console import log
 from ..heads.checkpoints.files import json_ready
 from ..plots import plotted
 from .config import TrainConfig
-from .evaluate import Sample
 from .run_folder import flat
 
 if TYPE_CHECKING:
@@ -86,12 +85,12 @@ class Tracker:
         except Exception as error:
             self._go_on_without(self._name, error)
 
-    def show(self, rates: dict[str, list[float | None]], samples: list[Sample], step: int) -> None:
-        """Send an evaluation's acceptance rates by depth, for each tree, and its sample answers."""
+    def show(self, rates: dict[str, list[float | None]], step: int) -> None:
+        """Plot an evaluation's acceptance rates by depth, for each tree."""
         show = {"wandb": _show_in_wandb, "tensorboard": _show_in_tensorboard}.get(self._name)
         if show is not None and self._sends:
             tracker = self.accelerator.get_tracker(self._name, unwrap=True)
-            self._forgiven(lambda: show(tracker, rates, samples, step))
+            self._forgiven(lambda: show(tracker, rates, step))
 
     def __enter__(self) -> Tracker:
         return self
@@ -235,12 +234,10 @@ def _refuses(name: str, error: Exception) -> bool:
     )
 
 
-def _show_in_wandb(
-    run: WandbRun, rates: dict[str, list[float | None]], samples: list[Sample], step: int
-) -> None:
+def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], step: int) -> None:
     import wandb
 
-    # 1. A curve for each tree, over the depths that were reached.
+    # A curve for each tree, over the depths that were reached.
     depths: list[list[int]] = []
     heights: list[list[float]] = []
     for curve in rates.values():
@@ -254,38 +251,16 @@ def _show_in_wandb(
         title=f"acceptance rate by depth, step {step}",
         xname="depth",
     )
-    shown: dict[str, Any] = {"step": step, "eval/acceptance_rate_by_depth": chart}
-    # 2. Sample answers, as a table and as a page with accepted tokens marked.
-    if samples:
-        rows = []
-        for sample in samples:
-            answer = "".join(f"⟦{text}⟧" if accepted else text for text, accepted in sample.pieces)
-            rows.append([step, sample.prompt, answer, sample.acceptance_length])
-        shown["eval/samples"] = wandb.Table(
-            columns=["step", "prompt", "answer, accepted drafts in ⟦⟧", "acceptance length"],
-            data=rows,
-        )
-        shown["eval/answers"] = wandb.Html(
-            "<hr>".join(sample.html("mark") for sample in samples), inject=False
-        )
-    run.log(shown)
+    run.log({"step": step, "eval/acceptance_rate_by_depth": chart})
 
 
-def _show_in_tensorboard(
-    writer: Any, rates: dict[str, list[float | None]], samples: list[Sample], step: int
-) -> None:
+def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], step: int) -> None:
     figure = plotted(
         "depth",
         "acceptance rate",
         {tree: list(enumerate(curve, 1)) for tree, curve in rates.items()},
     )
     writer.add_figure("eval/acceptance_rate_by_depth", figure, global_step=step)
-    if samples:
-        writer.add_text(
-            "eval/samples",
-            "<hr>".join(sample.html("strong") for sample in samples),
-            global_step=step,
-        )
     writer.flush()
 
 

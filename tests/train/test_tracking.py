@@ -19,11 +19,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from headstart.inference.trees.stats import RoundRecord
 from headstart.stopping import Stopped
 from headstart.train import loop, tracking
 from headstart.train.config import TrackingConfig
-from headstart.train.evaluate import Sample, marked
 from headstart.train.loop import train
 from headstart.train.run_folder import flat
 from headstart.train.tracking import Tracker
@@ -116,13 +114,13 @@ def runs(folder):
     return [WandbRun(path) for path in sorted(folder.glob("offline-run-*"))]
 
 
-def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offline, monkeypatch):
+def test_wandb_gets_numbers_plots_options_and_the_best_head(tracked, offline, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
     monkeypatch.setenv("WANDB_ENTITY", "a-team")
     monkeypatch.setenv("WANDB_RUN_GROUP", "a-group")
     monkeypatch.setenv("WANDB_NAME", "a-name")
     monkeypatch.setenv("WANDB_TAGS", "one,two")
-    config = tracked("wandb", samples=2)
+    config = tracked("wandb")
     folder = train(config)
     (found,) = runs(offline)
     assert (found.run.project, found.run.entity, found.run.run_group) == (
@@ -160,12 +158,6 @@ def test_wandb_gets_numbers_tables_plots_options_and_the_best_head(tracked, offl
         assert row["epoch"] > 0 and row["answer_tokens"] > 0
 
     files = next(offline.glob("offline-run-*")) / "files" / "media" / "table" / "eval"
-    samples, *_ = [json.loads(path.read_text()) for path in sorted(files.glob("samples*"))]
-    assert samples["columns"][:2] == ["step", "prompt"] and len(samples["data"]) == 2
-    assert any("⟦" in row[2] and row[3] > 1 for row in samples["data"])
-    assert all(row[2].count("⟦") == row[2].count("⟧") for row in samples["data"])
-    pages = (next(offline.glob("offline-run-*")) / "files" / "media" / "html").rglob("*.html")
-    assert any("<mark>" in path.read_text() for path in pages)
     plots = [json.loads(path.read_text()) for path in files.glob("acceptance_rate_by_depth*")]
     assert len(plots) == 3 and {row[1] for row in plots[0]["data"]} == {
         "chain",
@@ -183,9 +175,7 @@ def test_options_come_before_the_environment_and_a_continued_run_keeps_its_id(
     tracked, offline, monkeypatch, stop_after
 ):
     monkeypatch.setenv("WANDB_PROJECT", "of-the-environment")
-    config = tracked(
-        "wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"], samples=0
-    )
+    config = tracked("wandb", project="of-the-options", entity="e", group="g", name="n", tags=["t"])
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
         with pytest.raises(Stopped):
@@ -202,7 +192,6 @@ def test_options_come_before_the_environment_and_a_continued_run_keeps_its_id(
     assert [row["step"] for row in first.rows + second.rows if "train/lr" in row] == list(
         range(1, 13)
     )
-    assert not any("eval/samples" in row for row in first.rows + second.rows)
     assert not first.heads  # there is no best head yet
     assert not second.heads  # upload=False
 
@@ -211,7 +200,7 @@ def events(folder, project="headstart"):
     return EventAccumulator(str(folder / project)).Reload()
 
 
-def test_tensorboard_gets_numbers_a_plot_and_answers(tracked):
+def test_tensorboard_gets_numbers_and_a_plot(tracked):
     folder = train(tracked("tensorboard", project="a-project"))
     found = events(folder, "a-project")
     tags = found.Tags()
@@ -220,7 +209,6 @@ def test_tensorboard_gets_numbers_a_plot_and_answers(tracked):
     )
     assert [event.step for event in found.Scalars("train/lr")] == list(range(1, 13))
     assert tags["images"] == ["eval/acceptance_rate_by_depth"]
-    assert "eval/samples/text_summary" in tags["tensors"]
 
 
 def test_what_a_killed_run_told_tensorboard_twice_is_there_once(tracked, monkeypatch):
@@ -318,7 +306,7 @@ def test_after_a_failure_nothing_more_is_sent(tracked, monkeypatch, capsys):
 @pytest.mark.parametrize("part", ["_show_in_wandb", "_upload"])
 def test_a_plot_or_an_upload_that_fails_ends_nothing(tracked, offline, monkeypatch, capsys, part):
     monkeypatch.setattr(tracking, part, lost)
-    train(tracked("wandb", samples=0))
+    train(tracked("wandb"))
     (found,) = runs(offline)
     assert found.exit_code == 0 and [
         row["step"] for row in found.rows if "train/lr" in row
@@ -425,8 +413,6 @@ def test_options_that_a_tracker_does_not_know_are_refused(tracked):
         ValueError, match=r"tracking\.entity is 'me', which tensorboard does not know; .*wandb"
     ):
         tracked("tensorboard", entity="me")
-    with pytest.raises(ValueError, match=r"tracking\.samples must be at least 0, not -1"):
-        tracked("wandb", samples=-1)
     tracked("none", entity="me")  # switched off
 
 
@@ -454,18 +440,3 @@ def test_what_is_not_set_is_not_sent():
     tracker._sends = True
     tracker.log({"eval": {"chain": [0.5, float("nan")]}}, 3)
     assert sent == [({"eval/chain/0": 0.5}, 3)]
-
-
-def test_accepted_drafts_are_marked_and_nothing_else(tokenizer):
-    text = "<a> grün, ünd b"
-    # one a byte: a piece may end inside of a character
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    rounds = [RoundRecord(5, 6), RoundRecord(0, 1), RoundRecord(3, 4), RoundRecord(4, 3)]
-    pieces = marked([*tokens, 0, 0], rounds, tokenizer)
-    assert "".join(piece for piece, _ in pieces) == tokenizer.decode(tokens[:15])
-    assert pieces == [("<", False), ("a> gr", True), ("ü", False), ("n, ", True), ("ünd", True)]
-    sample = Sample("1 < 2", pieces, 2.0)
-    assert sample.html("mark").startswith(
-        "<p>1 &lt; 2</p><p>&lt;<mark>a&gt; gr</mark>ü<mark>n, </mark>"
-    )
-    assert marked(tokens[:1], [], tokenizer) == [("<", False)]
