@@ -29,6 +29,9 @@ from headstart.inference.rounds.sequences import Sequences
 from headstart.inference.rounds.verification import Verification
 from headstart.inference.trees.logits import TreeLogitsProcessor
 from headstart.inference.trees.sampling import RandomSampler
+from headstart.train.config import TrainConfig
+from headstart.train.data.chat_template import Example
+from headstart.train.data.split import rendering, split_held_out
 
 DEVICE = os.environ.get("HEADSTART_TEST_DEVICE", "")
 """Where tests/gpu runs: "sim", "cuda", or "" for nowhere."""
@@ -481,3 +484,22 @@ def attended_slots(
         seen_slots = dataclasses.replace(seen_slots, text_slot=uncommitted, node_slot=0)
     given = (query, keys, values, seen_slots)
     return AttendedSlots(given, expected)
+
+
+def split_examples(
+    conversations: list[dict[str, Any]],
+    config: TrainConfig,
+    target: Target,
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[list[Example], ...]:
+    """The sequences to train on and those that are held out, without the token cache."""
+    how = rendering(config, target, tokenizer)
+    groups: dict[int, list[Example]] = {}  # by conversation: several rows of tokens may be one
+    for number, row in enumerate(conversations):
+        for example in how.encode(row, f"conversation {number}", number):
+            groups.setdefault(example.conversation, []).append(example)
+    data = config.data
+    parts = split_held_out(
+        list(groups.values()), data.held_out, config.loop.seed, data.held_out_limit
+    )
+    return tuple(list(itertools.chain.from_iterable(part)) for part in parts)

@@ -232,9 +232,6 @@ class MetricsLogger:
             curves[tree] = {**figures, "acceptance_length_low": low, "acceptance_length_high": high}
         axes = {"epoch": self._epochs_per_step * step, "answer_tokens": self.progress.answer_tokens}
         self.tracker.log({**axes, "eval": curves}, step)
-        self.tracker.show(
-            {tree: row["acceptance_rate_by_depth"] for tree, row in row["eval"].items()}, step
-        )
         self.run.log(row)
         lengths = ", ".join(
             f"{name} {stats.acceptance_length:.3f}" for name, stats in evaluation.trees.items()

@@ -1,9 +1,8 @@
-"""Experiment trackers: train/ and eval/ numbers, acceptance by depth, sample answers, best head.
+"""Experiment trackers: numbers of steps (train/) and evaluations (eval/), and the best head.
 
-accelerate's trackers send the numbers; figures, tables and artifacts go to wandb or TensorBoard by
-their own functions. A tracker that cannot be reached does not end training: log.jsonl has all
-numbers, and wandb's offline mode (`WANDB_MODE=offline`, then `wandb sync`) is for machines without
-a network.
+accelerate's trackers send the numbers, wandb's own functions the head. A tracker that cannot be
+reached does not end training: log.jsonl has all numbers, and wandb's offline mode
+(`WANDB_MODE=offline`, then `wandb sync`) is for machines without a network.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from accelerate.utils import broadcast_object_list
 
 from ..console import log
 from ..heads.checkpoints.files import json_ready
-from ..plots import plotted
 from .config import TrainConfig
 from .run_folder import flat
 
@@ -84,13 +82,6 @@ class Tracker:
         # Trackers raise errors of their own classes, for network, disk or account.
         except Exception as error:
             self._go_on_without(self._name, error)
-
-    def show(self, rates: dict[str, list[float | None]], step: int) -> None:
-        """Plot an evaluation's acceptance rates by depth, for each tree."""
-        show = {"wandb": _show_in_wandb, "tensorboard": _show_in_tensorboard}.get(self._name)
-        if show is not None and self._sends:
-            tracker = self.accelerator.get_tracker(self._name, unwrap=True)
-            self._forgiven(lambda: show(tracker, rates, step))
 
     def __enter__(self) -> Tracker:
         return self
@@ -232,36 +223,6 @@ def _refuses(name: str, error: Exception) -> bool:
     return isinstance(error, wandb.errors.CommError) and bool(
         re.search(REFUSALS, str(error), re.IGNORECASE)
     )
-
-
-def _show_in_wandb(run: WandbRun, rates: dict[str, list[float | None]], step: int) -> None:
-    import wandb
-
-    # A curve for each tree, over the depths that were reached.
-    depths: list[list[int]] = []
-    heights: list[list[float]] = []
-    for curve in rates.values():
-        reached = [(depth, rate) for depth, rate in enumerate(curve, 1) if rate is not None]
-        depths.append([depth for depth, _ in reached])
-        heights.append([rate for _, rate in reached])
-    chart = wandb.plot.line_series(
-        depths,
-        heights,
-        keys=list(rates),
-        title=f"acceptance rate by depth, step {step}",
-        xname="depth",
-    )
-    run.log({"step": step, "eval/acceptance_rate_by_depth": chart})
-
-
-def _show_in_tensorboard(writer: Any, rates: dict[str, list[float | None]], step: int) -> None:
-    figure = plotted(
-        "depth",
-        "acceptance rate",
-        {tree: list(enumerate(curve, 1)) for tree, curve in rates.items()},
-    )
-    writer.add_figure("eval/acceptance_rate_by_depth", figure, global_step=step)
-    writer.flush()
 
 
 def _upload(run: WandbRun, best: Path) -> None:

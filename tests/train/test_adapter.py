@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import split_examples
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,6 @@ from headstart.train.adapter import JointModule
 from headstart.train.config import AdapterConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
-from headstart.train.data.split import split_examples
 from headstart.train.evaluate import prompt_of
 from headstart.train.loop import train
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import split_examples
 from safetensors.torch import load_file
 
 from headstart.heads import MedusaHead
@@ -16,7 +17,6 @@ from headstart.inference import Target, load_tokenizer
 from headstart.train import loop
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations
-from headstart.train.data.split import split_examples
 from headstart.train.features import online as features
 from headstart.train.loop import train
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers import split_examples
 from safetensors.torch import load_file
 
 from headstart.heads import MedusaHead, build_head
@@ -33,7 +34,6 @@ from headstart.train.checkpoint_writer import TrainingState
 from headstart.train.config import FeaturesConfig, ObjectiveConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.conversations import read_conversations
-from headstart.train.data.split import split_examples
 from headstart.train.data.token_cache import count_answer_tokens
 from headstart.train.evaluate import prompt_of
 from headstart.train.features import online as features

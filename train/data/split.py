@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -76,27 +74,3 @@ def split_cache(cache: TokenCache, config: TrainConfig) -> tuple[TokenizedSequen
     )
     training, held_out = (TokenizedSequences(cache, np.concatenate(part)) for part in parts)
     return training, held_out[:]  # the slice reads the held-out sequences into memory
-
-
-def split_examples(
-    conversations: list[dict[str, Any]],
-    config: TrainConfig,
-    target: Target | TargetFacts,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Example], list[Example]]:
-    """Tokenize and split conversations that are in memory, without a cache."""
-    how = rendering(config, target, tokenizer)
-    examples: list[Example] = []
-    for number, row in enumerate(conversations):
-        examples += how.encode(row, f"conversation {number}", number)
-    # Several rows of tokens may be one conversation.
-    groups = [
-        list(group) for _, group in itertools.groupby(examples, key=attrgetter("conversation"))
-    ]
-    training, held_out = split_held_out(
-        groups, config.data.held_out, config.loop.seed, config.data.held_out_limit
-    )
-    return (
-        list(itertools.chain.from_iterable(training)),
-        list(itertools.chain.from_iterable(held_out)),
-    )

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from helpers import split_examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,7 +24,7 @@ from headstart.train.config import DataConfig, TrainConfig
 from headstart.train.data.batches import collate
 from headstart.train.data.chat_template import Example, encode
 from headstart.train.data.conversations import read_conversations
-from headstart.train.data.split import split_examples, split_held_out
+from headstart.train.data.split import split_held_out
 from headstart.train.data.token_cache import count_answer_tokens
 
 CHATML = (

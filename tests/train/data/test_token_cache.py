@@ -16,11 +16,12 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from helpers import split_examples
 
 from headstart.inference import Target, load_tokenizer
 from headstart.train.data import token_cache
 from headstart.train.data.conversations import open_sources, read_conversations
-from headstart.train.data.split import rendering, split_cache, split_examples
+from headstart.train.data.split import rendering, split_cache
 from headstart.train.data.token_cache import (
     Rendering,
     answers_of,
