@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import RNG_STATE_NAME, DistributedType, broadcast_object_list, load
 from jsonargparse import get_loader
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -466,6 +466,10 @@ class RunFolder:
             # 2. Load everything that was prepared or registered, random states included.
             with reading_checkpoint(checkpoint):
                 refuse_pipes(checkpoint)
+                process = self.accelerator.process_index
+                if process < saved.processes:
+                    # For its error: accelerate goes on without random states that it cannot read.
+                    load(checkpoint / f"{RNG_STATE_NAME}_{process}.pkl")
                 self.accelerator.load_state(str(checkpoint))
         except Unreadable as error:
             broken = error

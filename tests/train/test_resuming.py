@@ -349,7 +349,9 @@ def cut_short(path):
 
 
 @pytest.mark.parametrize("damage", [cut_short, Path.unlink, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("file", ["optimizer.bin", "model.safetensors", "progress.json"])
+@pytest.mark.parametrize(
+    "file", ["optimizer.bin", "model.safetensors", "progress.json", "random_states_0.pkl"]
+)
 def test_a_checkpoint_that_is_broken_gives_way_to_the_one_before(
     plain, whole, tmp_path, damage, file, changed, capsys, stop_after, monkeypatch
 ):
