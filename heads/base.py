@@ -357,10 +357,6 @@ class DraftTreeState(DraftState):
         return positions_BW, KVEntries(cache, mask_BWS, None, self.nodes), state
 
 
-SERVERS = ("vllm", "sglang", "llama.cpp")
-"""Projects for which a model card says whether they read the head."""
-
-
 class DraftHead(nn.Module, ABC):
     """A draft head: a subclass with its config dataclass, and a row in `HEADS`."""
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
@@ -52,13 +52,9 @@ class Sharded:
 
     def load(self, models: Any, folder: str) -> None:
         """Read the shards; accelerate calls it as a hook of `load_state`."""
-        shards = Path(folder) / self.FOLDER
-        # A checkpoint without shards holds everything whole, which `load_state_dict` gets.
-        if not shards.exists():
-            return
         # The states tell the loader which part of each tensor this process needs.
         states = self.states()
-        load_shards(states, checkpoint_id=shards)
+        load_shards(states, checkpoint_id=Path(folder) / self.FOLDER)
         set_state_dict(
             self.module,
             self.optimizer,
@@ -76,15 +72,7 @@ class Sharded:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint that holds everything unsharded."""
-        if state_dict:
-            set_state_dict(
-                self.module,
-                self.optimizer,
-                model_state_dict=state_dict["weights"],
-                optim_state_dict=state_dict["optimizer"],
-                options=StateDictOptions(full_state_dict=True),
-            )
+        """Load nothing, since `load` has read the shards."""
 
 
 @dataclass(frozen=True)

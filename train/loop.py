@@ -251,7 +251,12 @@ class Trainer:
         run.check_space(checkpoint_bytes(self.state.module), loop.keep)
         # The first evaluation may be hours away: what would end it is to end the run now.
         if from_main(accelerator, run.newest() is None):
-            self.try_evaluation()
+            copy, read = copied_head(self.state)
+            target = inputs.replay or inputs.target
+            tokens = forward_tokens(config)
+            objective = inputs.objective
+            try_evaluation(target, copy, objective, inputs.held_out, config.eval, read, tokens)
+            del copy, read
         # Heads that draw while they train must not draw the same on every process.
         torch.manual_seed(loop.seed + share.process)
 
@@ -399,20 +404,6 @@ class Trainer:
             if self.progress.step > 0:
                 self.save(background=False)
             raise ValueError(failed[0] if failed else "another process has no states")
-
-    def try_evaluation(self) -> None:
-        """Try the largest forward of an evaluation, and the beginning of its answers."""
-        inputs = self.inputs
-        copy, read = copied_head(self.state)
-        try_evaluation(
-            inputs.replay or inputs.target,
-            copy,
-            inputs.objective,
-            inputs.held_out,
-            self.config.eval,
-            read,
-            forward_tokens(self.config),
-        )
 
     def evaluate_if_due(self) -> bool:
         """Evaluate between two steps; return False, on all processes, if that was stopped."""

@@ -6,11 +6,10 @@ that is a fraction as wide, which keeps tensors for its backward in the same pro
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,7 +135,10 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     sizes = packed_bytes(model, packing_of(config), dtype)
     on_device = sum(sizes.values())
     if needs_no_target(config):
-        on_device = outer_size(target.modules) * dtype.itemsize
+        modules = target.modules
+        # A module list counts a weight that embedding and LM head share once.
+        outer = nn.ModuleList([cast(nn.Module, modules.embed), modules.norm, modules.lm_head])
+        on_device = sum(weight.numel() for weight in outer.parameters()) * dtype.itemsize
     elif config.target_placement == "shard":
         blocks = []
         for block in target.modules.blocks:
@@ -305,16 +307,6 @@ def packed_bits(packing: dict[str, Any]) -> float | None:
     return None
 
 
-def outer_size(modules: TargetModules) -> int:
-    """Count the parameters that a run without the target's blocks loads.
-
-    They are those of the embedding, the final norm and the LM head.
-    """
-    # A module list counts a weight that embedding and LM head share once.
-    outer = cast(list[nn.Module], (modules.embed, modules.norm, modules.lm_head))
-    return sum(weight.numel() for weight in nn.ModuleList(outer).parameters())
-
-
 def judged(config: TrainConfig, head: DraftHead, tokens: int) -> int:
     """Positions with drafts: all, or the anchors of sequences of `data.max_length` tokens."""
     anchors = getattr(head.config, "max_anchors", None)
@@ -361,7 +353,8 @@ def evaluation(
     row = config.data.max_length
     tokens = max(forward_tokens(config), row)
     whole, cached = (
-        activations(with_recompute(config, again), info, 1, row) for again in (False, True)
+        activations(replace(config, loop=replace(config.loop, recompute=again)), info, 1, row)
+        for again in (False, True)
     )
     step = min(whole - cached, whole // head.max_depth)
     read = tokens * itemsize * (features + info.hidden_size)
@@ -381,11 +374,6 @@ def evaluation(
     nodes = max(config.eval.nodes, min(prompts * config.eval.nodes, NODES_AT_ONCE))
     parts.append(nodes * info.vocab_size * (itemsize + LOGIT_COPIES * FLOAT))
     return max(parts)
-
-
-def with_recompute(config: TrainConfig, recompute: bool) -> TrainConfig:
-    """Change whether steps of training-time test are computed again."""
-    return dataclasses.replace(config, loop=dataclasses.replace(config.loop, recompute=recompute))
 
 
 def activations(config: TrainConfig, info: TargetInfo, rows: int, length: int) -> int:
@@ -423,9 +411,7 @@ def kept(
     # 1. A head of the same kind and depth, 1/scale as wide, on a target with 8 tokens.
     kind, options = head_options(config)
     widths = ("hidden_size", "intermediate_size", "head_dim")
-    narrow = dataclasses.replace(
-        info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths}
-    )
+    narrow = replace(info, vocab_size=8, **{name: getattr(info, name) // scale for name in widths})
     options |= {name: options[name] // scale for name in widths if options.get(name)}
     options |= {"draft_vocab_size": None} if "draft_vocab_size" in options else {}
     head = build_head(kind, options, narrow)

@@ -23,7 +23,7 @@ from ..mtp import MtpHead
 from .files import CONFIG_FILE, WEIGHTS_FILE, Contents, new_folder, read_json
 from .formats import FORMATS
 from .public import public
-from .tables import LLAMA, places
+from .tables import LLAMA, places, speculators_keys
 
 PROJECTS: dict[str, dict[type[DraftHead], str]] = {
     "speculators": {
@@ -218,17 +218,8 @@ def _speculators_config(head: DraftHead, architectures: tuple[str, ...]) -> dict
 
     # 2. What all have.
     return {
-        "architectures": classes,
-        "speculators_model_type": kind,
-        "speculators_version": version,
-        "speculators_config": {
-            "algorithm": kind,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_depth}],
-            "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": head.target.name, "architectures": list(architectures)},
-        },
+        **speculators_keys(kind, version, classes, head, list(architectures)),
         "transformer_layer_config": layer,
         "torch_dtype": dtype_name(next(head.parameters()).dtype),
-        "tie_word_embeddings": False,
         **head_keys,
     }

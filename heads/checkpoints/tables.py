@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..base import DraftHead
 
+SERVERS = ("vllm", "sglang", "llama.cpp")
+"""Projects for which a model card says whether they read the head."""
 NEEDED: Any = ...
 """The default of a key without one."""
 
@@ -188,7 +190,25 @@ SPECULATORS = {
     "speculators_config": Key("how it drafts, and the verifier's name and architecture"),
     "tie_word_embeddings": LLAMA["tie_word_embeddings"],
 }
-"""Keys of both of its kinds."""
+"""Keys of all of its kinds."""
+
+
+def speculators_keys(
+    kind: str, version: str, classes: list[str], head: DraftHead, architectures: list[str]
+) -> dict[str, Any]:
+    """The keys of `SPECULATORS` by which the package and vLLM tell kind, length and verifier."""
+    return {
+        "architectures": classes,
+        "speculators_model_type": kind,
+        "speculators_version": version,
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.max_depth}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": head.target.name, "architectures": architectures},
+        },
+        "tie_word_embeddings": False,
+    }
 
 
 def layer_rows(theirs: str, ours: str) -> dict[str, Row]:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base import (
-    SERVERS,
     DraftState,
     DraftTreeState,
     HeadOutput,
@@ -33,7 +32,7 @@ from ..base import (
     TargetInfo,
     TargetModules,
 )
-from ..checkpoints.tables import written
+from ..checkpoints.tables import SERVERS, written
 from ..draft_positions import DraftPositions
 from ..layers.decoder_layer import (
     Attention,

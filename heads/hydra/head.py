@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..base import DraftHead, DraftState, HeadOutput, TargetFeatures, TargetInfo, TargetModules
+from ..checkpoints.tables import SERVERS
 from ..draft_positions import DraftPositions
 from ..layers.decoder_layer import DecoderLayer, LayerShape, RMSNorm, Rotary
 from ..layers.draft_vocab import most_frequent
@@ -108,7 +109,7 @@ class HydraHead(DraftHead):
             )
         if size is not None:
             self.token_map = torch.arange(size)  # filled in by `initialize`
-        self.unread_by = dict.fromkeys(("vllm", "sglang", "llama.cpp"), "it has no Hydra")
+        self.unread_by = dict.fromkeys(SERVERS, "it has no Hydra")
 
     def initialize(self, modules: TargetModules, token_counts_V: Tensor) -> None:
         if self.token_map is not None:

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..base import (
-    SERVERS,
     DraftHead,
     DraftState,
     DraftTreeState,
@@ -38,6 +37,7 @@ from ..base import (
     TargetInfo,
     TargetModules,
 )
+from ..checkpoints.tables import SERVERS, speculators_keys
 from ..draft_positions import DraftPositions
 from ..eagle.head import STEP
 from ..layers.constants import counting
@@ -484,24 +484,11 @@ class MtpHead(DraftHead):
 
     def server_config(self) -> dict[str, Any]:
         layer = dict(self.config.layer or llama_layer(self.config, self.target))
+        architectures = layer.get("architectures") or []
         return {
-            "architectures": ["MTPDraftModel"],
-            "speculators_model_type": "mtp",
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": "mtp",
-                "proposal_methods": [
-                    {"proposal_type": "greedy", "speculative_tokens": self.max_depth}
-                ],
-                "default_proposal_method": "greedy",
-                "verifier": {
-                    "name_or_path": self.target.name,
-                    "architectures": layer.get("architectures") or [],
-                },
-            },
+            **speculators_keys("mtp", "0.9.0", ["MTPDraftModel"], self, architectures),
             "transformer_layer_config": layer,
             "num_nextn_predict_layers": self.config.num_layers,
-            "tie_word_embeddings": False,
         }
 
 

@@ -46,7 +46,9 @@ def settle_unused_rows(
     too_long = sum(row.why == "too long" for row in cache.unused)
     unanswered = sum(row.why == "unanswered" for row in cache.unused)
     used = cache.read - len(cache.unused)
-    limit = length_limit(data, max_length)
+    limit = f"data.max_length {data.max_length}"
+    if max_length < data.max_length:
+        limit = f"the model's {max_length} positions"
     file = "" if folder is None else f" ({folder / REJECTED})"
 
     # 2. Write the rows before any error, so that it can name the file.
@@ -107,13 +109,6 @@ def _write_rejected(rejected: list[UnusedRow], file: Path) -> None:
         for row in rejected
     ]
     write_whole(file, "".join(lines))
-
-
-def length_limit(data: DataConfig, max_length: int) -> str:
-    """Name the limit that `max_length` comes from, with its value."""
-    if max_length < data.max_length:
-        return f"the model's {max_length} positions"
-    return f"data.max_length {data.max_length}"
 
 
 def allowed(data: DataConfig | SelfMadeConfig, rows: int) -> float:
