@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,21 @@ class FolderStates(StateSource):
         """Read a folder for sequences of at most `max_length` tokens; cut stored texts to that."""
         self.cache = cache
         self.layers = cache.layers
-        # Of a stored text that is too long: the key of its first `max_length` tokens -> that of
-        # all of them, under which its states are stored. States do not depend on what follows.
-        self._whole: dict[bytes, bytes] = {}
-        for path in text_shards(cache.folder):
-            tokens = text_row(path)["input_ids"]
-            if len(tokens) > max_length:
-                cut_key = key_of(torch.tensor(tokens[:max_length]))
-                self._whole[cut_key] = key_of(torch.tensor(tokens))
+        self.max_length = max_length
         self.greedy = (cache.folder / ANSWERS).is_dir()
+
+    @cached_property
+    def _whole(self) -> dict[bytes, bytes]:
+        """Keys of stored texts by those of their first tokens, where they are too long.
+
+        States do not depend on what follows.
+        """
+        keys: dict[bytes, bytes] = {}
+        for path in text_shards(self.cache.folder):
+            tokens_T = torch.tensor(text_row(path)["input_ids"])
+            if len(tokens_T) > self.max_length:
+                keys[key_of(tokens_T[: self.max_length])] = key_of(tokens_T)
+        return keys
 
     def states(self, tokens_T: Tensor, conversation: int) -> States:
         key = self._key_of(tokens_T)
@@ -71,7 +78,8 @@ class FolderStates(StateSource):
     def _key_of(self, tokens_T: Tensor | NDArray[Any]) -> bytes | None:
         """The key of the states that begin with those of these tokens; None if there are none."""
         key = key_of(tokens_T)
-        key = self._whole.get(key, key)
+        if key not in self.cache:  # then all texts are opened
+            key = self._whole.get(key, key)
         return key if key in self.cache else None
 
     def text_of(self, example: Example) -> Tensor | None:

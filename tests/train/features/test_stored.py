@@ -19,6 +19,7 @@ from headstart.inference.feature_cache import FeatureCache, key_of
 from headstart.scripts.features import precompute
 from headstart.train.config import FeaturesConfig
 from headstart.train.features import online
+from headstart.train.features import stored as stored_features
 from headstart.train.features.sources import StateSource
 from headstart.train.loop import Callback, train
 
@@ -238,3 +239,26 @@ def test_a_broken_answer_is_named(stored, text):
         path.write_text(text)
     with pytest.raises(ValueError, match=r"answers/.*json cannot be read .*; remove it"):
         train(stored)
+
+
+def test_recorded_texts_are_opened_only_for_states_that_have_no_key_of_their_own(
+    monkeypatch, tmp_path
+):
+    text_T = torch.arange(5)
+    states_TLD = torch.rand(5, 1, 2)
+
+    class Cache(dict):
+        layers = (-1,)
+        folder = tmp_path
+        stored = dict.__getitem__
+
+    opened = []
+    monkeypatch.setattr(stored_features, "text_shards", lambda folder: ["a text"])
+    monkeypatch.setattr(
+        stored_features,
+        "text_row",
+        lambda path: opened.append(path) or {"input_ids": text_T.tolist()},
+    )
+    source = stored_features.FolderStates(Cache({key_of(text_T): (states_TLD, None)}), max_length=3)
+    assert torch.equal(source.states(text_T, 0)[0], states_TLD) and not opened
+    assert torch.equal(source.states(text_T[:3], 0)[0], states_TLD[:3]) and len(opened) == 1
