@@ -536,9 +536,6 @@ class Wishes:
     save: bool = False
 
 
-NO_WISHES = Wishes()
-
-
 def checkpoint_bytes(module: nn.Module) -> int:
     """Estimate a checkpoint's bytes on disk: trained weights with two optimizer states for each."""
     return sum(
@@ -555,7 +552,7 @@ def gradients(
     clock: StepClock,
     step: int,
     adapt: bool,
-    wishes: Wishes = NO_WISHES,
+    wishes: Wishes = Wishes(),
 ) -> tuple[list[HeadOutput], float, Wishes]:
     """Run the forwards and backwards of a step.
 

@@ -224,8 +224,9 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
     #    and [3, 4, 9] there: the other's draft ids are [-1, 0, 1].
     ids_V = draft_ids(head.vocabulary(), other.vocabulary())
     common_V = ids_V >= 0
+    by_token = tuple(f"{layer}." for layer in head.vocabulary_layers)
     for name in new_weights.keys() & weights.keys():
-        if _by_token(head, name) and new_weights[name].shape[1:] == weights[name].shape[1:]:
+        if name.startswith(by_token) and new_weights[name].shape[1:] == weights[name].shape[1:]:
             trained_KD = weights[name][ids_V[common_V]].to(new_weights[name].device)
             weights[name] = with_trained_rows(new_weights[name], common_V, trained_KD)
 
@@ -236,11 +237,6 @@ def copy_weights(head: DraftHead, other: DraftHead) -> None:
         if name in new_weights:
             weights[name] = new_weights[name]
     load_exactly(head, weights)
-
-
-def _by_token(head: DraftHead, name: str) -> bool:
-    """Whether a tensor has a row for each token of the draft vocabulary."""
-    return any(name.startswith(f"{layer}.") for layer in head.vocabulary_layers)
 
 
 def differences(trained: dict[str, Any], used: dict[str, Any]) -> list[str]:

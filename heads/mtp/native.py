@@ -241,7 +241,9 @@ def read_native_mtp(
             tensors that are missing, unknown or of another shape; each named.
     """
     # 1. The names of all tensors, from an index if there is one: nothing large is downloaded.
-    folder = _folder_with_index(source, revision, hub)
+    folder = local_folder(source, revision, [CONFIG_FILE, INDEX_FILE], **hub)
+    if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+        folder = local_folder(source, revision, [CONFIG_FILE, WEIGHTS_FILE], **hub)
     files = _files_of_tensors(folder, source)
     found = find(files, target.num_layers, repr(str(source)))
 
@@ -331,14 +333,6 @@ def _names_there(family: Family, ours: Iterable[str], blocks: int) -> dict[str, 
                 named[name] = their_beginning + name[len(beginning) :]
                 break
     return named
-
-
-def _folder_with_index(source: str | Path, revision: str | None, hub: dict[str, Any]) -> Path:
-    """A model's folder with the index of its weights, or with its one file."""
-    folder = local_folder(source, revision, [CONFIG_FILE, INDEX_FILE], **hub)
-    if not (folder / INDEX_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
-        folder = local_folder(source, revision, [CONFIG_FILE, WEIGHTS_FILE], **hub)
-    return folder
 
 
 def _files_of_tensors(folder: Path, source: str | Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -21,7 +20,7 @@ from ...inference.outer_modules import OuterTarget
 from ...stopping import Stopped, stop_on_signals
 from ..config import TrainConfig
 from ..data.chat_template import Example
-from ..data.token_cache import conversations_of, lengths_of, tokens_of
+from ..data.token_cache import lengths_of
 from ..engines import all_agree, any_process, from_main
 from .online import (
     CachedFeatures,
@@ -216,11 +215,8 @@ def _take(
     indices: list[int],
 ) -> None:
     """Add the states of some sequences to a cache."""
-    conversations_N = conversations_of(examples)
-    sequences: list[tuple[Tensor, int]] = []
-    for index in indices:
-        tokens_T = torch.from_numpy(tokens_of(examples, index).astype(np.int64))
-        sequences.append((tokens_T, int(conversations_N[index])))
+    chosen = [examples[index] for index in indices]
+    sequences = [(torch.tensor(example.tokens), example.conversation) for example in chosen]
     for (tokens_T, _), (states_TLD, _) in zip(sequences, source.many(sequences), strict=True):
         cache.add(key_of(tokens_T), normed(source, target, states_TLD))
 
