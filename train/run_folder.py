@@ -339,6 +339,11 @@ class RunFolder:
             # Without digests the options themselves must be the same.
             by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
             advice = "resume it with its own options, or choose another output folder"
+            if self.last.exists():
+                advice = (
+                    f"it is finished: to train its head further, give init_from {str(self.last)!r}"
+                    " and another output folder"
+                )
             free = (*FREE_TO_CHANGE, *config.free_to_change, *by_digest)
             check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:

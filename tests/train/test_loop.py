@@ -301,6 +301,21 @@ def test_a_folder_with_a_run_of_other_options_is_refused(
         train(config)
 
 
+def test_a_finished_run_that_is_asked_for_more_steps_says_how(
+    undisturbed, options, changed, tmp_path
+):
+    more = changed(options, output=str(undisturbed), loop={"max_steps": STEPS + 4})
+    advice = re.escape(f"init_from '{undisturbed / 'last'}' and another output folder")
+    with pytest.raises(ValueError, match=rf"max_steps = {STEPS}, not {STEPS + 4}; .*{advice}"):
+        train(more)
+    # The advice can be followed.
+    further = changed(
+        more, output=str(tmp_path / "more"), init_from=str(undisturbed / "last"), loop={"max_steps": 1}
+    )
+    (row,) = [row for row in log_of(train(further)) if "loss" in row]
+    assert row["loss"][0] < log_of(undisturbed)[0]["loss"][0]
+
+
 def test_a_head_of_an_unknown_kind_or_layer_is_refused(options):
     with pytest.raises(
         ValueError, match="unknown head 'medsua'; choose from cut, dflash, dspark, eagle, "
