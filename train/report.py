@@ -436,7 +436,10 @@ def _page(
         # Runs before version 0.3 have not written it down.
         prompts = row.get("prompts", "-")
         lines.append(f"| {row['step']} | {losses} | {prompts} | " + " | ".join(lengths) + " |")
-    lines += ["", "In brackets the 95 % interval: over prompts, or over the rounds of a single one."]
+    lines += [
+        "",
+        "In brackets the 95 % interval: over prompts, or over the rounds of a single one.",
+    ]
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += [
         "![loss](plots/loss.png)",

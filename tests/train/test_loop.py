@@ -243,6 +243,28 @@ def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, cha
     assert (covered == 1) == (size is None or len(set(said)) <= size)
 
 
+def test_a_draft_vocabulary_shrinks_to_the_tokens_of_the_answers(options, changed, capsys):
+    config = changed(
+        options,
+        head={"type": "medusa", "num_heads": 2, "draft_vocab_size": 200},
+        data={"held_out": 0.05},
+        loop={"max_steps": 1},
+    )
+    folder = train(config)
+    said = capsys.readouterr().out
+    loaded, _ = load_head(folder / "last")
+    # The answers count to 7, end with a token of their own, and have spaces between numbers.
+    assert sorted(loaded.token_map.tolist()) == sorted(
+        [*load_tokenizer(options.target).encode("1234567 "), 257]
+    )
+    assert "head.draft_vocab_size is 9 instead of 200" in " ".join(said.split())
+    # The same options are those of the run in the folder.
+    assert train(config) == folder
+    # A head that starts from another may draft tokens that these answers lack.
+    wider = changed(config, output=f"{folder}-wider", init_from=str(folder / "last"))
+    assert load_head(train(wider) / "last")[0].draft_vocab_size == 200
+
+
 @pytest.mark.parametrize("word", ["float32", "bfloat16", "float16"])
 def test_heads_are_saved_in_the_format_that_was_asked_for_and_measured_in_it(
     options, changed, monkeypatch, word
@@ -310,7 +332,10 @@ def test_a_finished_run_that_is_asked_for_more_steps_says_how(
         train(more)
     # The advice can be followed.
     further = changed(
-        more, output=str(tmp_path / "more"), init_from=str(undisturbed / "last"), loop={"max_steps": 1}
+        more,
+        output=str(tmp_path / "more"),
+        init_from=str(undisturbed / "last"),
+        loop={"max_steps": 1},
     )
     (row,) = [row for row in log_of(train(further)) if "loss" in row]
     assert row["loss"][0] < log_of(undisturbed)[0]["loss"][0]
