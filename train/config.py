@@ -10,7 +10,33 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
-from ..options import CommandOptions, Dtype, did_you_mean, limited, template_variables
+from ..options import (
+    CommandOptions,
+    Dtype,
+    check_type,
+    did_you_mean,
+    limited,
+    template_variables,
+)
+
+
+def as_files(sources: Any) -> Any:
+    """Options of data from Python as a file of options has them: a list of names.
+
+    Rows, a list of dicts or a `datasets.Dataset`, become a file in the cache folder. Anything else
+    is returned as it is.
+    """
+    if isinstance(sources, str):
+        return [sources]
+    # A DatasetDict, which is a dict, has several data sets.
+    is_data_set = hasattr(sources, "column_names") and not isinstance(sources, dict)
+    if is_data_set or (isinstance(sources, list) and sources and isinstance(sources[0], dict)):
+        from .data.conversations import write_rows
+
+        return [str(write_rows(sources))]
+    if isinstance(sources, list):
+        return [name if isinstance(name, str) else as_files(name)[0] for name in sources]
+    return sources
 
 
 @dataclass(frozen=True)
@@ -75,6 +101,10 @@ class SelfMadeConfig(CommandOptions):
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
+        rows: Any = self.prompts
+        if rows and not isinstance(rows, str):
+            # The dataclass is frozen: this is its constructor, which may still set its fields.
+            object.__setattr__(self, "prompts", as_files(rows)[0])
         super().__post_init__()
         # Called for its error: they may contradict each other.
         template_variables(self.thinking, self.template_kwargs)
@@ -469,7 +499,7 @@ class TrainConfig(CommandOptions):
     def _take_short_forms(self) -> None:
         """Take what Python's callers may write shorter, as a file of options has it.
 
-        A head by its type alone, one source, and groups as dicts.
+        A head by its type alone, groups as dicts, one source, and rows in the place of a source.
         """
         # The dataclass is frozen: this is its constructor, which may still set its fields.
         if isinstance(self.head, str):
@@ -484,8 +514,9 @@ class TrainConfig(CommandOptions):
                         f"unknown option {group.name}.{name}{did_you_mean(name, valid)}"
                     )
                 object.__setattr__(self, group.name, kind(**value))
-        if isinstance(self.data.sources, str):
-            object.__setattr__(self, "data", replace(self.data, sources=[self.data.sources]))
+        sources = as_files(self.data.sources)
+        check_type("data.sources", sources, list[str])
+        object.__setattr__(self, "data", replace(self.data, sources=sources))
 
     def _take_stored_texts(self) -> None:
         """Name a folder of texts with their states as the source of their tokens too.

@@ -124,8 +124,8 @@ def load_inputs(
     asked = config.head.get("draft_vocab_size") or 0
     if head.draft_vocab_size < asked and accelerator.is_main_process:
         log.info(
-            f"head.draft_vocab_size is {most} instead of {asked}: the answers have no more different"
-            " tokens"
+            f"head.draft_vocab_size is {most} instead of {asked}: the answers have no more"
+            " different tokens"
         )
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)

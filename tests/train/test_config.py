@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict
 from site_pages import documented_options
 
 from headstart.addons.serve.options import ServedTrainConfig
 from headstart.heads import HEADS
+from headstart.inference.text.prompt_files import read_prompts
+from headstart.inference.tuning.machine import cache_folder
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
@@ -189,6 +194,44 @@ def test_python_may_write_options_shorter():
         ValueError, match=r"unknown option loop\.max_step; did you mean 'max_steps'"
     ):
         TrainConfig(target="t", output="o", loop={"max_step": 3})  # type: ignore[arg-type]
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+    {"messages": [{"role": "user", "content": "1 + 1?", "name": "Ann"}]},
+]
+
+
+def test_rows_and_a_data_set_are_data():
+    by_rows = TrainConfig(target="t", output="o", data=DataConfig(sources=ROWS))  # type: ignore[arg-type]
+    (file,) = by_rows.data.sources
+    assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
+    # Keys that only other rows have are nulls in Arrow, and not in the file.
+    data_set = Dataset.from_list(ROWS)
+    by_data_set = TrainConfig(target="t", output="o", data={"sources": data_set})  # type: ignore[arg-type]
+    (of_data_set,) = by_data_set.data.sources
+    assert [json.loads(line) for line in Path(of_data_set).read_text().splitlines()] == ROWS
+    mixed = TrainConfig(target="t", output="o", data={"sources": ["f.jsonl", data_set]})  # type: ignore[arg-type]
+    assert mixed.data.sources == ["f.jsonl", of_data_set]
+    # The same rows are the same file, which a run that resumes finds again.
+    before = Path(file).stat().st_mtime_ns
+    again = TrainConfig(target="t", output="o", data=DataConfig(sources=ROWS))  # type: ignore[arg-type]
+    assert again.data.sources == [file] and Path(file).stat().st_mtime_ns == before
+    made = SelfMadeConfig(target="t", output="o", prompts=[{"prompt": "why?"}])  # type: ignore[arg-type]
+    assert made.prompts is not None
+    assert read_prompts(made.prompts) == [[{"role": "user", "content": "why?"}]]
+    for kind in (BenchConfig, TreeConfig):
+        assert len(build(kind, prompts=[{"prompt": "why?"}]).prompts) == 1
+
+
+def test_rows_that_are_not_data_are_refused():
+    with pytest.raises(ValueError, match="row 1 is not JSON: .*set"):
+        TrainConfig(target="t", output="o", data={"sources": [ROWS[0], {"prompt": {1}}]})  # type: ignore[arg-type]
+    splits = DatasetDict({"train": Dataset.from_list(ROWS)})
+    for wrong in (splits, 3):
+        with pytest.raises(ValueError, match=r"data\.sources must be a list"):
+            TrainConfig(target="t", output="o", data={"sources": wrong})  # type: ignore[arg-type]
+    assert not list((cache_folder() / "rows").glob("*.partial"))
 
 
 @pytest.mark.parametrize(

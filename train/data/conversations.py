@@ -252,6 +252,36 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
     return opened
 
 
+def write_rows(rows: list[dict[str, Any]] | Dataset) -> Path:
+    """Write rows to a JSONL file in the cache folder, whose name is a digest of them.
+
+    Rows that were written before keep their file, and so what is tokenized of it.
+
+    Raises:
+        ValueError: a row that is not JSON.
+    """
+    features = getattr(rows, "features", None)
+    folder = cache_folder() / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
+        partial_file = Path(file.name)
+        for number, row in enumerate(rows):
+            try:
+                line = json.dumps(without_fill(row, features)) + "\n"
+            except TypeError as error:
+                partial_file.unlink()
+                raise ValueError(f"row {number} is not JSON: {error}") from error
+            digest.update(line.encode())
+            file.write(line.encode())
+    path = folder / f"{digest.hexdigest()[:16]}.jsonl"
+    if path.exists():
+        partial_file.unlink()
+    else:
+        partial_file.replace(path)
+    return path
+
+
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
     """Read the first `limit` conversations of a source, each with its `messages`, or its tokens."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
