@@ -225,7 +225,7 @@ def test_rows_and_a_data_set_are_data():
 
 
 def test_rows_that_are_not_data_are_refused():
-    with pytest.raises(ValueError, match="row 1 is not JSON: .*set"):
+    with pytest.raises(ValueError, match=r"row 1 is not JSON: .*set"):
         TrainConfig(target="t", output="o", data={"sources": [ROWS[0], {"prompt": {1}}]})  # type: ignore[arg-type]
     splits = DatasetDict({"train": Dataset.from_list(ROWS)})
     for wrong in (splits, 3):
