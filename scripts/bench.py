@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.console import ProgressBar, console, log, number
 from headstart.options import limited
+from headstart.rows import as_files
 from headstart.scripts.command_line import SpeculativeOptions, options
-from headstart.train.config import as_files
 
 if TYPE_CHECKING:
     from torch import Tensor

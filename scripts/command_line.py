@@ -24,11 +24,12 @@ import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from headstart.console import log, printable, show_on_console
-from headstart.files import BROKEN
+from headstart.files import BROKEN, at_home
 from headstart.options import (
     RENAMED,
     CommandOptions,
     Dtype,
+    did_you_mean,
     limited,
     parts_of,
     template_variables,
@@ -46,6 +47,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 Options = TypeVar("Options", bound=CommandOptions)
 MOST_REFERENCES = 20
 """References in a config, which repeat what they name: nested ones grow without end."""
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+"""Folder of the configs that `--config` takes by name, of the repository or of the wheel."""
 LONGEST_SHOWN = 200
 """Characters of a value that an error shows."""
 LONGEST_ERROR = 4000
@@ -223,7 +226,10 @@ def options(
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", action="config", help="YAML file of options; the command line overrides it"
+        "--config",
+        action="config",
+        help="YAML file of options, or the name of one that headstart has, such as smollm2-eagle3;"
+        " the command line overrides it",
     )
     parser.add_class_arguments(kind)
     show_first(parser, kind.most_used)
@@ -238,6 +244,7 @@ def options(
     spelled_arguments = spelled_out(arguments, lists, flags)
     if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
         spelled_arguments = with_head_type(spelled_arguments)
+    spelled_arguments = with_config_paths(spelled_arguments)
     configs = config_files(spelled_arguments)
     for path in configs:
         check_config(path, types)
@@ -281,11 +288,35 @@ def with_head_type(arguments: list[str]) -> list[str]:
     return typed
 
 
+def with_config_paths(arguments: list[str]) -> list[str]:
+    """Spelled-out arguments in which `--config NAME` has become the path of that config."""
+    paths = list(arguments)
+    for place, argument in enumerate(arguments):
+        if place and arguments[place - 1] == "--config":
+            paths[place] = config_path(argument)
+        elif argument.startswith("--config="):
+            paths[place] = f"--config={config_path(argument.removeprefix('--config='))}"
+    return paths
+
+
+def config_path(name: str) -> str:
+    """Return the path of a config: a file, or one of headstart's by its name.
+
+    Raises:
+        ValueError: neither, with the nearest name.
+    """
+    if os.path.isfile(at_home(name)):
+        return at_home(name)
+    shipped = {path.stem: str(path) for path in CONFIGS.glob("*.yaml")}
+    if name not in shipped:
+        raise ValueError(f"no config at {name!r}{did_you_mean(name, shipped)}")
+    return shipped[name]
+
+
 def config_files(arguments: list[str]) -> list[str]:
     """Return the files that `--config` names among spelled-out arguments."""
     given = [value for option, value in itertools.pairwise(arguments) if option == "--config"]
-    given += [argument[9:] for argument in arguments if argument.startswith("--config=")]
-    return [path for path in given if os.path.isfile(path)]
+    return [*given, *(argument[9:] for argument in arguments if argument.startswith("--config="))]
 
 
 def check_config(path: str, types: dict[str, Any]) -> None:

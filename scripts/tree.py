@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from headstart.console import console, counted, log
 from headstart.options import limited
+from headstart.rows import as_files
 from headstart.scripts.command_line import DecodingOptions, options
-from headstart.train.config import as_files
 
 if TYPE_CHECKING:
     from torch import Tensor

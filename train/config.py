@@ -18,25 +18,7 @@ from ..options import (
     limited,
     template_variables,
 )
-
-
-def as_files(sources: Any) -> Any:
-    """Options of data from Python as a file of options has them: a list of names.
-
-    Rows, a list of dicts or a `datasets.Dataset`, become a file in the cache folder. Anything else
-    is returned as it is.
-    """
-    if isinstance(sources, str):
-        return [sources]
-    # A DatasetDict, which is a dict, has several data sets.
-    is_data_set = hasattr(sources, "column_names") and not isinstance(sources, dict)
-    if is_data_set or (isinstance(sources, list) and sources and isinstance(sources[0], dict)):
-        from .data.conversations import write_rows
-
-        return [str(write_rows(sources))]
-    if isinstance(sources, list):
-        return [name if isinstance(name, str) else as_files(name)[0] for name in sources]
-    return sources
+from ..rows import as_files
 
 
 @dataclass(frozen=True)

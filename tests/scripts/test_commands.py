@@ -398,6 +398,22 @@ def test_variables_of_the_chat_template_are_options_of_their_own(parsed, run, co
     assert "thinking True and template_kwargs enable_thinking False contradict each other" in errors
 
 
+@pytest.mark.parametrize("words", [["--config", "smollm2-eagle3"], ["--config=smollm2-eagle3"]])
+def test_a_config_of_headstart_is_taken_by_its_name(parsed, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = parsed("train", *words, "--data.sources", "c.jsonl", "--optim.lr", "3e-3")
+    assert (config.head["draft_vocab_size"], config.optim.lr) == (8192, 3e-3)
+    # A file of one's own of that name comes first.
+    Path("smollm2-eagle3").write_text("target: mine\noutput: o\n")
+    assert parsed("train", *words, "--data.sources", "c.jsonl").target == "mine"
+
+
+def test_the_nearest_config_is_named_for_an_unknown_one(run):
+    status, _, errors = run("train", "--config", "smollm2-eagel3")
+    assert status == 2
+    assert "no config at 'smollm2-eagel3'; did you mean 'smollm2-eagle3'?" in errors
+
+
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem
 )

@@ -13,9 +13,9 @@ from datasets import Dataset, DatasetDict
 from site_pages import documented_options
 
 from headstart.addons.serve.options import ServedTrainConfig
+from headstart.files import cache_folder
 from headstart.heads import HEADS
 from headstart.inference.text.prompt_files import read_prompts
-from headstart.inference.tuning.machine import cache_folder
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig

@@ -13,6 +13,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
+from headstart.files import cache_folder
 from headstart.heads import HEADS
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
@@ -192,7 +193,7 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(auto
     for before, after in ((0.5, "float32"), (2.0, "float32")):
         slow(monkeypatch, before)
         monkeypatch.setattr(machine, "_measured", {})
-        (machine.cache_folder() / "machine.json").unlink()
+        (cache_folder() / "machine.json").unlink()
         assert as_begun(automatic).loop.precision == after
         assert train(automatic) == folder  # not refused
     with pytest.raises(ValueError, match=r"loop\.precision = 'float32', not 'bfloat16'"):

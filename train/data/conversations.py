@@ -34,15 +34,20 @@ import numpy as np
 from datasets import (
     Dataset,
     DatasetDict,
-    LargeList,
-    List,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ...files import BROKEN, LONGEST_REASON, read_json, refuse_pipes, text_shards
+from ...files import (
+    BROKEN,
+    LONGEST_REASON,
+    cache_folder,
+    read_json,
+    refuse_pipes,
+    text_shards,
+)
 from ...inference.feature_cache import text_rows
 from ...inference.text.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.text.prompt_files import (
@@ -53,7 +58,7 @@ from ...inference.text.prompt_files import (
     parsed_line,
     without_compression,
 )
-from ...inference.tuning.machine import cache_folder
+from ...rows import without_fill
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
 """Columns of the formats that training reads: the token ids of a whole sequence with 1 for each
@@ -252,36 +257,6 @@ def open_sources(names: list[str], limit: int | None = None) -> list[Source]:
     return opened
 
 
-def write_rows(rows: list[dict[str, Any]] | Dataset) -> Path:
-    """Write rows to a JSONL file in the cache folder, whose name is a digest of them.
-
-    Rows that were written before keep their file, and so what is tokenized of it.
-
-    Raises:
-        ValueError: a row that is not JSON.
-    """
-    features = getattr(rows, "features", None)
-    folder = cache_folder() / "rows"
-    folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-        partial_file = Path(file.name)
-        for number, row in enumerate(rows):
-            try:
-                line = json.dumps(without_fill(row, features)) + "\n"
-            except TypeError as error:
-                partial_file.unlink()
-                raise ValueError(f"row {number} is not JSON: {error}") from error
-            digest.update(line.encode())
-            file.write(line.encode())
-    path = folder / f"{digest.hexdigest()[:16]}.jsonl"
-    if path.exists():
-        partial_file.unlink()
-    else:
-        partial_file.replace(path)
-    return path
-
-
 def read_conversations(source: str, limit: int | None = None) -> list[dict[str, Any]]:
     """Read the first `limit` conversations of a source, each with its `messages`, or its tokens."""
     rows = itertools.islice(open_source(source, limit).read(), limit)
@@ -328,26 +303,6 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     if 1 not in mask:
         raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")
     return dict(row)
-
-
-def without_fill(value: Any, feature: Any) -> Any:
-    """Drop keys that Arrow fills with null because other rows have them; `content` stays.
-
-    Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys
-    that its row had.
-    """
-    # Rows {"a": 1} and {"b": 2} come out of Arrow as {"a": 1, "b": None} and {"a": None, "b": 2}.
-    if isinstance(value, dict) and isinstance(feature, dict):
-        # An assistant message with tool calls may have the content null.
-        cells = {
-            name: cell for name, cell in value.items() if cell is not None or name == "content"
-        }
-        return {name: without_fill(cell, feature.get(name)) for name, cell in cells.items()}
-    # The type of a list's items: of [type], or of datasets' List and LargeList.
-    inside = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if isinstance(value, list) and isinstance(inside, (dict, list, List, LargeList)):
-        return [without_fill(item, inside) for item in value]
-    return value
 
 
 def _elements(name: str) -> Dataset:
