@@ -88,7 +88,9 @@ def commands_page() -> str:
     parts = [
         "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets"
         " options, the command line overrides it, and an unknown option is an error. `headstart"
-        " COMMAND --help` shows the same text."
+        " COMMAND --help` shows the same text.\n\nWith the package argcomplete (`pip install"
+        " '.[completion]'`) the shell completes commands and options; for bash put this line into"
+        ' ~/.bashrc:\n\n```bash\neval "$(register-python-argcomplete headstart)"\n```'
     ]
     for command, (module, purpose) in COMMANDS.items():
         about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))

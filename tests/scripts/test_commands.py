@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -460,6 +461,35 @@ def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, n
     first, second, _ = errors.splitlines()
     assert status == 2 and first == f"error: unknown option {unknown}"
     assert second.startswith(f"the nearest: {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("headstart tr", {"tree", "trace", "train"}),
+        ("headstart train --optim.l", {"--optim.lr"}),
+        ("headstart push runs/x --o", {"--output"}),
+        ("headstart generate --adaptive ", {"true", "false"}),
+    ],
+)
+def test_the_shell_completes_commands_and_options(line, words, tmp_path):
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    shell = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    subprocess.run(
+        [sys.executable, "-m", "headstart.scripts"],
+        env={**os.environ, **shell},
+        check=True,
+        timeout=200,
+    )
+    assert {word.strip() for word in answer.read_text().split("\n")} == words
 
 
 def test_help_and_refusals_import_no_torch():
