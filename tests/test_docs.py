@@ -99,6 +99,17 @@ def options_of(command: str) -> list[site_pages.Option]:
     return list(site_pages.documented_options(site_pages.asked(command).args[0]))
 
 
+def test_what_the_dockerfile_runs_is_here():
+    """Nothing here can build it."""
+    lines = (ROOT / "Dockerfile").read_text("utf-8").splitlines()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    made = {line.split()[-1] for line in lines if line.startswith("RUN make")}
+    assert made == {"setup"} and made <= targets
+    assert lines[-1] == 'CMD ["make", "demo"]' and "demo" in targets
+    shown = (ROOT / "docs" / "platforms.md").read_text("utf-8")
+    assert all(line.removeprefix("#   ") in shown for line in lines if line.startswith("#   "))
+
+
 def test_every_page_has_a_title_and_text():
     assert all(text.startswith("# ") and len(text) > 500 for text in PAGES.values())
 
