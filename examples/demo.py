@@ -143,7 +143,7 @@ def self_made(config: argparse.Namespace, folder: Path, speed: float) -> SelfMad
         output=str(folder / "conversations.jsonl"),
         conversations=conversations,
         batch_size=min(32, conversations // 4),
-        answer_tokens=160,
+        max_new_tokens=160,
         temperature=0.0,
     )
 
@@ -160,7 +160,7 @@ def training(
         optim=OptimConfig(name="muon", lr=1e-2, warmup=0.04, clip=1.0),
         data=DataConfig(sources=[str(conversations)], held_out=0.1, held_out_limit=8),
         loop=LoopConfig(max_steps=steps, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
-        eval=EvalConfig(conversations=8, prompts=8, new_tokens=32),
+        eval=EvalConfig(conversations=8, prompts=8, max_new_tokens=32),
     )
 
 

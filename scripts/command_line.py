@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, get_loader, set_parsing_settings
 
 from headstart.console import log, printable, show_on_console
 from headstart.files import BROKEN, at_home
 from headstart.options import (
-    RENAMED,
     CommandOptions,
     Dtype,
+    by_new_names,
     did_you_mean,
     limited,
     parts_of,
@@ -244,10 +244,11 @@ def options(
     spelled_arguments = spelled_out(arguments, lists, flags)
     if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
         spelled_arguments = with_head_type(spelled_arguments)
-    spelled_arguments = with_config_paths(spelled_arguments)
+    spelled_arguments = with_configs(spelled_arguments, config_path)
     configs = config_files(spelled_arguments)
     for path in configs:
         check_config(path, types)
+    spelled_arguments = with_configs(spelled_arguments, with_new_names)
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
@@ -288,15 +289,25 @@ def with_head_type(arguments: list[str]) -> list[str]:
     return typed
 
 
-def with_config_paths(arguments: list[str]) -> list[str]:
-    """Spelled-out arguments in which `--config NAME` has become the path of that config."""
-    paths = list(arguments)
+def with_configs(arguments: list[str], change: Callable[[str], str]) -> list[str]:
+    """Spelled-out arguments in which the values of `--config` are changed."""
+    changed = list(arguments)
     for place, argument in enumerate(arguments):
         if place and arguments[place - 1] == "--config":
-            paths[place] = config_path(argument)
+            changed[place] = change(argument)
         elif argument.startswith("--config="):
-            paths[place] = f"--config={config_path(argument.removeprefix('--config='))}"
-    return paths
+            changed[place] = f"--config={change(argument.removeprefix('--config='))}"
+    return changed
+
+
+def with_new_names(path: str) -> str:
+    """The path of a config, or its options as JSON where some have old names (`RENAMED`)."""
+    options = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
+    renamed = {
+        name: by_new_names(value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in by_new_names(options).items()
+    }
+    return path if renamed == options else json.dumps(renamed)
 
 
 def config_path(name: str) -> str:
@@ -454,7 +465,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
             continue
         option = spelled(name)
         old = option.removeprefix("--")
-        option = f"--{RENAMED.get(old, old)}"
+        (new,) = by_new_names({old: None})
+        option = f"--{new}"
         plain.append(option + equals + value)
         if equals:
             continue

@@ -13,6 +13,7 @@ from ..files import text_shards
 from ..options import (
     CommandOptions,
     Dtype,
+    by_new_names,
     check_type,
     did_you_mean,
     limited,
@@ -47,12 +48,12 @@ class SelfMadeConfig(CommandOptions):
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = limited(16, minimum=1)
     """Conversations generated at the same time; a finished one makes room for the next."""
-    target_dtype: Dtype = "fastest"
+    dtype: Dtype = "fastest"
     """Data type of the model's weights; fastest takes the fastest one here that is as exact as the
     checkpoint's own, auto the checkpoint's own."""
     temperature: float = limited(0.8, minimum=0)
     """Sampling temperature of answers; 0 for greedy decoding."""
-    answer_tokens: int = limited(256, minimum=1)
+    max_new_tokens: int = limited(256, minimum=1)
     """Longest answer, in tokens."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template. Training needs
@@ -68,7 +69,7 @@ class SelfMadeConfig(CommandOptions):
     """Share of the prompts that may be left out so, beyond which they end the command; null for 1
     %, or ten prompts where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
-    """Whether answers are kept that were cut off after `answer_tokens`; training does not learn
+    """Whether answers are kept that were cut off after `max_new_tokens`; training does not learn
     their end."""
     prompt_temperature: float = limited(1.0, above=0)
     """Sampling temperature of generated prompts."""
@@ -336,7 +337,7 @@ class EvalConfig:
 
     prompts: int = limited(16, minimum=1)
     """Held-out prompts that are answered with the head."""
-    new_tokens: int = limited(64, minimum=2)  # the first is the prefill's
+    max_new_tokens: int = limited(64, minimum=2)  # the first is the prefill's
     """Tokens of each answer."""
     conversations: int = limited(64, minimum=1)
     """Held-out conversations on which the accuracies behind the static tree are measured."""
@@ -364,7 +365,7 @@ class TrainConfig(CommandOptions):
     own options, which the page of heads lists; a name alone is the type."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
-    target_dtype: Dtype = "fastest"
+    dtype: Dtype = "fastest"
     """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where
     that is faster, auto the checkpoint's own."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
@@ -472,9 +473,9 @@ class TrainConfig(CommandOptions):
                 "an adapter changes the target's states, so it needs features.mode online, and"
                 f" optim.name adamw, not {features.mode} and {optim.name}"
             )
-        if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
+        if loop.precision == "float32" and self.dtype not in ("fastest", "auto", "float32"):
             raise ValueError(
-                f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the"
+                f"loop.precision float32 needs dtype float32, not {self.dtype}: the"
                 " head's arithmetic would otherwise run on rounded features"
             )
 
@@ -490,6 +491,7 @@ class TrainConfig(CommandOptions):
             value = getattr(self, group.name)
             kind = group.default_factory
             if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+                value = by_new_names(value, f"{group.name}.")
                 valid = [option.name for option in fields(kind)]
                 for name in value.keys() - set(valid):
                     raise ValueError(

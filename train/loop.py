@@ -721,7 +721,7 @@ def evaluate_and_save(
         prompts = eval_prompts(replay, inputs.held_out, config.eval)[: config.tracking.samples]
         tree = evaluation.policies[evaluation.best]
         samples = sample_answers(
-            replay, copy, tree, prompts, config.eval.new_tokens, inputs.tokenizer
+            replay, copy, tree, prompts, config.eval.max_new_tokens, inputs.tokenizer
         )
 
     # 3. Write down what a checkpoint says of itself. The probe holds a few drafts, by which a

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -253,9 +254,9 @@ def test_tree_takes_the_command_line_of_the_manual(parsed):
 
 
 DTYPES = {
-    "data": ["target_dtype"],
-    "features": ["target_dtype", "loop.precision"],
-    "train": ["target_dtype", "loop.precision"],
+    "data": ["dtype"],
+    "features": ["dtype", "loop.precision"],
+    "train": ["dtype", "loop.precision"],
     **{command: ["dtype"] for command in ("tree", "generate", "bench", "certify", "verify")},
 }
 COMPILED = ("tree", "generate", "bench", "certify")
@@ -276,9 +277,7 @@ def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, co
             return value
 
         assert found() == ("auto" if name == "loop.precision" else "fastest")
-        more = (
-            ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
-        )
+        more = ["--dtype", "float32"] if name == "loop.precision" and word == "float32" else []
         assert found(f"--{name}", word, *more) == word
         status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
         assert status == 2 and "float8" in errors
@@ -397,6 +396,30 @@ def test_variables_of_the_chat_template_are_options_of_their_own(parsed, run, co
     )
     assert status == 2
     assert "thinking True and template_kwargs enable_thinking False contradict each other" in errors
+
+
+OLD_NAMES = [
+    ("generate", "fallback", "adaptive", False),
+    ("data", "answer_tokens", "max_new_tokens", 12),
+    ("data", "target_dtype", "dtype", "float32"),
+    ("train", "target_dtype", "dtype", "float32"),
+    ("train", "eval.new_tokens", "eval.max_new_tokens", 12),
+]
+
+
+@pytest.mark.parametrize(("command", "old", "new", "value"), OLD_NAMES)
+def test_old_names_of_options_are_taken_with_a_warning(parsed, tmp_path, command, old, new, value):
+    required = REQUIRED[command]
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+        config = parsed(command, *required, f"--{old}", json.dumps(value).strip('"'))
+    assert attrgetter(new)(config) == value
+    group, _, name = old.rpartition(".")
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump({group: {name: value}} if group else {name: value}))
+    for words in (["--config", str(path)], [f"--config={path}"]):
+        with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+            config = parsed(command, *required, *words)
+        assert attrgetter(new)(config) == value
 
 
 @pytest.mark.parametrize("words", [["--config", "smollm2-eagle3"], ["--config=smollm2-eagle3"]])
@@ -610,7 +633,7 @@ def train_arguments(target_folder, conversations_file, tmp_path):
             "--data.sources",
             f"[{conversations_file}]",
         ),
-        *("--target_dtype", "float32", "--loop.precision", "float32"),
+        *("--dtype", "float32", "--loop.precision", "float32"),
     ]
 
 
@@ -665,7 +688,7 @@ def test_train_then_tree_then_generate_then_bench(run, target_folder, conversati
         "4",
         "--eval.prompts",
         "2",
-        "--eval.new_tokens",
+        "--eval.max_new_tokens",
         "4",
     ]
     arguments = [*train_arguments(target_folder, conversations_file, tmp_path), *small]

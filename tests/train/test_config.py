@@ -79,14 +79,14 @@ REFUSED = [
     (TrainConfig, "optim.ema", 1.0),
     (TrainConfig, "eval.prompts", 0),
     # the prefill's token alone: no round, no acceptance length
-    (TrainConfig, "eval.new_tokens", 1),
+    (TrainConfig, "eval.max_new_tokens", 1),
     (TrainConfig, "eval.conversations", 0),
     (TrainConfig, "eval.nodes", 1),
     (SelfMadeConfig, "target", ""),
     (SelfMadeConfig, "output", ""),
     (SelfMadeConfig, "conversations", 0),
     (SelfMadeConfig, "batch_size", 0),
-    (SelfMadeConfig, "answer_tokens", 0),
+    (SelfMadeConfig, "max_new_tokens", 0),
     (SelfMadeConfig, "prompt_tokens", 0),
     (SelfMadeConfig, "temperature", -0.5),
     (SelfMadeConfig, "prompt_temperature", -0.25),
@@ -161,10 +161,10 @@ def test_a_value_that_cannot_work_is_refused_by_name(kind, option, value):
 
 
 def test_float32_arithmetic_on_a_rounded_target_is_refused():
-    with pytest.raises(ValueError, match=r"loop\.precision.*target_dtype.*bfloat16"):
-        build(TrainConfig, **{"loop.precision": "float32", "target_dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"loop\.precision.*dtype.*bfloat16"):
+        build(TrainConfig, **{"loop.precision": "float32", "dtype": "bfloat16"})
     for word in ("float32", "fastest", "auto"):
-        build(TrainConfig, **{"loop.precision": "float32", "target_dtype": word})
+        build(TrainConfig, **{"loop.precision": "float32", "dtype": word})
 
 
 def test_an_adapter_needs_fresh_states_and_adamw():
@@ -232,6 +232,13 @@ def test_rows_that_are_not_data_are_refused():
         with pytest.raises(ValueError, match=r"data\.sources must be a list"):
             TrainConfig(target="t", output="o", data={"sources": wrong})  # type: ignore[arg-type]
     assert not list((cache_folder() / "rows").glob("*.partial"))
+
+
+def test_a_group_of_python_may_have_old_names():
+    config = build(TrainConfig)
+    with pytest.warns(FutureWarning, match=r"eval\.new_tokens is called eval\.max_new_tokens now"):
+        config = dataclasses.replace(config, eval={"new_tokens": 12})  # type: ignore[arg-type]
+    assert config.eval.max_new_tokens == 12
 
 
 @pytest.mark.parametrize(

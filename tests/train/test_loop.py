@@ -492,6 +492,9 @@ def test_a_run_that_began_before_there_were_these_options_goes_on(
         del before["data"][name]
     for name in ("batch_tokens", "micro_tokens"):
         del before["loop"][name]
+    # These had other names.
+    before["target_dtype"] = before.pop("dtype")
+    before["eval"]["new_tokens"] = before["eval"].pop("max_new_tokens")
     path.write_text(yaml.safe_dump(before))
     assert same_outcome(train(options), undisturbed)
 
