@@ -252,7 +252,7 @@ def options(
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
-        explanation = explained(str(error), arguments, types, configs)
+        explanation = explained(str(error), arguments, types, configs, first)
         raise ValueError(
             f"{explanation}\n`headstart {command} --help` lists all options"
         ) from error
@@ -363,7 +363,11 @@ def shown(value: Any) -> str:
 
 
 def explained(
-    message: str, arguments: list[str], types: dict[str, Any], configs: Sequence[str] = ()
+    message: str,
+    arguments: list[str],
+    types: dict[str, Any],
+    configs: Sequence[str] = (),
+    first: str | None = None,
 ) -> str:
     """Explain the parser's error in a line or two: what was given, and what is valid.
 
@@ -372,6 +376,7 @@ def explained(
         arguments: the command line as it was typed.
         types: types of the valid options, by their dotted names.
         configs: files of options, in which those are that the command line does not name.
+        first: the option whose name may be left out, if it comes first.
     """
     in_config = f"{', '.join(configs)}: " if configs else ""
     at_end = f" in {', '.join(configs)}" if configs else ""
@@ -380,7 +385,11 @@ def explained(
         unknown = message.removeprefix("unrecognized arguments: ").split()
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not names:
-            return f"unexpected {unknown[0]!r}: an option is written --NAME VALUE"
+            # The message holds a quoted argument word by word: show it as it was given.
+            text = " ".join(unknown)
+            given = next(argument for argument in arguments if text.startswith(argument))
+            place = f"it comes first, or after --{first}" if first else "write --NAME VALUE"
+            return f"unexpected {given!r}: {place}"
         # As the user typed them: `spelled_out` has replaced hyphens by underscores.
         typed = {}
         for argument in arguments:
@@ -417,13 +426,11 @@ def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -
         last = name.rpartition(".")[2]
         in_groups = [option for option in types if option.rpartition(".")[2] == last]
         similar = difflib.get_close_matches(name, types, n=3)
-        nearest += [
-            f"--{option}" for option in [*in_groups, *similar] if f"--{option}" not in nearest
-        ]
+        nearest += [f"--{option}" for option in [*in_groups, *similar]]
     first = f"unknown option {', '.join(given)}"
     if not nearest:
         return f"{first}\nno valid option has a similar name"
-    return f"{first}\nthe nearest: {', '.join(nearest)}"
+    return f"{first}\nthe nearest: {', '.join(dict.fromkeys(nearest))}"
 
 
 def option_types(kind: type, before: str = "") -> dict[str, Any]:

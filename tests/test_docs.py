@@ -114,6 +114,13 @@ def test_every_page_has_a_title_and_text():
     assert all(text.startswith("# ") and len(text) > 500 for text in PAGES.values())
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_paragraph_stands_twice_on_a_page(page):
+    paragraphs = PAGES[page].split("\n\n")
+    long = [text for text in paragraphs if len(text) > 80 and not text.startswith("```")]
+    assert len(set(long)) == len(long)
+
+
 def test_every_command_is_found_in_the_pages():
     shown = {words[0] for _, words in COMMANDS}
     assert {

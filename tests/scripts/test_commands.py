@@ -470,6 +470,7 @@ def test_an_unknown_option_is_answered_in_three_lines(run, command):
         (["generate", "--max-new-token=3"], "--max-new-token", "--max_new_tokens"),
         (["bench", "--promts", "a.jsonl", "b.jsonl"], "--promts", "--prompts"),
         (["train", "--lr", "1e-3"], "--lr", "--optim.lr"),
+        (["train", "--sources", "f"], "--sources", "--data.sources\n"),
         (["train", "--loop.batchsize", "3"], "--loop.batchsize", "--loop.batch_size"),
         (["train", "--adapter", "{rnak: 8}"], "adapter.rnak", "--adapter.rank"),
         (
@@ -481,9 +482,15 @@ def test_an_unknown_option_is_answered_in_three_lines(run, command):
 )
 def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, nearest):
     status, _, errors = run(*given)
-    first, second, _ = errors.splitlines()
-    assert status == 2 and first == f"error: unknown option {unknown}"
+    first, second, _ = errors.splitlines(keepends=True)
+    assert status == 2 and first == f"error: unknown option {unknown}\n"
     assert second.startswith(f"the nearest: {nearest}")
+
+
+def test_a_quoted_text_in_the_wrong_place_is_shown_whole(run):
+    status, _, errors = run("generate", "--target", "t", "hi there")
+    assert status == 2
+    assert errors.startswith("error: unexpected 'hi there': it comes first, or after --prompt\n")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import math
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
 from site_pages import documented_options
 
+import headstart.train
 from headstart.addons.serve.options import ServedTrainConfig
 from headstart.files import cache_folder
 from headstart.heads import HEADS
@@ -232,6 +234,15 @@ def test_rows_that_are_not_data_are_refused():
         with pytest.raises(ValueError, match=r"data\.sources must be a list"):
             TrainConfig(target="t", output="o", data={"sources": wrong})  # type: ignore[arg-type]
     assert not list((cache_folder() / "rows").glob("*.partial"))
+
+
+def test_the_example_in_the_docstring_runs(monkeypatch):
+    example = textwrap.dedent((headstart.train.__doc__ or "").split("\n\n")[1])
+    example += "\n" + textwrap.dedent((headstart.train.__doc__ or "").split("\n\n")[2])
+    monkeypatch.setattr(headstart.train, "train", lambda config: config, raising=False)
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert names["folder"].data.sources == ["conversations.jsonl"]
 
 
 def test_a_group_of_python_may_have_old_names():
