@@ -413,9 +413,10 @@ def test_the_interactive_example_emits_the_target_distribution():
 
 
 def test_commands_and_heads_pages_name_every_option():
-    commands, heads = site_pages.commands_page(), site_pages.heads_page()
+    commands = "\n".join(map(site_pages.command_page, site_pages.COMMANDS))
+    heads = site_pages.heads_page()
     assert "| `loop.batch_size` | `int` | `8` | Rows per optimizer step" in commands
-    assert all(f"## headstart {command}\n" in commands for command in site_pages.COMMANDS)
+    assert all(f"# headstart {command}\n" in commands for command in site_pages.COMMANDS)
     assert all(f"## {name}\n" in heads for name in site_pages.HEADS)
 
 
