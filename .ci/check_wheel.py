@@ -24,4 +24,7 @@ for name in ("heads", "inference", "train", "addons", "scripts"):
 assert (Path(headstart.__file__).parent / "py.typed").is_file(), (
     "type checkers take no hints without py.typed"
 )
+ours = {path.name for path in (Path(headstart.__file__).parent / "configs").glob("*")}
+wanted_configs = {path.name for path in (repository / "configs").glob("*.yaml")}
+assert wanted_configs <= ours, f"the wheel lacks configs: {wanted_configs - ours}"
 print(f"headstart {headstart.__version__}: 4 packages imported, {modules} modules in the wheel")

@@ -161,7 +161,7 @@ def config_of(folder: Path, combination: dict[str, Any], name: str) -> TrainConf
             "feature_layers": [0, -1],
             "start": combination["start"],
         },
-        target_dtype="float32",
+        dtype="float32",
         target_placement=combination["placement"],
         data=DataConfig(
             sources=[str(folder / f"{combination['rows']}.jsonl")],
@@ -181,7 +181,7 @@ def config_of(folder: Path, combination: dict[str, Any], name: str) -> TrainConf
             save_every=0,
             timeout=5.0,
         ),
-        eval=EvalConfig(prompts=1, new_tokens=4, conversations=1, nodes=4),
+        eval=EvalConfig(prompts=1, max_new_tokens=4, conversations=1, nodes=4),
     )
 
 

@@ -106,7 +106,7 @@ def start(folder: Path, args: argparse.Namespace) -> None:
         target=str(folder / "target"),
         output=str(folder / f"run-{args.began}"),
         head={"type": "medusa", "num_heads": 2, "draft_vocab_size": 1024},
-        target_dtype="float32",
+        dtype="float32",
         data=DataConfig(
             sources=[str(folder / f"{number:04d}.jsonl") for number in range(args.files)],
             max_length=2048,
@@ -115,7 +115,7 @@ def start(folder: Path, args: argparse.Namespace) -> None:
             workers=args.workers,
         ),
         loop=LoopConfig(epochs=2, batch_size=8, precision="float32", eval_every=0, save_every=0),
-        eval=EvalConfig(prompts=2, new_tokens=2, conversations=2),
+        eval=EvalConfig(prompts=2, max_new_tokens=2, conversations=2),
     )
     read: list[loop.Inputs] = []
     load_inputs = loop.load_inputs

@@ -149,7 +149,7 @@ def config_of_8b(folder: Path) -> TrainConfig:
         "loop.eval_every": 0,
         "loop.save_minutes": "null",
         "eval.prompts": 1,
-        "eval.new_tokens": 4,
+        "eval.max_new_tokens": 4,
         "eval.conversations": 1,
         "eval.nodes": 4,
     }
@@ -165,7 +165,7 @@ def config_of(folder: Path, name: str) -> TrainConfig:
         target=str(folder / "target"),
         output=str(folder / name),
         head={"type": "eagle3", "depth": 2, "feature_layers": [0, -1], "train_steps": 2},
-        target_dtype="float32",
+        dtype="float32",
         data=DataConfig(
             sources=[str(folder / "rows-target.jsonl")],
             max_length=64,
@@ -181,7 +181,7 @@ def config_of(folder: Path, name: str) -> TrainConfig:
             save_every=0,
             timeout=5.0,
         ),
-        eval=EvalConfig(prompts=1, new_tokens=4, conversations=1, nodes=4),
+        eval=EvalConfig(prompts=1, max_new_tokens=4, conversations=1, nodes=4),
     )
 
 

@@ -196,7 +196,7 @@ def measured(
     ]
     given += [f"--head.draft_vocab_size={args.draft_vocabulary}"] if args.draft_vocabulary else []
     given += ["--loop.eval_every=0", f"--loop.max_steps={round(args.steps / COSTS.get(name, 1.0))}"]
-    given += ["--eval.prompts=1", "--eval.new_tokens=8", "--eval.conversations=8"]
+    given += ["--eval.prompts=1", "--eval.max_new_tokens=8", "--eval.conversations=8"]
     given += ["--features.mode=cached", f"--features.folder={Path(args.output) / states}"]
     given += [f"--{option}" for option in [*args.options, *CHANGES[name]]]
 

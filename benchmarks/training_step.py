@@ -422,7 +422,7 @@ def step_parts(path: str, conversations: str, number: int) -> list[str]:
         "",
         (
             f"Hardware: {hardware()}. {path}, {len(timed)} steps of {config.loop.batch_size}"
-            f" conversations, at most {tokens:,} tokens; target in {config.target_dtype}, head in"
+            f" conversations, at most {tokens:,} tokens; target in {config.dtype}, head in"
             f" {config.loop.precision}."
         ),
         "",

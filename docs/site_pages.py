@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from headstart.heads import HEADS
-from headstart.scripts.__main__ import COMMANDS
+from headstart.scripts.__main__ import COMMANDS, GROUPS
 from headstart.scripts.command_line import options
 
 ROOT = Path(__file__).parent.parent
@@ -84,20 +84,29 @@ def escaped(cell: str) -> str:
 
 
 def commands_page() -> str:
-    """Every command, its purpose and its options."""
+    """What commands have in common, and a link to the page of each."""
     parts = [
         "# Commands\n\n`headstart COMMAND --config FILE.yaml --OPTION VALUE`: a YAML file sets"
         " options, the command line overrides it, and an unknown option is an error. `headstart"
-        " COMMAND --help` shows the same text."
+        " COMMAND --help` shows the text of the command's page.\n\nWith the package argcomplete"
+        " (`pip install '.[completion]'`) the shell completes commands and options; for bash put"
+        " this line into ~/.bashrc:\n\n```bash\n"
+        'eval "$(register-python-argcomplete headstart)"\n```'
     ]
-    for command, (module, purpose) in COMMANDS.items():
-        about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))
-        kind = asked(command).args[0]
-        parts.append(
-            "## headstart"
-            f" {command}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{about}\n\n{table(kind)}"
-        )
+    for group, commands in GROUPS.items():
+        rows = [f"| [{name}](commands/{name}.md) | {row[1]} |" for name, row in commands.items()]
+        parts.append("\n".join([f"## {group.capitalize()}\n", "| | |", "|---|---|", *rows]))
     return "\n\n".join(parts)
+
+
+def command_page(command: str) -> str:
+    """A command, its purpose and its options."""
+    module, purpose = COMMANDS[command]
+    about = inspect.getdoc(importlib.import_module(f"headstart.scripts.{module}"))
+    options_table = table(asked(command).args[0])
+    return (
+        f"# headstart {command}\n\n{purpose[0].upper()}{purpose[1:]}.\n\n{about}\n\n{options_table}"
+    )
 
 
 def heads_page() -> str:
@@ -121,6 +130,14 @@ def with_options(markdown: str) -> str:
     return re.sub(r"<!-- options: (\S+) -->", options_of_head, markdown)
 
 
+def on_config(config: Any) -> Any:
+    """Give the commands a tab, with a page each."""
+    pages = [{command: f"commands/{command}.md"} for command in COMMANDS]
+    place = next(number for number, tab in enumerate(config.nav) if "Reference" in tab)
+    config.nav.insert(place, {"Commands": [{"All commands": "commands.md"}, *pages]})
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made here, those of benchmarks/, and the files of examples/ that they
     show."""
@@ -133,9 +150,9 @@ def on_files(files: Any, config: Any) -> Any:
     ]
     beside += ROOT.glob("examples/slurm/*")
     pages = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in beside}
-    for name, text in (
-        pages | {"commands.md": commands_page(), "options.md": heads_page()}
-    ).items():
+    pages |= {"commands.md": commands_page(), "options.md": heads_page()}
+    pages |= {f"commands/{command}.md": command_page(command) for command in COMMANDS}
+    for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
 

@@ -45,11 +45,14 @@ CONVERSATIONS = 24
 STEPS = 12
 """Training steps for each minute, of `BATCH_SIZE` conversations."""
 BATCH_SIZE = 4
-HEAD: dict[str, Any] = {"type": "eagle3", "train_steps": 3, "start": "last"}
+HEAD: dict[str, Any] = {
+    "type": "eagle3",
+    "draft_vocab_size": 2048,
+    "train_steps": 3,
+    "start": "last",
+}
 """The head that is trained, as in configs/smollm2-eagle3.yaml, with fewer steps of training-time
-test."""
-VOCABULARY = 2048
-"""Most tokens of the draft vocabulary."""
+test. Fewer conversations than those of some minutes have fewer different tokens."""
 PROMPTS = 12
 """Prompts on which heads are compared, `FEWEST_PROMPTS` on the slowest machine."""
 FEWEST_PROMPTS = 8
@@ -140,7 +143,7 @@ def self_made(config: argparse.Namespace, folder: Path, speed: float) -> SelfMad
         output=str(folder / "conversations.jsonl"),
         conversations=conversations,
         batch_size=min(32, conversations // 4),
-        answer_tokens=160,
+        max_new_tokens=160,
         temperature=0.0,
     )
 
@@ -150,22 +153,14 @@ def training(
 ) -> TrainConfig:
     """The options of `headstart train`; `speed` is that of this machine, at most 1."""
     steps = max(1, int(speed * STEPS * config.minutes))
-    answer_tokens: set[int] = set()
-    for line in conversations.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        for token, learned in zip(row["input_ids"], row["loss_mask"], strict=True):
-            if learned:
-                answer_tokens.add(token)
-    # some of them are in held-out conversations alone
-    vocabulary = min(VOCABULARY, len(answer_tokens) // 2)
     return TrainConfig(
         target=config.target,
         output=str(folder / "eagle3"),
-        head={**HEAD, "draft_vocab_size": vocabulary},
+        head=HEAD,
         optim=OptimConfig(name="muon", lr=1e-2, warmup=0.04, clip=1.0),
         data=DataConfig(sources=[str(conversations)], held_out=0.1, held_out_limit=8),
         loop=LoopConfig(max_steps=steps, batch_size=BATCH_SIZE, eval_every=0, save_every=50),
-        eval=EvalConfig(conversations=8, prompts=8, new_tokens=32),
+        eval=EvalConfig(conversations=8, prompts=8, max_new_tokens=32),
     )
 
 

@@ -17,11 +17,11 @@ if compgen -G "$target.part-*" > /dev/null; then
   target="$output/target.gguf"
 fi
 if [ -n "${TINY:-}" ]; then
-  data=(--conversations 12 --batch_size 4 --answer_tokens 24 --min_distinct 0)
+  data=(--conversations 12 --batch_size 4 --max_new_tokens 24 --min_distinct 0)
   training=(--loop.max_steps 3 --loop.batch_size 2 --loop.eval_every 3 --eval.prompts 1 --eval.conversations 2
-            --eval.new_tokens 8 --features.mode online --head.draft_vocab_size null)
+            --eval.max_new_tokens 8 --features.mode online --head.draft_vocab_size null)
 else
-  data=(--conversations 20000 --batch_size 512 --answer_tokens 256)
+  data=(--conversations 20000 --batch_size 512 --max_new_tokens 256)
   training=(--loop.batch_size 64 --loop.eval_every 200 --features.mode online)
 fi
 "$python" -m headstart.scripts data --target "$target" --output "$output/answers.jsonl" "${data[@]}"

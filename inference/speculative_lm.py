@@ -234,6 +234,7 @@ class SpeculativeLM:
         # 1. What can be refused before weights are read.
         model_kwargs = by_new_names(model_kwargs)
         adaptive = model_kwargs.pop("adaptive", adaptive)
+        dtype = model_kwargs.pop("dtype", dtype)
         dtype_was_named = dtype != "fastest" or not isinstance(target, str | Path)
         check_rule_name(acceptance)
         flags = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 EXTRAS = {
     "accelerate": "train",
@@ -22,11 +23,18 @@ EXTRAS = {
 """By import name; the extras are those of pyproject.toml."""
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra: from the clone that runs, else by the package's name."""
+    clone = Path(__file__).resolve().parent.parent
+    is_clone = (clone / "pyproject.toml").is_file()
+    return f"pip install '{clone if is_clone else 'headstart'}[{extra}]'"
+
+
 def missing_extra(package: str, what: str) -> ImportError:
     """Return the error for a missing package: what needs it, and the command that installs it."""
     return ImportError(
         f"{what} needs the package {package!r}, which is not installed; install it with: "
-        f"pip install 'headstart[{EXTRAS[package]}]'",
+        f"{install_command(EXTRAS[package])}",
         name=package,
     )
 

@@ -81,6 +81,20 @@ def remove_partials(folder: Path, patterns: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """Return the folder for what is kept between processes.
+
+    It is `$HEADSTART_CACHE`, or headstart in the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    chosen = os.environ.get("HEADSTART_CACHE")
+    if chosen:
+        return Path(at_home(chosen))
+    return Path(at_home(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "headstart"
+
+
 def write_whole(path: Path, text: str, mode: int = 0o666) -> Path:
     """Write a text file that no reader finds half-written, and return its path.
 

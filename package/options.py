@@ -20,8 +20,15 @@ from typing import Any, ClassVar, Literal, Union
 
 from .files import at_home
 
-RENAMED = {"fallback": "adaptive"}
-"""Options that had another name before version 0.3, which is still taken."""
+RENAMED = {
+    "fallback": "adaptive",
+    "answer_tokens": "max_new_tokens",
+    "new_tokens": "max_new_tokens",
+    "eval.new_tokens": "eval.max_new_tokens",
+    "target_dtype": "dtype",
+}
+"""Options, those of groups by dotted names, that had another name before version 0.3, which command
+lines, files and arguments may still have."""
 Dtype = Literal["fastest", "auto", "float64", "float32", "bfloat16", "float16"]
 
 RESERVED = frozenset(
@@ -81,11 +88,18 @@ class CommandOptions:
         check_values(self)
 
 
-def by_new_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose old names (`RENAMED`) have become the new ones, with a warning for each."""
-    for old in RENAMED.keys() & options.keys():
-        warnings.warn(f"{old} is called {RENAMED[old]} now", FutureWarning, stacklevel=3)
-    return {RENAMED.get(name, name): value for name, value in options.items()}
+def by_new_names(options: Mapping[str, Any], group: str = "", warn: bool = True) -> dict[str, Any]:
+    """Options whose old names (`RENAMED`) have become the new ones, with a warning for each.
+
+    `group` is what comes before their names, such as "eval.".
+    """
+    renamed = {}
+    for name, value in options.items():
+        new = RENAMED.get(f"{group}{name}")
+        if new is not None and warn:
+            warnings.warn(f"{group}{name} is called {new} now", FutureWarning, stacklevel=3)
+        renamed[name if new is None else new.removeprefix(group)] = value
+    return renamed
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import importlib.metadata
+import os
 import sys
 
 from headstart.extras import named
@@ -53,6 +55,9 @@ def overview() -> str:
 
 def main() -> None:
     """Run one of the commands."""
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
+        return
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         print(overview())
@@ -73,6 +78,22 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+
+
+def complete() -> None:
+    """Answer a press of Tab: the package argcomplete has put the line into the environment."""
+    line = os.environ["COMP_LINE"]
+    command, *rest = line.split(" ")[1:] or [""]
+    if command in COMMANDS and rest:
+        # The parser of the command completes what follows the command, which is word 2.
+        os.environ["_ARGCOMPLETE"] = "2"
+        run_command(command, [])
+        return
+    import argcomplete
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=list(COMMANDS))
+    argcomplete.autocomplete(parser)
 
 
 def run_command(command: str, arguments: list[str]) -> None:

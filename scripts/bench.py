@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.console import ProgressBar, console, log, number
 from headstart.options import limited
+from headstart.rows import as_files
 from headstart.scripts.command_line import SpeculativeOptions, options
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class BenchConfig(SpeculativeOptions):
     """Power that this machine draws; prints the energy of a million tokens."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", as_files(self.prompts))
         super().__post_init__()
         if not self.head and not self.drafter:
             raise ValueError("a head or a drafter is required and neither was given")

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, get_loader, set_parsing_settings
 
 from headstart.console import log, printable, show_on_console
-from headstart.files import BROKEN
+from headstart.files import BROKEN, at_home
 from headstart.options import (
-    RENAMED,
     CommandOptions,
     Dtype,
+    by_new_names,
+    did_you_mean,
     limited,
     parts_of,
     template_variables,
@@ -46,6 +47,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 Options = TypeVar("Options", bound=CommandOptions)
 MOST_REFERENCES = 20
 """References in a config, which repeat what they name: nested ones grow without end."""
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+"""Folder of the configs that `--config` takes by name, of the repository or of the wheel."""
 LONGEST_SHOWN = 200
 """Characters of a value that an error shows."""
 LONGEST_ERROR = 4000
@@ -223,7 +226,10 @@ def options(
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", action="config", help="YAML file of options; the command line overrides it"
+        "--config",
+        action="config",
+        help="YAML file of options, or the name of one that headstart has, such as smollm2-eagle3;"
+        " the command line overrides it",
     )
     parser.add_class_arguments(kind)
     show_first(parser, kind.most_used)
@@ -238,13 +244,15 @@ def options(
     spelled_arguments = spelled_out(arguments, lists, flags)
     if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
         spelled_arguments = with_head_type(spelled_arguments)
+    spelled_arguments = with_configs(spelled_arguments, config_path)
     configs = config_files(spelled_arguments)
     for path in configs:
         check_config(path, types)
+    spelled_arguments = with_configs(spelled_arguments, with_new_names)
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
     except ArgumentError as error:
-        explanation = explained(str(error), arguments, types, configs)
+        explanation = explained(str(error), arguments, types, configs, first)
         raise ValueError(
             f"{explanation}\n`headstart {command} --help` lists all options"
         ) from error
@@ -281,11 +289,45 @@ def with_head_type(arguments: list[str]) -> list[str]:
     return typed
 
 
+def with_configs(arguments: list[str], change: Callable[[str], str]) -> list[str]:
+    """Spelled-out arguments in which the values of `--config` are changed."""
+    changed = list(arguments)
+    for place, argument in enumerate(arguments):
+        if place and arguments[place - 1] == "--config":
+            changed[place] = change(argument)
+        elif argument.startswith("--config="):
+            changed[place] = f"--config={change(argument.removeprefix('--config='))}"
+    return changed
+
+
+def with_new_names(path: str) -> str:
+    """The path of a config, or its options as JSON where some have old names (`RENAMED`)."""
+    options = get_loader("yaml")(Path(path).read_text(encoding="utf-8"))
+    renamed = {
+        name: by_new_names(value, f"{name}.") if isinstance(value, dict) else value
+        for name, value in by_new_names(options).items()
+    }
+    return path if renamed == options else json.dumps(renamed)
+
+
+def config_path(name: str) -> str:
+    """Return the path of a config: a file, or one of headstart's by its name.
+
+    Raises:
+        ValueError: neither, with the nearest name.
+    """
+    if os.path.isfile(at_home(name)):
+        return at_home(name)
+    shipped = {path.stem: str(path) for path in CONFIGS.glob("*.yaml")}
+    if name not in shipped:
+        raise ValueError(f"no config at {name!r}{did_you_mean(name, shipped)}")
+    return shipped[name]
+
+
 def config_files(arguments: list[str]) -> list[str]:
     """Return the files that `--config` names among spelled-out arguments."""
     given = [value for option, value in itertools.pairwise(arguments) if option == "--config"]
-    given += [argument[9:] for argument in arguments if argument.startswith("--config=")]
-    return [path for path in given if os.path.isfile(path)]
+    return [*given, *(argument[9:] for argument in arguments if argument.startswith("--config="))]
 
 
 def check_config(path: str, types: dict[str, Any]) -> None:
@@ -321,7 +363,11 @@ def shown(value: Any) -> str:
 
 
 def explained(
-    message: str, arguments: list[str], types: dict[str, Any], configs: Sequence[str] = ()
+    message: str,
+    arguments: list[str],
+    types: dict[str, Any],
+    configs: Sequence[str] = (),
+    first: str | None = None,
 ) -> str:
     """Explain the parser's error in a line or two: what was given, and what is valid.
 
@@ -330,6 +376,7 @@ def explained(
         arguments: the command line as it was typed.
         types: types of the valid options, by their dotted names.
         configs: files of options, in which those are that the command line does not name.
+        first: the option whose name may be left out, if it comes first.
     """
     in_config = f"{', '.join(configs)}: " if configs else ""
     at_end = f" in {', '.join(configs)}" if configs else ""
@@ -338,7 +385,11 @@ def explained(
         unknown = message.removeprefix("unrecognized arguments: ").split()
         names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
         if not names:
-            return f"unexpected {unknown[0]!r}: an option is written --NAME VALUE"
+            # The message holds a quoted argument word by word: show it as it was given.
+            text = " ".join(unknown)
+            given = next(argument for argument in arguments if text.startswith(argument))
+            place = f"it comes first, or after --{first}" if first else "write --NAME VALUE"
+            return f"unexpected {given!r}: {place}"
         # As the user typed them: `spelled_out` has replaced hyphens by underscores.
         typed = {}
         for argument in arguments:
@@ -375,13 +426,11 @@ def unknown_options(given: list[str], names: list[str], types: dict[str, Any]) -
         last = name.rpartition(".")[2]
         in_groups = [option for option in types if option.rpartition(".")[2] == last]
         similar = difflib.get_close_matches(name, types, n=3)
-        nearest += [
-            f"--{option}" for option in [*in_groups, *similar] if f"--{option}" not in nearest
-        ]
+        nearest += [f"--{option}" for option in [*in_groups, *similar]]
     first = f"unknown option {', '.join(given)}"
     if not nearest:
         return f"{first}\nno valid option has a similar name"
-    return f"{first}\nthe nearest: {', '.join(nearest)}"
+    return f"{first}\nthe nearest: {', '.join(dict.fromkeys(nearest))}"
 
 
 def option_types(kind: type, before: str = "") -> dict[str, Any]:
@@ -423,7 +472,8 @@ def spelled_out(arguments: list[str], lists: set[str], flags: set[str]) -> list[
             continue
         option = spelled(name)
         old = option.removeprefix("--")
-        option = f"--{RENAMED.get(old, old)}"
+        (new,) = by_new_names({old: None})
+        option = f"--{new}"
         plain.append(option + equals + value)
         if equals:
             continue

@@ -37,10 +37,10 @@ def installation() -> dict[str, str]:
     import torch
     from huggingface_hub import constants, get_token
 
-    from headstart.files import free_bytes
+    from headstart.files import cache_folder, free_bytes
     from headstart.inference.engines import cpu_kernels
     from headstart.inference.targets.provenance import provenance
-    from headstart.inference.tuning.machine import cache_folder, hardware
+    from headstart.inference.tuning.machine import hardware
 
     # 1. Versions. torch's own says which build it is: +cpu, +cu130.
     known = provenance()

@@ -1,4 +1,4 @@
-"""Publish a head: `headstart push RUN --repo USER/NAME`.
+"""Publish a head: `headstart push RUN --repo USER/NAME`, or write the files: `--output FOLDER`.
 
 The folder that training wrote is what vLLM and SGLang load; its model card is written for the
 repository. A head that shares the target's LM head gets a copy of it in the file, for servers. Only
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,16 @@ from headstart.scripts.command_line import options
 class PushConfig(CommandOptions):
     """A trained head, published on the Hugging Face Hub."""
 
-    required = ("run", "repo")
-    most_used = ("run", "repo", "private", "dry_run", "license")
+    required = ("run",)
+    most_used = ("run", "repo", "output", "dry_run", "base_model")
 
     run: str = ""
     """A run's folder, whose best head is taken, or a head's checkpoint folder."""
     repo: str = ""
     """The repository, USER/NAME; created if it does not exist."""
+    output: str | None = None
+    """Folder to write what would be uploaded to, for another place than the Hub; nothing is
+    uploaded then."""
     private: bool = False
     """Make it private."""
     dry_run: bool = False
@@ -47,6 +51,11 @@ class PushConfig(CommandOptions):
     token: str | None = None
     """Access token of the Hub; null for the one that is logged in."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.repo and self.output is None:
+            raise ValueError("option 'repo' or 'output' is required, and neither was given")
+
 
 def main(arguments: list[str]) -> None:
     """Run `headstart push` with these command-line arguments."""
@@ -55,8 +64,9 @@ def main(arguments: list[str]) -> None:
 
 def push_head(config: PushConfig) -> None:
     """Upload a head's checkpoint, or show what would be uploaded."""
+    from headstart.heads.checkpoints.files import HEAD, new_folder
     from headstart.heads.checkpoints.hub import push_folder
-    from headstart.heads.checkpoints.model_card import Listing
+    from headstart.heads.checkpoints.model_card import SELF, Listing
     from headstart.heads.checkpoints.save_load import load_head, publishable
     from headstart.scripts.load_target import target_of
 
@@ -72,11 +82,13 @@ def push_head(config: PushConfig) -> None:
         shared = dict.fromkeys(head.served_names, target.modules.lm_head.weight.detach())
 
     # 2. Write what would be uploaded into a folder of its own, and list it.
-    with tempfile.TemporaryDirectory() as scratch:
-        ready = Path(scratch) / "head"
-        left_out = publishable(
-            folder, ready, Listing(config.repo, config.base_model, config.license), shared
-        )
+    with ExitStack() as until_uploaded:
+        if config.output is not None:
+            ready = until_uploaded.enter_context(new_folder(Path(config.output), HEAD))
+        else:
+            ready = Path(until_uploaded.enter_context(tempfile.TemporaryDirectory())) / "head"
+        listing = Listing(config.repo or SELF, config.base_model, config.license)
+        left_out = publishable(folder, ready, listing, shared)
         for path in sorted(path for path in ready.rglob("*") if path.is_file()):
             log.info(f"{path.stat().st_size:>14,} bytes  {path.relative_to(ready)}")
         if left_out:
@@ -84,9 +96,18 @@ def push_head(config: PushConfig) -> None:
         for server, reason in head.unread_by.items():
             log.info(f"{server} does not read this head: {reason}")
 
+        card = (ready / "README.md").read_text(encoding="utf-8")
+        if "\nbase_model: " not in card.partition("\n---\n")[0]:
+            warnings.warn(
+                f"the card has no base_model, and names the target {head.target.name!r}, which is"
+                " no model of the Hub: give its id (--base_model ORG/NAME)",
+                stacklevel=2,
+            )
+
         # 3. Upload it.
         if config.dry_run:
-            log.info((ready / "README.md").read_text(encoding="utf-8"))
+            log.info(card)
+        if config.dry_run or config.output is not None:
             log.info("nothing was uploaded")
             return
         log.info(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from headstart.console import console, counted, log
 from headstart.options import limited
+from headstart.rows import as_files
 from headstart.scripts.command_line import DecodingOptions, options
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class TreeConfig(DecodingOptions):
     """Tokens of each answer."""
     nodes: int | None = limited(None, minimum=2)
     """Size of the tree, the root counted; null for the one that is fastest here."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", as_files(self.prompts))
+        super().__post_init__()
 
 
 def main(arguments: list[str]) -> None:

@@ -225,7 +225,7 @@ def run_options(taught, conversations_file) -> Callable[[Path, int], TrainConfig
         target=str(taught),
         output=str(output),
         head={"type": "medusa", "num_heads": 2},
-        target_dtype="float32",
+        dtype="float32",
         data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
         optim=OptimConfig(lr=3e-3),
         loop=LoopConfig(
@@ -237,7 +237,7 @@ def run_options(taught, conversations_file) -> Callable[[Path, int], TrainConfig
             save_every=7,
             keep=3,
         ),
-        eval=EvalConfig(prompts=5, new_tokens=8, conversations=5, nodes=6),
+        eval=EvalConfig(prompts=5, max_new_tokens=8, conversations=5, nodes=6),
     )
 
 

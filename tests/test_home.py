@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from headstart.addons.record import record
-from headstart.files import at_home, write_whole
+from headstart.files import at_home, cache_folder, write_whole
 from headstart.heads import load_head, save_head
 from headstart.inference import Retrieval, SpeculativeLM, load_tokenizer, tree_policy
 from headstart.inference.drafters.ngram_index import Datastore
 from headstart.inference.drafters.specs import drafter_spec
-from headstart.inference.tuning.machine import cache_folder
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
 from headstart.scripts.trace import TraceConfig

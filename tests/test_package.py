@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 import headstart
 from headstart import extras
 
+ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = sorted(set(extras.EXTRAS) - {"yaml"})  # transformers itself needs yaml
 WITHOUT_EXTRAS = f"""
 import sys
@@ -82,7 +84,14 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     done = run(code)
     assert done.returncode == 1
     assert f"needs the package {package!r}, which is not installed" in done.stderr.splitlines()[-1]
-    assert f"pip install 'headstart[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f"pip install '{ROOT}[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+def test_the_command_that_installs_an_extra_names_the_clone_only_in_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages/headstart/extras.py"))
+    assert extras.install_command("train") == "pip install 'headstart[train]'"
 
 
 def test_help_and_version_need_no_extra() -> None:

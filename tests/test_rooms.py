@@ -52,6 +52,7 @@ def forbidden(source: str, module: str, is_package: bool = False) -> list[str]:
         "files",
         "options",
         "plots",
+        "rows",
         "stopping",
         *ORDER[: ORDER.index(module.split(".")[0]) + 1],
     )
@@ -244,7 +245,7 @@ def test_packages_are_those_of_pyproject() -> None:
         "setuptools"
     ]
     folders = sorted(f"headstart.{module_of(path)}" for path in FILES if path.name == "__init__.py")
-    assert sorted(config["packages"]) == ["headstart", *folders]
+    assert sorted(config["packages"]) == sorted(["headstart", "headstart.configs", *folders])
     for package, folder in config["package-dir"].items():
         assert package == ("headstart" if folder == "package" else f"headstart.{folder}")
     assert {path.parent for path in FILES} == {
@@ -257,6 +258,7 @@ def test_packages_are_those_of_pyproject() -> None:
         assert path.name in config["package-data"][f"headstart.{module_of(path.parent)}"], (
             f"the wheel lacks {path}"
         )
+    assert config["package-data"]["headstart.configs"] == ["*.yaml"], "taken by name"
     assert not (ROOT / "headstart").exists(), (
         "headstart is a namespace: a folder of that name would shadow it"
     )

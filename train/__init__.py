@@ -1,6 +1,6 @@
 """Training of draft heads: conversations, features, the training loop, evaluation.
 
-    from headstart.train import TrainConfig, train
+    from headstart.train import DataConfig, TrainConfig, train
 
     data = DataConfig(sources=["conversations.jsonl"])
     folder = train(TrainConfig(target="Qwen/Qwen3-8B", output="runs/x", data=data))

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..files import text_shards
-from ..options import CommandOptions, Dtype, did_you_mean, limited, template_variables
+from ..options import (
+    CommandOptions,
+    Dtype,
+    by_new_names,
+    check_type,
+    did_you_mean,
+    limited,
+    template_variables,
+)
+from ..rows import as_files
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,12 @@ class SelfMadeConfig(CommandOptions):
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = limited(16, minimum=1)
     """Conversations generated at the same time; a finished one makes room for the next."""
-    target_dtype: Dtype = "fastest"
+    dtype: Dtype = "fastest"
     """Data type of the model's weights; fastest takes the fastest one here that is as exact as the
     checkpoint's own, auto the checkpoint's own."""
     temperature: float = limited(0.8, minimum=0)
     """Sampling temperature of answers; 0 for greedy decoding."""
-    answer_tokens: int = limited(256, minimum=1)
+    max_new_tokens: int = limited(256, minimum=1)
     """Longest answer, in tokens."""
     thinking: bool | None = None
     """Given to the chat template as enable_thinking; null leaves it to the template. Training needs
@@ -60,7 +69,7 @@ class SelfMadeConfig(CommandOptions):
     """Share of the prompts that may be left out so, beyond which they end the command; null for 1
     %, or ten prompts where that is at most a tenth of all."""
     unfinished: Literal["keep", "drop"] = "keep"
-    """Whether answers are kept that were cut off after `answer_tokens`; training does not learn
+    """Whether answers are kept that were cut off after `max_new_tokens`; training does not learn
     their end."""
     prompt_temperature: float = limited(1.0, above=0)
     """Sampling temperature of generated prompts."""
@@ -75,6 +84,10 @@ class SelfMadeConfig(CommandOptions):
     """Seed of the sampling."""
 
     def __post_init__(self) -> None:
+        rows: Any = self.prompts
+        if rows and not isinstance(rows, str):
+            # The dataclass is frozen: this is its constructor, which may still set its fields.
+            object.__setattr__(self, "prompts", as_files(rows)[0])
         super().__post_init__()
         # Called for its error: they may contradict each other.
         template_variables(self.thinking, self.template_kwargs)
@@ -321,7 +334,7 @@ class EvalConfig:
 
     prompts: int = limited(16, minimum=1)
     """Held-out prompts that are answered with the head."""
-    new_tokens: int = limited(64, minimum=2)  # the first is the prefill's
+    max_new_tokens: int = limited(64, minimum=2)  # the first is the prefill's
     """Tokens of each answer."""
     conversations: int = limited(64, minimum=1)
     """Held-out conversations on which the accuracies behind the static tree are measured."""
@@ -349,7 +362,7 @@ class TrainConfig(CommandOptions):
     own options, which the page of heads lists; a name alone is the type."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Losses and the weights of depths."""
-    target_dtype: Dtype = "fastest"
+    dtype: Dtype = "fastest"
     """Dtype of the frozen model's weights; fastest takes the checkpoint's own, or float32 where
     that is faster, auto the checkpoint's own."""
     target_placement: Literal["whole", "shard", "spread"] = "whole"
@@ -457,16 +470,16 @@ class TrainConfig(CommandOptions):
                 "an adapter changes the target's states, so it needs features.mode online, and"
                 f" optim.name adamw, not {features.mode} and {optim.name}"
             )
-        if loop.precision == "float32" and self.target_dtype not in ("fastest", "auto", "float32"):
+        if loop.precision == "float32" and self.dtype not in ("fastest", "auto", "float32"):
             raise ValueError(
-                f"loop.precision float32 needs target_dtype float32, not {self.target_dtype}: the"
+                f"loop.precision float32 needs dtype float32, not {self.dtype}: the"
                 " head's arithmetic would otherwise run on rounded features"
             )
 
     def _take_short_forms(self) -> None:
         """Take what Python's callers may write shorter, as a file of options has it.
 
-        A head by its type alone, one source, and groups as dicts.
+        A head by its type alone, groups as dicts, one source, and rows in the place of a source.
         """
         # The dataclass is frozen: this is its constructor, which may still set its fields.
         if isinstance(self.head, str):
@@ -475,14 +488,16 @@ class TrainConfig(CommandOptions):
             value = getattr(self, group.name)
             kind = group.default_factory
             if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+                value = by_new_names(value, f"{group.name}.")
                 valid = [option.name for option in fields(kind)]
                 for name in value.keys() - set(valid):
                     raise ValueError(
                         f"unknown option {group.name}.{name}{did_you_mean(name, valid)}"
                     )
                 object.__setattr__(self, group.name, kind(**value))
-        if isinstance(self.data.sources, str):
-            object.__setattr__(self, "data", replace(self.data, sources=[self.data.sources]))
+        sources = as_files(self.data.sources)
+        check_type("data.sources", sources, list[str])
+        object.__setattr__(self, "data", replace(self.data, sources=sources))
 
     def _take_stored_texts(self) -> None:
         """Name a folder of texts with their states as the source of their tokens too.

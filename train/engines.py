@@ -425,13 +425,13 @@ def resolved(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
 def with_formats(config: TrainConfig, target: Any, head: Any) -> TrainConfig:
     """Set the names of the dtypes of the target's weights and of the head's arithmetic."""
     return dataclasses.replace(
-        config, target_dtype=target, loop=dataclasses.replace(config.loop, precision=head)
+        config, dtype=target, loop=dataclasses.replace(config.loop, precision=head)
     )
 
 
 def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
     """Name the dtypes of the target's weights and of the head's arithmetic on a device."""
-    target = str(config.target_dtype)
+    target = str(config.dtype)
     head = str(config.loop.precision)
 
     # 1. The target, "auto": the dtype of its checkpoint.
@@ -440,8 +440,7 @@ def formats(config: TrainConfig, device: torch.device) -> tuple[str, str]:
         target = dtype_name(checkpoint_dtype)
         if head == "float32" and target != "float32":
             raise ValueError(
-                f"loop.precision float32 needs target_dtype float32, not auto, which is {target}"
-                " here"
+                f"loop.precision float32 needs dtype float32, not auto, which is {target} here"
             )
 
     # 2. The head, "auto": the faster one, unless the target is in 16 bits already. Float32 would

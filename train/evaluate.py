@@ -101,7 +101,7 @@ class Evaluation:
         """Figures for a checkpoint and its model card."""
         return {
             "prompts": len(self.trees["chain"].rows),
-            "new_tokens": config.new_tokens,
+            "new_tokens": config.max_new_tokens,
             "accuracy": self.accuracy_KI,
             "trees": {
                 name: {"nodes": self.policies[name].size, **acceptance_figures(stats)}
@@ -160,7 +160,7 @@ def evaluate(
     for name, policy in policies.items():
         if any_process(accelerator, stop.wanted):
             return None
-        answer = partial(_stats_of, target, served, policy, config.new_tokens)
+        answer = partial(_stats_of, target, served, policy, config.max_new_tokens)
         trees[name] = Stats.merged(distributed(accelerator, prompts, answer, together))
     return Evaluation(loss_K, accuracy_KI, policies, trees)
 
@@ -245,14 +245,13 @@ def eval_prompts(target: Target, held_out: list[Example], config: EvalConfig) ->
     if isinstance(target, StoredReplay):
         held_out = target.usable(held_out, config)
     prompts = [prompt_of(example) for example in held_out]
-    fitting = [
-        prompt for prompt in prompts if 0 < len(prompt) <= target.max_positions - config.new_tokens
-    ]
+    room = target.max_positions - config.max_new_tokens
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= room]
     if not fitting:
         raise ValueError(
-            f"none of the {len(held_out)} held-out prompts leaves room for {config.new_tokens} new"
-            f" tokens in the {target.max_positions} positions of {target.name!r}; lower"
-            " eval.new_tokens or hold out more"
+            f"none of the {len(held_out)} held-out prompts leaves room for"
+            f" {config.max_new_tokens} new tokens in the {target.max_positions} positions of"
+            f" {target.name!r}; lower eval.max_new_tokens or hold out more"
         )
     return fitting[: config.prompts]
 

@@ -13,14 +13,25 @@ from ..heads.objective import Objective
 from .config import TrainConfig, head_options
 
 
-def head_of(config: TrainConfig, target: TargetInfo, target_config: PreTrainedConfig) -> DraftHead:
+def head_of(
+    config: TrainConfig,
+    target: TargetInfo,
+    target_config: PreTrainedConfig,
+    most_tokens: int | None = None,
+) -> DraftHead:
     """Return a new head for a target with this text config.
+
+    `most_tokens` is the largest draft vocabulary that the data can fill; None sets no limit.
 
     Raises:
         ValueError: options are invalid, or do not fit the target.
     """
     name, options = head_options(config)
-    head_config(name, options)  # checks the options as given, before the target completes them
+    # Checks the options as given, before the target completes them.
+    given = head_config(name, options)
+    size = getattr(given, "draft_vocab_size", None)
+    if size is not None and most_tokens is not None:
+        options = {**options, "draft_vocab_size": min(size, most_tokens)}
     completed = HEADS[name].options_for(options, described(target_config))
     return build_head(name, completed, target)
 

@@ -116,8 +116,17 @@ def load_inputs(
     if actual != how:
         cache, training, held_out = load_data(config, accelerator, sources, actual, folder)
 
-    # 4. The head, and whether this target can train it and decode with it.
-    head = head_of(config, target.info, target.config)
+    # 4. The head, and whether this target can train it and decode with it. A head that starts from
+    # another may draft tokens that these answers lack.
+    counts_V = count_answer_tokens(training, target.info.vocab_size)
+    most = int((counts_V > 0).sum()) if config.init_from is None else None
+    head = head_of(config, target.info, target.config, most)
+    asked = config.head.get("draft_vocab_size") or 0
+    if head.draft_vocab_size < asked and accelerator.is_main_process:
+        log.info(
+            f"head.draft_vocab_size is {most} instead of {asked}: the answers have no more"
+            " different tokens"
+        )
     head.recompute = config.loop.recompute
     target.check_layers(head.feature_layers)
     target.check_features()
@@ -140,11 +149,12 @@ def load_inputs(
         held_out = judged(held_out, config.eval)
         check_source(source, accelerator, target, training, held_out)
         replay = StoredReplay(target, source, held_out)
-    # Called for its error, which should come now and not at the first evaluation.
-    eval_prompts(replay or target, held_out, config.eval)
+    # Called for its error too, which should come now and not at the first evaluation.
+    prompts = eval_prompts(replay or target, held_out, config.eval)
+    if len(prompts) < config.eval.prompts and accelerator.is_main_process:
+        log.info(few_prompts(len(prompts), config))
 
     # 6. The first weights, and the draft vocabulary: the most frequent tokens of the answers.
-    counts_V = count_answer_tokens(training, target.info.vocab_size)
     if config.init_from is None:
         head.initialize(target.modules, counts_V)
     else:
@@ -194,6 +204,18 @@ def load_inputs(
         digests,
         replay,
         source,
+    )
+
+
+def few_prompts(count: int, config: TrainConfig) -> str:
+    """The line about fewer held-out prompts than an evaluation asks for."""
+    worth = "the intervals of acceptance lengths are wide"
+    if count == 1:
+        worth = "the intervals of acceptance lengths say nothing about other prompts"
+    return (
+        f"acceptance is measured on {count} held-out prompt{'s' * (count > 1)}, and eval.prompts"
+        f" asks for {config.eval.prompts}: {worth}; hold out more than data.held_out"
+        f" {config.data.held_out}, or make more conversations"
     )
 
 

@@ -38,6 +38,7 @@ from torch.profiler import record_function
 
 from ..console import ProgressBar, log
 from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
+from ..heads.by_name import build_head, head_name
 from ..heads.checkpoints.save_load import save_head
 from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
@@ -69,7 +70,7 @@ from .features.by_mode import check_outside_source, feature_source
 from .features.online import OnlineFeatures, online_features
 from .features.sources import OpenSource
 from .features.stored import StoredFeatures, StoredReplay
-from .head import head_of, objective_of
+from .head import objective_of
 from .inputs import Inputs, load_inputs
 from .lost_processes import lost_processes_explained
 from .machines import require_shared
@@ -647,7 +648,8 @@ def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
     """
     inputs = state.inputs
     target = inputs.target
-    copy = head_of(state.config, target.info, target.config)
+    head = inputs.head
+    copy = build_head(head_name(head), dataclasses.asdict(head.config), head.target)
     trained = state.averaged.module if state.averaged else inputs.head
     # An engine may have sharded the weights, so that all processes gather them here.
     copy.load_state_dict(

@@ -123,7 +123,7 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     on_cpu = processes == 1 and not torch.accelerator.is_available()
     here = device or torch.device("cpu" if on_cpu else "cuda")
     config = with_formats(config, *formats(config, here))
-    dtype = dtype_named(config.target_dtype)
+    dtype = dtype_named(config.dtype)
     model = empty_model(config, dtype)
     target = Target(model, config.target)
     with init_empty_weights():
@@ -207,7 +207,7 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
         processes,
         target_parameters=whole,
         head_parameters=size,
-        target_dtype=config.target_dtype,
+        target_dtype=config.dtype,
         precision=config.loop.precision,
         memory=memory,
         moments=moments,
@@ -334,7 +334,7 @@ def evaluation(
     """Estimate the bytes of the largest part of an evaluation, beside the copies of the head."""
     info = target.info
     itemsize = target.dtype.itemsize
-    answer = config.eval.new_tokens + BEYOND
+    answer = config.eval.max_new_tokens + BEYOND
     prompts = config.eval.prompts
     if config.target_placement != "shard":
         prompts = math.ceil(prompts / processes)

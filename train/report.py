@@ -215,6 +215,7 @@ class MetricsLogger:
             {
                 "step": step,
                 "eval": rows,
+                "prompts": len(evaluation.trees["chain"].rows),
                 "held_out_loss": evaluation.loss_K,
                 "tree": evaluation.tree,
             }
@@ -237,8 +238,8 @@ class MetricsLogger:
             f"{name} {stats.acceptance_length:.3f}" for name, stats in evaluation.trees.items()
         )
         log.info(
-            f"step {step}  acceptance length: {lengths} on"
-            f" {len(evaluation.trees['chain'].rows)} held-out prompts; best/ is that of step"
+            f"step {step}  acceptance length: {lengths} on {row['prompts']} held-out"
+            f" prompt{'s' * (row['prompts'] != 1)}; best/ is that of step"
             f" {self.progress.best_step}"
         )
         return row
@@ -418,8 +419,8 @@ def _page(
     trees = list(evaluations[-1]["eval"])
     lines += ["## Real acceptance length on held-out prompts", ""]
     lines += [
-        "| step | held-out loss by depth | " + " | ".join(trees) + " |",
-        "|---|---|" + "---|" * len(trees),
+        "| step | held-out loss by depth | prompts | " + " | ".join(trees) + " |",
+        "|---|---|---|" + "---|" * len(trees),
     ]
     for row in evaluations:
         losses = " ".join(map(number, row["held_out_loss"]))
@@ -427,7 +428,13 @@ def _page(
         for figures in row["eval"].values():
             low, high = map(number, figures["interval"])
             lengths.append(f"{number(figures['acceptance_length'], 3)} ({low} to {high})")
-        lines.append(f"| {row['step']} | {losses} | " + " | ".join(lengths) + " |")
+        # Runs before version 0.3 have not written it down.
+        prompts = row.get("prompts", "-")
+        lines.append(f"| {row['step']} | {losses} | {prompts} | " + " | ".join(lengths) + " |")
+    lines += [
+        "",
+        "In brackets the 95 % interval: over prompts, or over the rounds of a single one.",
+    ]
     lines += ["", "![acceptance length](plots/acceptance.png)", "", "## Training", ""]
     lines += [
         "![loss](plots/loss.png)",

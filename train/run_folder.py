@@ -62,7 +62,7 @@ from ..heads.checkpoints.files import (
     json_ready,
     refuse_foreign,
 )
-from ..options import check_options, named_by
+from ..options import by_new_names, check_options, named_by
 from .checkpoint_writer import TrainingState, together, writers_group
 from .config import TrainConfig
 from .engines import any_process
@@ -247,7 +247,7 @@ def earlier_options(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.exists() or not whole_checkpoints(folder):
         return {}
-    return flat(read_options(path))
+    return by_new_names(flat(read_options(path)), warn=False)
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
@@ -260,16 +260,16 @@ def as_begun(config: TrainConfig) -> TrainConfig:
         return config
     data = config.data
     loop = config.loop
-    target_dtype = config.target_dtype
+    dtype = config.dtype
     # Otherwise the default would hold out other conversations than the run began with.
     if "data.held_out_limit" not in before:
         data = dataclasses.replace(data, held_out_limit=None)
     # "auto" and "fastest" depend on the machine, which may be another one.
     if loop.precision == "auto":
         loop = dataclasses.replace(loop, precision=before.get("loop.precision", "auto"))
-    if target_dtype in ("fastest", "auto"):
-        target_dtype = before.get("target_dtype", target_dtype)
-    return dataclasses.replace(config, target_dtype=target_dtype, data=data, loop=loop)
+    if dtype in ("fastest", "auto"):
+        dtype = before.get("dtype", dtype)
+    return dataclasses.replace(config, dtype=dtype, data=data, loop=loop)
 
 
 class Unreadable(ValueError):
@@ -339,6 +339,11 @@ class RunFolder:
             # Without digests the options themselves must be the same.
             by_digest = BY_DIGEST if (self.folder / INPUTS).exists() else ()
             advice = "resume it with its own options, or choose another output folder"
+            if self.last.exists():
+                advice = (
+                    f"it is finished: to train its head further, give init_from {str(self.last)!r}"
+                    " and another output folder"
+                )
             free = (*FREE_TO_CHANGE, *config.free_to_change, *by_digest)
             check_options(f"{self.folder} holds a run with", before, flat(options), advice, free)
         elif self.accelerator.is_main_process:

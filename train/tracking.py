@@ -20,6 +20,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 
 from ..console import log
+from ..extras import install_command
 from ..heads.checkpoints.files import json_ready
 from .config import TrainConfig
 from .run_folder import flat
@@ -192,10 +193,8 @@ def check_tracker(config: TrainConfig) -> None:
     if name == "none":
         return
     if name not in map(str, get_available_trackers()):
-        package = "headstart[wandb]" if name == "wandb" else name
-        raise ValueError(
-            f"loop.tracker {name} needs a package that is not installed: pip install '{package}'"
-        )
+        command = install_command("wandb") if name == "wandb" else f"pip install {name}"
+        raise ValueError(f"loop.tracker {name} needs a package that is not installed: {command}")
     if name != "wandb":
         return
     import wandb

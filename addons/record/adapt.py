@@ -211,7 +211,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
     return TrainConfig(
         target=config.target,
         target_revision=manifest["revision"],
-        target_dtype=manifest["dtype"],
+        dtype=manifest["dtype"],
         output=str(Path(config.output) / "training"),
         head=options,
         init_from=config.head,
@@ -235,7 +235,7 @@ def training_config(config: AdaptConfig, head: DraftHead) -> TrainConfig:
             batch_size=config.batch_size,
             eval_every=config.steps,
         ),
-        eval=EvalConfig(new_tokens=config.new_tokens),
+        eval=EvalConfig(max_new_tokens=config.max_new_tokens),
     )
 
 

@@ -28,7 +28,7 @@ from ...files import (
 )
 from ...inference.feature_cache import MANIFEST, read_manifest, text_rows
 from ...inference.targets.loading import load_tokenizer, target_facts
-from ...options import check_options
+from ...options import by_new_names, check_options
 from ...train.config import DataConfig, TrainConfig
 from ...train.data.conversations import check_row, open_source
 from ...train.data.split import check_renders, rendering
@@ -69,6 +69,7 @@ def snapshot(config: AdaptConfig, folder: Path) -> None:
         if not isinstance(before, dict):
             raise ValueError(f"{kept} holds no options; {ANEW.format(folder.parent)}")
         advice = "continue with these, or choose another output"
+        before = by_new_names(before, warn=False)
         check_options(f"{folder.parent} was begun with", before, options, advice)
         return
     manifest = manifest_of(config.recorded)

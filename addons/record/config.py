@@ -45,6 +45,6 @@ class AdaptConfig(CommandOptions):
     """Sequences of a step."""
     lr: float = limited(4e-4, above=0)
     """Peak learning rate of AdamW."""
-    new_tokens: int = limited(64, minimum=2)
+    max_new_tokens: int = limited(64, minimum=2)
     """Tokens of each answer along which the heads draft; shorter ones count if they end by
     themselves."""

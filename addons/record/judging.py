@@ -204,7 +204,7 @@ def judge(
     by_prompt = {tuple(Example.of_row(row).prompt): row for row in rows}
     examples = [Example.of_row(row) for row in by_prompt.values()]
     source = FolderStates(FeatureCache(recorded / "states", manifest), target.max_positions)
-    wanted = EvalConfig(prompts=len(examples), new_tokens=config.new_tokens)
+    wanted = EvalConfig(prompts=len(examples), max_new_tokens=config.max_new_tokens)
     kinds: dict[str, list[Example]] = {}
     for example in StoredReplay(target, source, examples).usable(examples, wanted):
         row = by_prompt[tuple(example.prompt)]
@@ -217,7 +217,7 @@ def judge(
     for kind, examples_of_kind in kinds.items():
         heads = [old_head, new_head]
         old_lengths, new_lengths = _lengths(
-            target, source, heads, trees, examples_of_kind, config.new_tokens
+            target, source, heads, trees, examples_of_kind, config.max_new_tokens
         )
         comparisons.append(Comparison(kind, old_lengths, new_lengths))
 
@@ -323,8 +323,8 @@ def report(config: AdaptConfig, judgement: Judgement) -> str:
         f"# {config.head} adapted to {config.recorded}",
         "",
         (
-            f"Acceptance along {judgement.whole.answers} of the newest answers, {config.new_tokens}"
-            " tokens at most."
+            f"Acceptance along {judgement.whole.answers} of the newest answers,"
+            f" {config.max_new_tokens} tokens at most."
         ),
         "",
         f"| {' | '.join(columns)} |",

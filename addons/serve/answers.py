@@ -392,10 +392,10 @@ class _Work:
             ) from None  # the error itself holds what the server sent
         if reply.is_empty:
             return None
-        if len(reply.tokens) > self.config.answer_tokens + 1:  # one that ended it
+        if len(reply.tokens) > self.config.max_new_tokens + 1:  # one that ended it
             raise _ServerFailed(
                 f"{server.name} answered prompt {number} with {len(reply.tokens):,} tokens, and was"
-                f" asked for {self.config.answer_tokens:,} at most"
+                f" asked for {self.config.max_new_tokens:,} at most"
             )
         gives_tokens = self.tokenizer is not None and bool(reply.prompt and reply.tokens)
         if self.with_tokens is None:
@@ -425,7 +425,7 @@ class _Work:
             "model": config.target,
             "messages": conversation.history,
             "temperature": conversation.columns["temperature"],
-            "max_tokens": config.answer_tokens,
+            "max_tokens": config.max_new_tokens,
             "seed": config.seed + number,
         }
         if variables := template_variables(config.thinking, config.template_kwargs):

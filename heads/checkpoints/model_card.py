@@ -291,7 +291,8 @@ def _measured_table(measured: dict[str, Any]) -> str:
         "| tree | nodes | acceptance length (95 % interval) | acceptance rate by depth"
         " |\n|---|---|---|---|\n"
     )
-    kind = measured.get("kind", "held-out prompts, greedy")
+    plural = "s" * (measured["prompts"] != 1)
+    kind = measured.get("kind", f"held-out prompt{plural}, greedy")
     table = (
         f"{measured['prompts']} {kind}, {measured['new_tokens']} tokens each.\n\n{header}"
         + "\n".join(rows)

@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...files import cache_folder
 from ..targets.twin import twin_of
-from ..tuning.machine import cache_folder, cpuinfo, processor
+from ..tuning.machine import cpuinfo, processor
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 GROUP = 32

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...files import at_home, read_json, write_whole
+from ...files import cache_folder, read_json, write_whole
 
 FORMAT = 2
 """Version of the file's entries. It is part of a machine's key, so entries of other versions are
@@ -41,20 +41,6 @@ _measured: dict[str, dict[str, Any]] = {}
 """Measurements of this process, by machine and name."""
 _told: set[str] = set()
 """Warnings that were given: each comes once a process."""
-
-
-def cache_folder() -> Path:
-    """Return the folder for what is kept between processes.
-
-    It is `$HEADSTART_CACHE`, or headstart in the user's cache folder.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
-    chosen = os.environ.get("HEADSTART_CACHE")
-    if chosen:
-        return Path(at_home(chosen))
-    return Path(at_home(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")) / "headstart"
 
 
 def hardware(device: torch.device) -> str:

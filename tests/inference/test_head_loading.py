@@ -220,6 +220,9 @@ def test_an_old_name_of_an_option_is_taken_with_a_warning(target, saved):
     with pytest.warns(FutureWarning, match="fallback is called adaptive now"):
         lm = SpeculativeLM.from_pretrained(target, saved(), fallback=False, compile=False)
     assert not isinstance(lm.drafter, AdaptiveDrafter)
+    with pytest.warns(FutureWarning, match="target_dtype is called dtype now"):
+        lm = SpeculativeLM.from_pretrained(target, saved(), target_dtype="auto", compile=False)
+    assert lm.target.dtype == target.dtype
     with pytest.warns(FutureWarning, match="fallback is called adaptive now"):
         method = custom_generate(saved(), fallback=False)
     assert method.options["adaptive"] is False

@@ -340,7 +340,7 @@ def run_options(target: Path, conversations_file: Path, output: Path) -> TrainCo
         target=str(target),
         output=str(output),
         head={"type": "bigram", "width": 16},
-        target_dtype="float32",
+        dtype="float32",
         data=DataConfig(sources=[str(conversations_file)], held_out=0.2),
         optim=OptimConfig(lr=0.05),
         loop=LoopConfig(
@@ -351,7 +351,7 @@ def run_options(target: Path, conversations_file: Path, output: Path) -> TrainCo
             eval_every=0,
             save_every=12,
         ),
-        eval=EvalConfig(prompts=3, new_tokens=8, conversations=3, nodes=6),
+        eval=EvalConfig(prompts=3, max_new_tokens=8, conversations=3, nodes=6),
     )
 
 

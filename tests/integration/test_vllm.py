@@ -231,14 +231,14 @@ def test_a_head_trained_on_its_states_is_that_of_our_own_forward(
         target=str(target),
         output=str(tmp_path / "online"),
         head={"type": "eagle3", "depth": 3, "train_steps": 2, "start": "last"},
-        target_dtype="float32",
+        dtype="float32",
         data=DataConfig(
             sources=[str(tmp_path / "data.jsonl")], held_out=0.2, cache=str(tmp_path / "cache")
         ),
         loop=LoopConfig(
             max_steps=8, batch_size=4, precision="float32", log_every=1, eval_every=0, save_every=0
         ),
-        eval=EvalConfig(prompts=4, new_tokens=12, conversations=4, nodes=8),
+        eval=EvalConfig(prompts=4, max_new_tokens=12, conversations=4, nodes=8),
     )
     features = ServedFeaturesConfig(
         mode="served",

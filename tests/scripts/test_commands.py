@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -252,9 +254,9 @@ def test_tree_takes_the_command_line_of_the_manual(parsed):
 
 
 DTYPES = {
-    "data": ["target_dtype"],
-    "features": ["target_dtype", "loop.precision"],
-    "train": ["target_dtype", "loop.precision"],
+    "data": ["dtype"],
+    "features": ["dtype", "loop.precision"],
+    "train": ["dtype", "loop.precision"],
     **{command: ["dtype"] for command in ("tree", "generate", "bench", "certify", "verify")},
 }
 COMPILED = ("tree", "generate", "bench", "certify")
@@ -275,9 +277,7 @@ def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, co
             return value
 
         assert found() == ("auto" if name == "loop.precision" else "fastest")
-        more = (
-            ["--target_dtype", "float32"] if name == "loop.precision" and word == "float32" else []
-        )
+        more = ["--dtype", "float32"] if name == "loop.precision" and word == "float32" else []
         assert found(f"--{name}", word, *more) == word
         status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
         assert status == 2 and "float8" in errors
@@ -398,6 +398,46 @@ def test_variables_of_the_chat_template_are_options_of_their_own(parsed, run, co
     assert "thinking True and template_kwargs enable_thinking False contradict each other" in errors
 
 
+OLD_NAMES = [
+    ("generate", "fallback", "adaptive", False),
+    ("data", "answer_tokens", "max_new_tokens", 12),
+    ("data", "target_dtype", "dtype", "float32"),
+    ("train", "target_dtype", "dtype", "float32"),
+    ("train", "eval.new_tokens", "eval.max_new_tokens", 12),
+]
+
+
+@pytest.mark.parametrize(("command", "old", "new", "value"), OLD_NAMES)
+def test_old_names_of_options_are_taken_with_a_warning(parsed, tmp_path, command, old, new, value):
+    required = REQUIRED[command]
+    with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+        config = parsed(command, *required, f"--{old}", json.dumps(value).strip('"'))
+    assert attrgetter(new)(config) == value
+    group, _, name = old.rpartition(".")
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump({group: {name: value}} if group else {name: value}))
+    for words in (["--config", str(path)], [f"--config={path}"]):
+        with pytest.warns(FutureWarning, match=f"{old} is called {new} now"):
+            config = parsed(command, *required, *words)
+        assert attrgetter(new)(config) == value
+
+
+@pytest.mark.parametrize("words", [["--config", "smollm2-eagle3"], ["--config=smollm2-eagle3"]])
+def test_a_config_of_headstart_is_taken_by_its_name(parsed, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = parsed("train", *words, "--data.sources", "c.jsonl", "--optim.lr", "3e-3")
+    assert (config.head["draft_vocab_size"], config.optim.lr) == (8192, 3e-3)
+    # A file of one's own of that name comes first.
+    Path("smollm2-eagle3").write_text("target: mine\noutput: o\n")
+    assert parsed("train", *words, "--data.sources", "c.jsonl").target == "mine"
+
+
+def test_the_nearest_config_is_named_for_an_unknown_one(run):
+    status, _, errors = run("train", "--config", "smollm2-eagel3")
+    assert status == 2
+    assert "no config at 'smollm2-eagel3'; did you mean 'smollm2-eagle3'?" in errors
+
+
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda p: p.stem
 )
@@ -430,6 +470,7 @@ def test_an_unknown_option_is_answered_in_three_lines(run, command):
         (["generate", "--max-new-token=3"], "--max-new-token", "--max_new_tokens"),
         (["bench", "--promts", "a.jsonl", "b.jsonl"], "--promts", "--prompts"),
         (["train", "--lr", "1e-3"], "--lr", "--optim.lr"),
+        (["train", "--sources", "f"], "--sources", "--data.sources\n"),
         (["train", "--loop.batchsize", "3"], "--loop.batchsize", "--loop.batch_size"),
         (["train", "--adapter", "{rnak: 8}"], "adapter.rnak", "--adapter.rank"),
         (
@@ -441,9 +482,44 @@ def test_an_unknown_option_is_answered_in_three_lines(run, command):
 )
 def test_the_nearest_options_are_named_for_an_unknown_one(run, given, unknown, nearest):
     status, _, errors = run(*given)
-    first, second, _ = errors.splitlines()
-    assert status == 2 and first == f"error: unknown option {unknown}"
+    first, second, _ = errors.splitlines(keepends=True)
+    assert status == 2 and first == f"error: unknown option {unknown}\n"
     assert second.startswith(f"the nearest: {nearest}")
+
+
+def test_a_quoted_text_in_the_wrong_place_is_shown_whole(run):
+    status, _, errors = run("generate", "--target", "t", "hi there")
+    assert status == 2
+    assert errors.startswith("error: unexpected 'hi there': it comes first, or after --prompt\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("headstart tr", {"tree", "trace", "train"}),
+        ("headstart train --optim.l", {"--optim.lr"}),
+        ("headstart push runs/x --o", {"--output"}),
+        ("headstart generate --adaptive ", {"true", "false"}),
+    ],
+)
+def test_the_shell_completes_commands_and_options(line, words, tmp_path):
+    pytest.importorskip("argcomplete")
+    answer = tmp_path / "answer"
+    shell = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    subprocess.run(
+        [sys.executable, "-m", "headstart.scripts"],
+        env={**os.environ, **shell},
+        check=True,
+        timeout=200,
+    )
+    assert {word.strip() for word in answer.read_text().split("\n")} == words
 
 
 def test_help_and_refusals_import_no_torch():
@@ -564,7 +640,7 @@ def train_arguments(target_folder, conversations_file, tmp_path):
             "--data.sources",
             f"[{conversations_file}]",
         ),
-        *("--target_dtype", "float32", "--loop.precision", "float32"),
+        *("--dtype", "float32", "--loop.precision", "float32"),
     ]
 
 
@@ -619,7 +695,7 @@ def test_train_then_tree_then_generate_then_bench(run, target_folder, conversati
         "4",
         "--eval.prompts",
         "2",
-        "--eval.new_tokens",
+        "--eval.max_new_tokens",
         "4",
     ]
     arguments = [*train_arguments(target_folder, conversations_file, tmp_path), *small]

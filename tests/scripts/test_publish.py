@@ -114,6 +114,45 @@ def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, c
     )
 
 
+@pytest.mark.parametrize("repo", ["", "me/head"])
+def test_what_would_be_pushed_is_written_to_a_folder(taught, made, tmp_path, monkeypatch, repo):
+    head, folder = made("medusa", lm_head="shared")
+    (folder / ".env").write_text("KEY=CANARY")
+    monkeypatch.setattr(hub, "push_folder", lambda *_: pytest.fail("uploaded"))
+    output = tmp_path / "to mirror"
+    with pytest.warns(UserWarning, match=r"not uploaded: \.env"):
+        push_head(
+            PushConfig(
+                run=str(folder), repo=repo, output=str(output), target=str(taught), base_model="a/b"
+            )
+        )
+    assert "lm_heads.0.weight" in read_weights(output)
+    written = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert written == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "custom_generate/generate.py",
+    }
+    card = (output / "README.md").read_text()
+    assert f'head="{repo or "."}"' in card and str(tmp_path) not in card
+    assert load_head(output)[0].config == head.config
+    # Files of anything else are not replaced.
+    (output / "thesis.tex").write_text("text")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        push_head(PushConfig(run=str(folder), output=str(output), target=str(taught)))
+
+
+def test_a_card_without_a_base_model_is_warned_of(made, monkeypatch, recwarn):
+    _, folder = made("medusa")
+    monkeypatch.setattr(hub, "push_folder", lambda *_: "an address")
+    with pytest.warns(UserWarning, match=r"no base_model.*--base_model ORG/NAME"):
+        push_head(PushConfig(run=str(folder), repo="me/head", dry_run=True))
+    recwarn.clear()
+    push_head(PushConfig(run=str(folder), repo="me/head", base_model="org/base"))
+    assert not recwarn.list
+
+
 def test_a_runs_best_head_is_pushed_with_the_lm_head_that_servers_need(
     taught, made, monkeypatch, tmp_path
 ):
@@ -137,6 +176,8 @@ def test_mistakes_are_told(taught, made, tmp_path):
     _, folder = made("medusa")
     with pytest.raises(ValueError, match="no run and no head at 'nowhere'"):
         push_head(PushConfig(run="nowhere", repo="me/head"))
+    with pytest.raises(ValueError, match="'repo' or 'output' is required"):
+        PushConfig(run=str(folder))
     with pytest.raises(ValueError, match="was written by headstart: it needs no import"):
         import_foreign(
             ImportConfig(head=str(folder), target=str(taught), output=str(tmp_path / "back"))

@@ -162,7 +162,7 @@ def watch(seen: Seen, job: dict[str, Any], patched: list[Any]) -> None:
     patch(
         engines,
         "formats",
-        lambda config, _: (config.target_dtype, job.get("precision", config.loop.precision)),
+        lambda config, _: (config.dtype, job.get("precision", config.loop.precision)),
     )
 
 

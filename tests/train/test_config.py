@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
+from datasets import Dataset, DatasetDict
 from site_pages import documented_options
 
+import headstart.train
 from headstart.addons.serve.options import ServedTrainConfig
+from headstart.files import cache_folder
 from headstart.heads import HEADS
+from headstart.inference.text.prompt_files import read_prompts
 from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
@@ -74,14 +81,14 @@ REFUSED = [
     (TrainConfig, "optim.ema", 1.0),
     (TrainConfig, "eval.prompts", 0),
     # the prefill's token alone: no round, no acceptance length
-    (TrainConfig, "eval.new_tokens", 1),
+    (TrainConfig, "eval.max_new_tokens", 1),
     (TrainConfig, "eval.conversations", 0),
     (TrainConfig, "eval.nodes", 1),
     (SelfMadeConfig, "target", ""),
     (SelfMadeConfig, "output", ""),
     (SelfMadeConfig, "conversations", 0),
     (SelfMadeConfig, "batch_size", 0),
-    (SelfMadeConfig, "answer_tokens", 0),
+    (SelfMadeConfig, "max_new_tokens", 0),
     (SelfMadeConfig, "prompt_tokens", 0),
     (SelfMadeConfig, "temperature", -0.5),
     (SelfMadeConfig, "prompt_temperature", -0.25),
@@ -156,10 +163,10 @@ def test_a_value_that_cannot_work_is_refused_by_name(kind, option, value):
 
 
 def test_float32_arithmetic_on_a_rounded_target_is_refused():
-    with pytest.raises(ValueError, match=r"loop\.precision.*target_dtype.*bfloat16"):
-        build(TrainConfig, **{"loop.precision": "float32", "target_dtype": "bfloat16"})
+    with pytest.raises(ValueError, match=r"loop\.precision.*dtype.*bfloat16"):
+        build(TrainConfig, **{"loop.precision": "float32", "dtype": "bfloat16"})
     for word in ("float32", "fastest", "auto"):
-        build(TrainConfig, **{"loop.precision": "float32", "target_dtype": word})
+        build(TrainConfig, **{"loop.precision": "float32", "dtype": word})
 
 
 def test_an_adapter_needs_fresh_states_and_adamw():
@@ -189,6 +196,60 @@ def test_python_may_write_options_shorter():
         ValueError, match=r"unknown option loop\.max_step; did you mean 'max_steps'"
     ):
         TrainConfig(target="t", output="o", loop={"max_step": 3})  # type: ignore[arg-type]
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+    {"messages": [{"role": "user", "content": "1 + 1?", "name": "Ann"}]},
+]
+
+
+def test_rows_and_a_data_set_are_data():
+    by_rows = TrainConfig(target="t", output="o", data=DataConfig(sources=ROWS))  # type: ignore[arg-type]
+    (file,) = by_rows.data.sources
+    assert [json.loads(line) for line in Path(file).read_text().splitlines()] == ROWS
+    # Keys that only other rows have are nulls in Arrow, and not in the file.
+    data_set = Dataset.from_list(ROWS)
+    by_data_set = TrainConfig(target="t", output="o", data={"sources": data_set})  # type: ignore[arg-type]
+    (of_data_set,) = by_data_set.data.sources
+    assert [json.loads(line) for line in Path(of_data_set).read_text().splitlines()] == ROWS
+    mixed = TrainConfig(target="t", output="o", data={"sources": ["f.jsonl", data_set]})  # type: ignore[arg-type]
+    assert mixed.data.sources == ["f.jsonl", of_data_set]
+    # The same rows are the same file, which a run that resumes finds again.
+    before = Path(file).stat().st_mtime_ns
+    again = TrainConfig(target="t", output="o", data=DataConfig(sources=ROWS))  # type: ignore[arg-type]
+    assert again.data.sources == [file] and Path(file).stat().st_mtime_ns == before
+    made = SelfMadeConfig(target="t", output="o", prompts=[{"prompt": "why?"}])  # type: ignore[arg-type]
+    assert made.prompts is not None
+    assert read_prompts(made.prompts) == [[{"role": "user", "content": "why?"}]]
+    for kind in (BenchConfig, TreeConfig):
+        assert len(build(kind, prompts=[{"prompt": "why?"}]).prompts) == 1
+
+
+def test_rows_that_are_not_data_are_refused():
+    with pytest.raises(ValueError, match=r"row 1 is not JSON: .*set"):
+        TrainConfig(target="t", output="o", data={"sources": [ROWS[0], {"prompt": {1}}]})  # type: ignore[arg-type]
+    splits = DatasetDict({"train": Dataset.from_list(ROWS)})
+    for wrong in (splits, 3):
+        with pytest.raises(ValueError, match=r"data\.sources must be a list"):
+            TrainConfig(target="t", output="o", data={"sources": wrong})  # type: ignore[arg-type]
+    assert not list((cache_folder() / "rows").glob("*.partial"))
+
+
+def test_the_example_in_the_docstring_runs(monkeypatch):
+    example = textwrap.dedent((headstart.train.__doc__ or "").split("\n\n")[1])
+    example += "\n" + textwrap.dedent((headstart.train.__doc__ or "").split("\n\n")[2])
+    monkeypatch.setattr(headstart.train, "train", lambda config: config, raising=False)
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert names["folder"].data.sources == ["conversations.jsonl"]
+
+
+def test_a_group_of_python_may_have_old_names():
+    config = build(TrainConfig)
+    with pytest.warns(FutureWarning, match=r"eval\.new_tokens is called eval\.max_new_tokens now"):
+        config = dataclasses.replace(config, eval={"new_tokens": 12})  # type: ignore[arg-type]
+    assert config.eval.max_new_tokens == 12
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def with_adapter(config):
     """Medusa-2 on a target in bfloat16, whose states meet weights in float32."""
     return dataclasses.replace(
         in_bfloat16(config),
-        target_dtype="bfloat16",
+        dtype="bfloat16",
         head={"type": "medusa", "num_heads": 2},
         adapter=AdapterConfig(rank=4, modules=["q_proj", "v_proj"]),
     )
@@ -94,7 +94,7 @@ def alone_in_bfloat16(options, tmp_path_factory):
     kinds = {"head": in_bfloat16(options), "adapter": with_adapter(options)}
     folder = tmp_path_factory.mktemp("bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "formats", lambda config, _: (config.target_dtype, "bfloat16"))
+        patch.setattr(engines, "formats", lambda config, _: (config.dtype, "bfloat16"))
         return {
             kind: train(dataclasses.replace(config, output=str(folder / kind)))
             for kind, config in kinds.items()
@@ -794,14 +794,12 @@ def test_decisions_are_made_once(two):
 def test_processes_agree_on_what_auto_is(options, tmp_path):
     """Each of them could measure it otherwise."""
     loop = dataclasses.replace(options.loop, precision="auto", max_steps=2, epochs=1.0)
-    config = dataclasses.replace(
-        options, output=str(tmp_path / "auto"), target_dtype="fastest", loop=loop
-    )
+    config = dataclasses.replace(options, output=str(tmp_path / "auto"), dtype="fastest", loop=loop)
     process = launch(config, "configs/accelerate/ddp.yaml")
     said = finished(process)
     assert process.returncode == 0, said
     saved = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())
-    assert saved["target_dtype"] == "float32" and saved["loop"]["precision"] in (
+    assert saved["dtype"] == "float32" and saved["loop"]["precision"] in (
         "float32",
         "bfloat16",
     )

@@ -144,7 +144,7 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
         head,
         Objective({"ce": 1.0}),
         examples,
-        EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7),
+        EvalConfig(prompts=4, max_new_tokens=6, conversations=8, nodes=7),
         Accelerator(),
         StopFlag(),
     )
@@ -175,7 +175,10 @@ def test_evaluation_measures_a_copy_in_the_targets_dtype(target, examples):
 def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_target(
     target, examples, monkeypatch
 ):
-    head, config = build_head(target), EvalConfig(prompts=4, new_tokens=6, conversations=8, nodes=7)
+    head, config = (
+        build_head(target),
+        EvalConfig(prompts=4, max_new_tokens=6, conversations=8, nodes=7),
+    )
     expected = evaluate(
         target, head, Objective({"ce": 1.0}), examples, config, Accelerator(), StopFlag()
     )
@@ -197,7 +200,7 @@ def test_an_evaluation_over_known_answers_gives_the_same_without_a_step_of_the_t
 
 
 def test_the_card_gets_every_tree_with_its_size(target, examples):
-    config = EvalConfig(prompts=2, new_tokens=4, conversations=4, nodes=5)
+    config = EvalConfig(prompts=2, max_new_tokens=4, conversations=4, nodes=5)
     found = evaluate(
         target,
         build_head(target),

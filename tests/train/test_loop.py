@@ -243,6 +243,28 @@ def test_the_coverage_is_the_draft_vocabularys_share_of_the_answers(options, cha
     assert (covered == 1) == (size is None or len(set(said)) <= size)
 
 
+def test_a_draft_vocabulary_shrinks_to_the_tokens_of_the_answers(options, changed, capsys):
+    config = changed(
+        options,
+        head={"type": "medusa", "num_heads": 2, "draft_vocab_size": 200},
+        data={"held_out": 0.05},
+        loop={"max_steps": 1},
+    )
+    folder = train(config)
+    said = capsys.readouterr().out
+    loaded, _ = load_head(folder / "last")
+    # The answers count to 7, end with a token of their own, and have spaces between numbers.
+    assert sorted(loaded.token_map.tolist()) == sorted(
+        [*load_tokenizer(options.target).encode("1234567 "), 257]
+    )
+    assert "head.draft_vocab_size is 9 instead of 200" in " ".join(said.split())
+    # The same options are those of the run in the folder.
+    assert train(config) == folder
+    # A head that starts from another may draft tokens that these answers lack.
+    wider = changed(config, output=f"{folder}-wider", init_from=str(folder / "last"))
+    assert load_head(train(wider) / "last")[0].draft_vocab_size == 200
+
+
 @pytest.mark.parametrize("word", ["float32", "bfloat16", "float16"])
 def test_heads_are_saved_in_the_format_that_was_asked_for_and_measured_in_it(
     options, changed, monkeypatch, word
@@ -299,6 +321,24 @@ def test_a_folder_with_a_run_of_other_options_is_refused(
     config = dataclasses.replace(config, head=head) if head else changed(config, **change)
     with pytest.raises(ValueError, match=rf"{name} = {before}, not {now}"):
         train(config)
+
+
+def test_a_finished_run_that_is_asked_for_more_steps_says_how(
+    undisturbed, options, changed, tmp_path
+):
+    more = changed(options, output=str(undisturbed), loop={"max_steps": STEPS + 4})
+    advice = re.escape(f"init_from '{undisturbed / 'last'}' and another output folder")
+    with pytest.raises(ValueError, match=rf"max_steps = {STEPS}, not {STEPS + 4}; .*{advice}"):
+        train(more)
+    # The advice can be followed.
+    further = changed(
+        more,
+        output=str(tmp_path / "more"),
+        init_from=str(undisturbed / "last"),
+        loop={"max_steps": 1},
+    )
+    (row,) = [row for row in log_of(train(further)) if "loss" in row]
+    assert row["loss"][0] < log_of(undisturbed)[0]["loss"][0]
 
 
 def test_a_head_of_an_unknown_kind_or_layer_is_refused(options):
@@ -452,6 +492,9 @@ def test_a_run_that_began_before_there_were_these_options_goes_on(
         del before["data"][name]
     for name in ("batch_tokens", "micro_tokens"):
         del before["loop"][name]
+    # These had other names.
+    before["target_dtype"] = before.pop("dtype")
+    before["eval"]["new_tokens"] = before["eval"].pop("max_new_tokens")
     path.write_text(yaml.safe_dump(before))
     assert same_outcome(train(options), undisturbed)
 

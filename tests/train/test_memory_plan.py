@@ -196,7 +196,7 @@ def test_a_quantization_that_is_unknown_is_told(config, caplog, capsys):
 
 
 def test_a_checkpoint_that_is_packed_is_not_cut(config, tmp_path):
-    recipe = config("8b", plan="ddp:8", target_placement="shard", target_dtype="bfloat16")
+    recipe = config("8b", plan="ddp:8", target_placement="shard", dtype="bfloat16")
     path = tmp_path / "8b" / "config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "quantization_config": PACKED["GPTQ"][0]})

@@ -13,6 +13,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
+from headstart.files import cache_folder
 from headstart.heads import HEADS
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference.tuning import machine
@@ -52,7 +53,7 @@ def config(tmp_path):
         return TrainConfig(
             target=str(folder),
             output=str(tmp_path / "run"),
-            target_dtype=target,
+            dtype=target,
             data=DataConfig(sources=["none.jsonl"]),
             loop=LoopConfig(precision=head),
         )
@@ -110,7 +111,7 @@ def test_on_an_accelerator_nothing_is_measured(config, monkeypatch, own, target,
 def test_float32_arithmetic_on_a_rounded_checkpoint_is_refused(config):
     with pytest.raises(
         ValueError,
-        match=r"precision float32 needs target_dtype float32, not auto, which is bfloat16",
+        match=r"precision float32 needs dtype float32, not auto, which is bfloat16",
     ):
         formats(config("bfloat16", "auto", "float32"), CPU)
 
@@ -182,7 +183,7 @@ def test_a_run_logs_and_saves_what_auto_became(automatic, monkeypatch, ratio):
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     trained = load_head(folder / "last")[1].training["config"]
     for options in (dataclasses.asdict(begun[0]), saved, trained):
-        assert (options["target_dtype"], options["loop"]["precision"]) == expected
+        assert (options["dtype"], options["loop"]["precision"]) == expected
     assert load_head(folder / "last")[1].provenance["dtype"] == expected[0]
 
 
@@ -192,7 +193,7 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(auto
     for before, after in ((0.5, "float32"), (2.0, "float32")):
         slow(monkeypatch, before)
         monkeypatch.setattr(machine, "_measured", {})
-        (machine.cache_folder() / "machine.json").unlink()
+        (cache_folder() / "machine.json").unlink()
         assert as_begun(automatic).loop.precision == after
         assert train(automatic) == folder  # not refused
     with pytest.raises(ValueError, match=r"loop\.precision = 'float32', not 'bfloat16'"):
@@ -205,7 +206,7 @@ def test_a_folder_without_a_checkpoint_says_nothing(automatic, tmp_path):
     asked = dataclasses.replace(automatic, output=str(folder))
     (folder / "config.yaml").write_text("target_dtype: float16\n")
     assert as_begun(asked) == asked
-    assert resolved(asked, Accelerator()).target_dtype == "float32"
+    assert resolved(asked, Accelerator()).dtype == "float32"
 
 
 def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
@@ -215,22 +216,22 @@ def test_conversations_go_on_in_the_format_they_were_begun_in(taught, tmp_path):
         "output": str(output),
         "conversations": 4,
         "batch_size": 2,
-        "answer_tokens": 4,
+        "max_new_tokens": 4,
     }
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"count to {i}"}) + "\n" for i in range(3, 9)))
     config = SelfMadeConfig(**options, prompts=str(prompts), min_distinct=0.0)
-    make_conversations(dataclasses.replace(config, target_dtype="float16", conversations=2))
+    make_conversations(dataclasses.replace(config, dtype="float16", conversations=2))
     state = tmp_path / "made.jsonl.state.json"
-    assert json.loads(state.read_text())["options"]["target_dtype"] == "float16"
+    assert json.loads(state.read_text())["options"]["dtype"] == "float16"
     make_conversations(dataclasses.replace(config, conversations=2))  # not refused
-    with pytest.raises(ValueError, match="started with target_dtype = 'float16', not 'bfloat16'"):
-        make_conversations(dataclasses.replace(config, target_dtype="bfloat16", conversations=2))
+    with pytest.raises(ValueError, match="started with dtype = 'float16', not 'bfloat16'"):
+        make_conversations(dataclasses.replace(config, dtype="bfloat16", conversations=2))
     state.unlink()
     output.unlink()
     make_conversations(config)
     # and not "fastest"
-    assert json.loads(state.read_text())["options"]["target_dtype"] == "float32"
+    assert json.loads(state.read_text())["options"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("kind", sorted(HEADS))

@@ -192,6 +192,26 @@ def test_the_report_shows_every_evaluation_and_every_option(run_options, tmp_pat
     assert curves == {"depth 0": [(1, 3.0), (2, 2.0)], "depth 1": [(1, 4.0)]}
 
 
+def test_the_number_of_prompts_stands_beside_every_interval(short, changed, capsys):
+    config = changed(short, data={"held_out": 0.04}, loop={"max_steps": 1}, eval={"prompts": 5})
+    folder = train(config)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "measured on 1 held-out prompt, and eval.prompts asks for 5" in printed
+    assert "on 1 held-out prompt;" in printed
+    (evaluation,) = [row for row in log_of(folder) if "eval" in row]
+    assert evaluation["prompts"] == 1
+    page = (folder / "report.md").read_text(encoding="utf-8")
+    header, _, row = [line.split(" | ") for line in page.splitlines() if line.startswith("|")][:3]
+    assert row[header.index("prompts")] == "1"
+    card = (folder / "best" / "README.md").read_text(encoding="utf-8")
+    assert "1 held-out prompt, greedy" in card
+
+
+def test_enough_held_out_prompts_are_worth_no_line(short, changed, capsys):
+    train(changed(short, loop={"max_steps": 1}, eval={"prompts": 5}))
+    assert "eval.prompts asks" not in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

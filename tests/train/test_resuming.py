@@ -101,7 +101,7 @@ FREE = [
     {"target_attention": "eager"},
     {"features": FeaturesConfig(mode="cached")},
     {"features": FeaturesConfig(mode="auto")},
-    {"eval": {"prompts": 2, "new_tokens": 4}},
+    {"eval": {"prompts": 2, "max_new_tokens": 4}},
 ]
 
 

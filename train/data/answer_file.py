@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files import read_json
+from ...options import by_new_names
 from ..config import SelfMadeConfig
 
 FORMAT = "tokens"
@@ -58,7 +59,7 @@ def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for option in dataclasses.fields(SelfMadeConfig):
         defaults[option.name] = option.default
-    return {**defaults, **options}
+    return {**defaults, **by_new_names(options, warn=False)}
 
 
 def check_format(state: dict[str, Any], path: Path) -> None:

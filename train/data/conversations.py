@@ -34,15 +34,20 @@ import numpy as np
 from datasets import (
     Dataset,
     DatasetDict,
-    LargeList,
-    List,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
-from ...files import BROKEN, LONGEST_REASON, read_json, refuse_pipes, text_shards
+from ...files import (
+    BROKEN,
+    LONGEST_REASON,
+    cache_folder,
+    read_json,
+    refuse_pipes,
+    text_shards,
+)
 from ...inference.feature_cache import text_rows
 from ...inference.text.messages import TEXT_FORMATS, check_columns, check_conversation, format_of
 from ...inference.text.prompt_files import (
@@ -53,7 +58,7 @@ from ...inference.text.prompt_files import (
     parsed_line,
     without_compression,
 )
-from ...inference.tuning.machine import cache_folder
+from ...rows import without_fill
 
 FORMATS = {"tokens": ("input_ids", "loss_mask"), **TEXT_FORMATS}
 """Columns of the formats that training reads: the token ids of a whole sequence with 1 for each
@@ -298,26 +303,6 @@ def check_row(row: Any, where: str, expected: str | None = None) -> dict[str, An
     if 1 not in mask:
         raise ValueError(f"{where}: 'loss_mask' holds no 1, so no token of it is the model's own")
     return dict(row)
-
-
-def without_fill(value: Any, feature: Any) -> Any:
-    """Drop keys that Arrow fills with null because other rows have them; `content` stays.
-
-    Only a struct, whose `feature` is a dict, is filled. What `datasets` keeps as JSON has the keys
-    that its row had.
-    """
-    # Rows {"a": 1} and {"b": 2} come out of Arrow as {"a": 1, "b": None} and {"a": None, "b": 2}.
-    if isinstance(value, dict) and isinstance(feature, dict):
-        # An assistant message with tool calls may have the content null.
-        cells = {
-            name: cell for name, cell in value.items() if cell is not None or name == "content"
-        }
-        return {name: without_fill(cell, feature.get(name)) for name, cell in cells.items()}
-    # The type of a list's items: of [type], or of datasets' List and LargeList.
-    inside = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if isinstance(value, list) and isinstance(inside, (dict, list, List, LargeList)):
-        return [without_fill(item, inside) for item in value]
-    return value
 
 
 def _elements(name: str) -> Dataset:

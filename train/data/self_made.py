@@ -140,8 +140,8 @@ class _Output:
         self.tokenizer = state.get("tokenizer")
         before = with_defaults(state["options"])
         # "fastest" and "auto" depend on the machine: go on with what they were.
-        if config.target_dtype in ("fastest", "auto"):
-            self.config = dataclasses.replace(config, target_dtype=before["target_dtype"])
+        if config.dtype in ("fastest", "auto"):
+            self.config = dataclasses.replace(config, dtype=before["dtype"])
         # Before the first batch options may change freely.
         if self.progress.batches:
             now = dataclasses.asdict(self.config)
@@ -271,11 +271,11 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
 
     # 3. Load the model, which may have fewer positions than its files tell.
     lm, _ = load_speculative_lm(
-        config.target, config.head, output.config.target_dtype, allow_adapter=config.allow_adapter
+        config.target, config.head, output.config.dtype, allow_adapter=config.allow_adapter
     )
     lm.observers += observers
     dtype: Any = dtype_name(lm.target.dtype)
-    output.config = config = dataclasses.replace(config, target_dtype=dtype)
+    output.config = config = dataclasses.replace(config, dtype=dtype)
     beyond = _too_long(numbered, lengths, config, lm.target.max_positions)
     if beyond:
         settle_rejected_prompts([*rejected, *beyond], len(prompts or []), config)
@@ -300,7 +300,7 @@ def make_conversations(config: SelfMadeConfig, observers: Sequence[RoundObserver
             output.add(made[: config.conversations - progress.conversations])
     written = (
         f"{path}: {progress.conversations} conversations, {progress.tokens} answer tokens, "
-        f"{progress.unfinished} cut off after {config.answer_tokens}"
+        f"{progress.unfinished} cut off after {config.max_new_tokens}"
     )
     if not output.state()[1]:
         raise Stopped(f"stopped; {written}; the same command resumes from there")
@@ -361,10 +361,10 @@ def _too_long(
     """Name the prompts that leave no room for their answers, and take their turns from them."""
     rejected: list[UnusedRow] = []
     for number, prompt in prompts:
-        if prompt["turns"] and lengths[number] + config.answer_tokens > positions:
+        if prompt["turns"] and lengths[number] + config.max_new_tokens > positions:
             prompt["turns"] = []
             reason = (
-                f"the prompt has {lengths[number]} tokens, which with {config.answer_tokens} new"
+                f"the prompt has {lengths[number]} tokens, which with {config.max_new_tokens} new"
                 f" ones do not fit the model's {positions} positions"
             )
             rejected.append(rejection(prompt, number, str(config.prompts), reason))
@@ -449,7 +449,7 @@ def _answer(
             prompt = _prompt_of(tokenizer, conversation, config)
         except ValueError:  # a template that refuses a later turn
             prompt = []
-        if not prompt or len(prompt) + config.answer_tokens > lm.target.max_positions:
+        if not prompt or len(prompt) + config.max_new_tokens > lm.target.max_positions:
             conversation.ended = True
             continue
         asked.append(conversation)
@@ -459,7 +459,9 @@ def _answer(
     # The distribution itself: the checkpoint's own top_k and top_p do not apply.
     sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature > 0 else {}
     sampling["do_sample"] = temperature > 0
-    answers = _continue(lm, prompts, config.batch_size, config.answer_tokens, generator, **sampling)
+    answers = _continue(
+        lm, prompts, config.batch_size, config.max_new_tokens, generator, **sampling
+    )
     for conversation, prompt, (tokens, finished) in zip(asked, prompts, answers, strict=True):
         message = readable(tokenizer, prompt, tokens, lm.target.end_tokens)
         if not is_usable(text_of(message), tokens, finished, config):

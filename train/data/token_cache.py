@@ -42,6 +42,7 @@ from transformers import PreTrainedTokenizerBase
 from ...console import console
 from ...files import (
     BROKEN,
+    cache_folder,
     read_json,
     read_json_lines,
     reading_back,
@@ -50,7 +51,7 @@ from ...files import (
 )
 from ...inference.targets.loading import tokenizer_provenance
 from ...inference.text.messages import format_of
-from ...inference.tuning.machine import cache_folder, usable_cores
+from ...inference.tuning.machine import usable_cores
 from ...options import check_options, template_variables
 from .chat_template import Example, whole_sequences
 from .conversations import FORMATS, RowReader, Source, check_row

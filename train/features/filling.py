@@ -54,7 +54,7 @@ def fill_folder(
     else:
         prompts = eval_prompts(inputs.target, held_out, config.eval)
         if accelerator.is_main_process:
-            inputs.replay.learn(prompts, config.eval.new_tokens)
+            inputs.replay.learn(prompts, config.eval.max_new_tokens)
             texts += [inputs.replay.texts[tuple(prompt.tolist())].tolist() for prompt in prompts]
         texts = from_main(accelerator, texts)
     cached.write(accelerator, [Example(text, [True] * len(text)) for text in texts])
@@ -101,7 +101,7 @@ def _from_source(
             if answer_path(cache.folder, prompt).exists():  # of an earlier start
                 continue
             room = target.max_positions - len(prompt)
-            new_tokens = min(config.eval.new_tokens + BEYOND, room)
+            new_tokens = min(config.eval.max_new_tokens + BEYOND, room)
             text_T, (states_TLD, _) = source.answer(examples[tuple(prompt)], new_tokens)
             cache.add(key_of(text_T), normed(source, target, states_TLD))
             # The states first: an answer that is listed can be replayed.

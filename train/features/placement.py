@@ -35,7 +35,7 @@ def load_target(config: TrainConfig, accelerator: Accelerator, outer: bool = Fal
     Raises:
         ValueError: the placement does not fit this launch, or the target.
     """
-    dtype = dtype_named(config.target_dtype)
+    dtype = dtype_named(config.dtype)
     placement = config.target_placement
     options = loading_options(config)
     if outer:

@@ -228,24 +228,24 @@ class StoredReplay(ReplayTarget):
             if len(answerable) == config.prompts:
                 break
             # Prompts that leave no room are passed over, as with a target that is loaded.
-            if not 0 < len(example.prompt) <= self.max_positions - config.new_tokens:
+            if not 0 < len(example.prompt) <= self.max_positions - config.max_new_tokens:
                 continue
             text_T = self.source.text_of(example)
             if text_T is None or self._reaches(
-                text_T.tolist(), len(example.prompt), config.new_tokens
+                text_T.tolist(), len(example.prompt), config.max_new_tokens
             ):
                 answerable.append(example)
             elif self.source.greedy:
                 raise ValueError(
-                    f"no answer of {config.new_tokens} tokens (eval.new_tokens) to the held-out"
-                    f" conversation {example.conversation} is stored; {FILL}, or lower eval.prompts"
-                    " or eval.new_tokens"
+                    f"no answer of {config.max_new_tokens} tokens (eval.max_new_tokens) to the"
+                    f" held-out conversation {example.conversation} is stored; {FILL}, or lower"
+                    " eval.prompts or eval.max_new_tokens"
                 )
         if not answerable:
             raise ValueError(
                 f"none of the {len(held_out)} held-out conversations has an answer of"
-                f" {config.new_tokens} tokens (eval.new_tokens) whose states are stored; lower"
-                " eval.new_tokens or hold out more"
+                f" {config.max_new_tokens} tokens (eval.max_new_tokens) whose states are stored;"
+                " lower eval.max_new_tokens or hold out more"
             )
         return answerable
 

@@ -43,7 +43,7 @@ def config(begun, taught, tmp_path):
         batch_size=4,
         lr=1e-2,
         held_out=0.35,
-        new_tokens=NEW_TOKENS,
+        max_new_tokens=NEW_TOKENS,
     )
 
 

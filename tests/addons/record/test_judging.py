@@ -262,7 +262,7 @@ def recorded(spoken, endless, tmp_path):
             recorded=str(tmp_path / "recorded"),
             output=str(tmp_path / "new"),
             held_out=0.6,
-            new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
         )
 
     return build

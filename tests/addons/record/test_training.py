@@ -51,7 +51,7 @@ def losses(folder):
 def test_a_recording_is_data_and_states_in_one(recorded, short, monkeypatch, changed):
     features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
     short = changed(
-        short, features=features, head=HEAD, loop={"max_steps": 4}, eval={"new_tokens": 4}
+        short, features=features, head=HEAD, loop={"max_steps": 4}, eval={"max_new_tokens": 4}
     )
     config = changed(short, data={"sources": [], "held_out": 0.3})
     assert config.data.sources == [str(recorded)]
@@ -86,7 +86,7 @@ def test_recorded_texts_are_not_copied_beyond_their_folder(
 def test_longer_texts_are_cut_with_their_states(recorded, short, changed):
     features = FeaturesConfig(mode="stored", format="float32", folder=str(recorded))
     short = changed(
-        short, features=features, head=HEAD, loop={"max_steps": 3}, eval={"new_tokens": 2}
+        short, features=features, head=HEAD, loop={"max_steps": 3}, eval={"max_new_tokens": 2}
     )
     config = changed(short, data={"sources": [], "held_out": 0.3, "max_length": 40})
     online = dataclasses.replace(

@@ -117,7 +117,7 @@ def config(server, tmp_path):
         server=server.url,
         batch_size=4,
         temperature=0.5,
-        answer_tokens=40,
+        max_new_tokens=40,
         seed=100,
     )
 

@@ -10,6 +10,7 @@ import torch
 from helpers import Ended
 from transformers import T5Config, T5ForConditionalGeneration
 
+from headstart.files import cache_folder
 from headstart.heads import build_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters import costs
@@ -162,7 +163,7 @@ def test_costs_that_cannot_be_are_measured_anew(tiny_target, monkeypatch, measur
     target = tiny_target()
     measured_costs(target)
     monkeypatch.setattr(machine, "_measured", {})
-    path = machine.cache_folder() / "machine.json"
+    path = cache_folder() / "machine.json"
     ((name, held),) = json.loads(path.read_text()).items()
     path.write_text(json.dumps({name: dict.fromkeys(held, kept)}))
     assert tuple(measured_costs(target).forward) == SIZES and len(measured) == 2

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from headstart.files import cache_folder
 from headstart.inference import SpeculativeLM
 from headstart.inference.tuning import machine
 from headstart.inference.tuning.machine import (
-    cache_folder,
     measured_once,
     positive,
     seconds_in_turns,

@@ -62,7 +62,7 @@ def made_with(family, writes, row, tmp_path, monkeypatch, **options):
         target=str(tmp_path / "target"),
         output=str(tmp_path / "answers.jsonl"),
         prompts=str(tmp_path / "prompts.jsonl"),
-        target_dtype="float32",
+        dtype="float32",
         min_distinct=0.0,
         template_kwargs=family.variables,
         **options,

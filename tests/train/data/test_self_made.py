@@ -37,8 +37,8 @@ def config(talker, tmp_path):
         output=str(tmp_path / "out.jsonl"),
         conversations=7,
         batch_size=4,
-        target_dtype="float32",
-        answer_tokens=14,
+        dtype="float32",
+        max_new_tokens=14,
         prompt_tokens=40,
         min_distinct=0.2,
     )
@@ -125,7 +125,7 @@ def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_pat
         prompts=str(prompts),
         thinking=thinking,
         template_kwargs={"effort": "high"},
-        answer_tokens=120,
+        max_new_tokens=120,
     )
     # before the model is loaded, and for each turn
     assert asked == [(thinking, {"effort": "high"})] * 3
@@ -256,7 +256,7 @@ def mixed(config, tmp_path):
         for i in range(24)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return changed(config, prompts=str(path), conversations=24, min_distinct=0.0, answer_tokens=40)
+    return changed(config, prompts=str(path), conversations=24, min_distinct=0.0, max_new_tokens=40)
 
 
 def test_each_prompt_is_answered_at_its_temperature_and_asked_on(mixed, monkeypatch, tokenizer):

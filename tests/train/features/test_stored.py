@@ -78,7 +78,8 @@ def test_what_a_folder_lacks_is_told_before_the_target_is_needed(
     kept = answers[0].read_text()
     answers[0].unlink()
     with pytest.raises(
-        ValueError, match=r"no answer of 8 tokens \(eval.new_tokens\) to the held-out conversation"
+        ValueError,
+        match=r"no answer of 8 tokens \(eval.max_new_tokens\) to the held-out",
     ):
         train(stored)
     answers[0].write_text(kept)
@@ -92,7 +93,7 @@ def test_what_a_folder_lacks_is_told_before_the_target_is_needed(
     for shard in shards:
         (tmp_path / shard.name).rename(shard)
     other = dataclasses.replace(
-        stored, head={**stored.head, "feature_layers": [0]}, target_dtype="float32"
+        stored, head={**stored.head, "feature_layers": [0]}, dtype="float32"
     )
     assert train(changed(other, output=stored.output + "-fewer", loop={"max_steps": 1})).exists()
     manifest = json.loads((folder / "manifest.json").read_text())
