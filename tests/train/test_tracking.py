@@ -339,7 +339,7 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "refused"),
+    ("error", "ends"),
     [
         (wandb.errors.AuthenticationError("API key must have 40+ characters, has 5."), True),
         (
@@ -363,14 +363,14 @@ def test_a_run_that_fails_is_shown_as_failed(tracked, offline, monkeypatch):
     ],
 )
 def test_a_key_or_an_entity_that_is_refused_ends_the_run_before_its_first_step(
-    tracked, offline, monkeypatch, capsys, error, refused
+    tracked, offline, monkeypatch, capsys, error, ends
 ):
     def init(*given, **more):
         raise error
 
     monkeypatch.setattr(wandb, "init", init)
     config = tracked("wandb", entity="nobody")
-    if refused:
+    if ends:
         with refused("loop.tracker refuses"):
             train(config)
         assert not (Path(config.output) / "log.jsonl").exists()
