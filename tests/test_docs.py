@@ -6,22 +6,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import itertools
 import json
-import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import site_pages
-
-from headstart.inference.tuning.tree_search import chain_length
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -31,7 +26,6 @@ HEAD_PAGES = {
 PAGES = {
     path.name: path.read_text("utf-8") for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 } | HEAD_PAGES
-WHY = PAGES["why.md"]
 NOT_RUN = "<!-- not run: "
 """Before a Python block that needs what a test has not, with the reason."""
 OF_OTHERS = {"config", "help", "num_processes"}
@@ -110,30 +104,11 @@ def test_what_the_dockerfile_runs_is_here():
     assert all(line.removeprefix("#   ") in shown for line in lines if line.startswith("#   "))
 
 
-def test_every_page_has_a_title_and_text():
-    assert all(text.startswith("# ") and len(text) > 500 for text in PAGES.values())
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_no_paragraph_stands_twice_on_a_page(page):
     paragraphs = PAGES[page].split("\n\n")
     long = [text for text in paragraphs if len(text) > 80 and not text.startswith("```")]
     assert len(set(long)) == len(long)
-
-
-def test_every_command_is_found_in_the_pages():
-    shown = {words[0] for _, words in COMMANDS}
-    assert {
-        "generate",
-        "bench",
-        "verify",
-        "train",
-        "tree",
-        "data",
-        "push",
-        "import",
-        "export",
-    } <= shown
 
 
 def test_every_command_that_a_notebook_needs_is_a_class_of_options_and_a_function():
@@ -329,67 +304,6 @@ def test_supported_families_are_those_of_the_tests():
         "\n\n" + "; ".join(re.findall(r'^    "([^"]+)": lambda', families, re.MULTILINE))
         in PAGES["models.md"]
     )
-
-
-def emitted(p: list[Fraction], q: list[Fraction]) -> dict[int, Fraction]:
-    """The distribution of the emitted token, by enumerating draft, acceptance and token after a
-    rejection."""
-    found = dict.fromkeys(range(len(p)), Fraction(0))
-    excess = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
-    for draft, token in itertools.product(range(len(p)), repeat=2):
-        accept = min(Fraction(1), p[draft] / q[draft])
-        found[token] += q[draft] * accept * (token == draft)
-        if accept < 1:
-            found[token] += q[draft] * (1 - accept) * excess[token] / sum(excess)
-    return found
-
-
-def test_the_example_of_the_acceptance_rule_is_exact_and_has_the_numbers_it_shows():
-    p, q = (
-        [Fraction(value) for value in re.search(rf"`{name} = \((.*?)\)`", WHY)[1].split(", ")]
-        for name in "pq"
-    )
-    assert sum(p) == sum(q) == 1
-    assert list(emitted(p, q).values()) == p
-    rate = sum(map(min, p, q))
-    assert f"probability 0.20 + 0.30 + 0.10 + 0.05 = {float(rate):.2f}." in WHY
-    residual = [max(a - b, 0) / (1 - rate) for a, b in zip(p, q, strict=True)]
-    assert f"The residual is ({', '.join(f'{float(value):.3f}' for value in residual)})." in WHY
-    assert f"0.20 + {float(1 - rate):.2f} · {float(residual[0]):.3f} = {float(p[0]):.2f}" in WHY
-
-
-def time_factor(rate: float, gamma: int, draft_cost: float, check_cost: float = 1.0) -> float:
-    """Speedup over plain decoding (Leviathan et al., arXiv:2211.17192, theorem 3.8), with costs in
-    plain steps."""
-    return chain_length([rate], gamma) / (gamma * draft_cost + check_cost)
-
-
-def test_the_worked_example_has_the_numbers_of_the_formulas():
-    draft, step, gamma, accepted = 1, 10, 4, 2.5
-    milliseconds = (gamma * draft + step) / (accepted + 1)
-    assert f"= {gamma * draft + step} ms |" in WHY and f"= {milliseconds:.1f} ms |" in WHY
-    assert f"| speedup | {step / milliseconds:.2f} |" in WHY
-    low, high = 0.0, 1.0
-    while high - low > 1e-12:  # the rate at which a chain of 4 emits 3.5 tokens
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if chain_length([middle], gamma) < accepted + 1 else (low, middle)
-        )
-    assert math.isclose(
-        chain_length([low], gamma), (1 - low ** (gamma + 1)) / (1 - low), rel_tol=1e-9
-    )
-    assert f"`a = {low:.3f}`" in WHY
-    cost, rows = draft / step, rows_of(WHY)
-    lengths = [int(length) for length in rows["draft length `g`"]]
-    assert rows["tokens a round"] == [f"{chain_length([low], length):.2f}" for length in lengths]
-    speedups = next(line for line in WHY.splitlines() if line.startswith("| speedup | 1.00"))
-    assert speedups.strip("| ").split(" | ")[1:] == [
-        f"{time_factor(low, length, cost):.2f}" for length in lengths
-    ]
-    best = max(range(33), key=lambda length: time_factor(low, length, cost))
-    assert f"The best is `g = {best}`" in WHY
-    for check in (1.5, 2.0):
-        assert f"{time_factor(low, gamma, cost, check):.2f}" in WHY.partition("The best")[2]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

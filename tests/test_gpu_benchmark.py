@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refused
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import build_head
@@ -122,13 +123,13 @@ def test_parts_of_several_processes_are_one_page(gpu, options, monkeypatch, caps
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"training": [3]}, r"training needs a number of rows and of tokens, not \[3\]"),
+        ({"training": [3]}, "needs [3]"),
         ({"texts": [], "long_texts": []}, "texts need"),
-        ({"parts": ("cards",)}, "no part is called 'cards'; there are card, tests"),
+        ({"parts": ("cards",)}, "'cards'"),
     ],
 )
 def test_impossible_options_are_refused(gpu, options, changes, told):
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         dataclasses.replace(options, **changes)
 
 

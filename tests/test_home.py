@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from messages import refused
 
 from headstart.addons.record import record
 from headstart.files import at_home, cache_folder, write_whole
@@ -52,7 +53,7 @@ def test_only_a_leading_home_is_one(home, path, expanded):
 
 def test_an_unknown_home_is_refused(monkeypatch):
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    with pytest.raises(ValueError, match="'~/x' is in the home folder, which is unknown; set HOME"):
+    with refused("'~/x' unknown HOME"):
         at_home("~/x")
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from messages import refused
 from prompts import (
     KindConfig,
     PromptMixConfig,
@@ -149,21 +150,21 @@ def test_several_passages_are_joined_to_a_long_context(files):
 
 
 def test_a_kind_that_holds_nothing_is_named(files):
-    with pytest.raises(ValueError, match="kind 'code' holds no prompt to train on: 0 prompts"):
+    with refused("'code' 0"):
         mix_prompts(config(files, kinds={"code": KindConfig(sources=["github"])}))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"templates": ["Sum up."]}, r"template 'Sum up.' needs \{passage\}"),
-        ({"templates": ["{passage} {language}"]}, "takes the names"),
-        ({"share": 0}, "share must be above 0"),
-        ({"words": [9, 3]}, "fewest and the most"),
+        ({"templates": ["Sum up."]}, "'Sum needs {passage}"),
+        ({"templates": ["{passage} {language}"]}, "takes names"),
+        ({"share": 0}, "0"),
+        ({"words": [9, 3]}, "fewest"),
     ],
 )
 def test_a_kind_is_checked(options, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         KindConfig(**options)
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from messages import refused
 
 from headstart.addons import openai_server
 from headstart.addons.openai_server import KEY, OpenAIServer, ServerError
@@ -59,7 +60,7 @@ def replies(running, *statuses, text="", **headers):
     "url", ["", "localhost", "ftp://h/v1", f"http://u:{SECRET}@", f"http://u:{SECRET}@h:port/v1"]
 )
 def test_what_is_no_url_is_refused_without_being_shown(url):
-    with pytest.raises(ValueError, match=r"features\.server must be a URL") as caught:
+    with refused("features.server URL") as caught:
         OpenAIServer.at(url, 1.0, "features.server")
     assert SECRET not in str(caught.value)
 
@@ -90,11 +91,11 @@ def test_what_passes_is_asked_again_and_what_does_not_is_not(running):
     assert server.ask("/models", retries=2) == ""
     assert len(running.seen) == 3
     replies(running, 503, 503)
-    with pytest.raises(ServerError, match="status 503") as caught:
+    with refused("503", error=ServerError) as caught:
         server.ask("/models", retries=1)
     assert caught.value.may_pass
     replies(running, 404, text=json.dumps({"error": {"message": "no such model"}}))
-    with pytest.raises(ServerError, match=r"^status 404: no such model$") as caught:
+    with refused("404 no such model", error=ServerError) as caught:
         server.ask("/models", retries=5)
     assert not caught.value.may_pass and len(running.seen) == 6
 
@@ -109,13 +110,13 @@ def test_a_server_says_how_long_it_wants_to_be_left_alone(running):
 
 def test_a_redirect_is_not_followed_which_would_send_the_key_elsewhere(running):
     replies(running, 302, 200, Location="http://127.0.0.1:9/")
-    with pytest.raises(ServerError, match="status 302"):
+    with refused("302", error=ServerError):
         OpenAIServer.at(running.url, 5.0).ask("/models")
 
 
 @pytest.mark.parametrize("url", ["http://u:12/s3cr3t@h/v1", "http://u:12#s3cr3t@h/v1"])
 def test_a_password_that_ends_the_host_too_early_is_asked_of_no_name_server(url):
-    with pytest.raises(ValueError, match="must be a URL") as caught:
+    with refused("URL") as caught:
         OpenAIServer.at(url, 1.0)
     assert SECRET not in str(caught.value)
 
@@ -137,7 +138,7 @@ def test_an_answer_that_never_ends_has_a_limit_of_the_whole_time(begin, status):
         threading.Thread(target=drip, daemon=True).start()
         server = OpenAIServer.at(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", 0.5)
         began = time.monotonic()
-        with pytest.raises(ServerError, match=r"did not answer in 0\.5 seconds"):
+        with refused("0.5", error=ServerError):
             server.ask("/completions", {})
         ended.set()
     assert time.monotonic() - began < 5
@@ -148,7 +149,7 @@ def test_a_name_server_that_never_answers_has_the_limit_too(monkeypatch, scheme)
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ended.wait(20) and [])
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"did not answer in 0\.3 seconds") as caught:
+    with refused("0.3", error=ServerError) as caught:
         OpenAIServer.at(f"{scheme}://slow.example/v1", 0.3).ask("/models")
     assert time.monotonic() - began < 5 and caught.value.may_pass
     ended.set()
@@ -159,7 +160,7 @@ def test_an_answer_without_end_has_a_limit_of_bytes(running, monkeypatch):
     replies(running, 200, text="x" * 1000)
     assert len(OpenAIServer.at(running.url, 5.0).ask("/models")) == 1000
     replies(running, 200, text="x" * 1001)
-    with pytest.raises(ServerError, match="more than 1,000 bytes") as caught:
+    with refused("1,000", error=ServerError) as caught:
         OpenAIServer.at(running.url, 5.0).ask("/models", retries=3)
     assert not caught.value.may_pass
 
@@ -187,7 +188,7 @@ def test_what_is_no_http_is_told_in_one_line(head):
 
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        with pytest.raises(ServerError, match="cannot be reached") as caught:
+        with refused("reached", error=ServerError) as caught:
             OpenAIServer.at(url, 5.0).ask("/completions", {})
     assert "\n" not in str(caught.value)
 
@@ -195,13 +196,13 @@ def test_what_is_no_http_is_told_in_one_line(head):
 @pytest.mark.parametrize("text", ["[" * 200_000, "[1]", "null", "x", '{"a": ' + "9" * 5000 + "}"])
 def test_what_is_no_json_object_is_an_answer_that_cannot_be_used(running, text):
     replies(running, 200, text=text)
-    with pytest.raises(ServerError, match=r"not valid JSON|no JSON object") as caught:
+    with refused("JSON", error=ServerError) as caught:
         OpenAIServer.at(running.url, 5.0).ask_object("/models", retries=3)
     assert not caught.value.may_pass and len(str(caught.value)) < 1000
 
 
 def test_a_host_that_no_name_server_takes_is_told():
-    with pytest.raises(ServerError, match="cannot be reached"):
+    with refused("reached", error=ServerError):
         OpenAIServer.at(f"http://{'a' * 70}.b/v1", 5.0).ask("/models")
 
 
@@ -226,10 +227,10 @@ def test_secrets_that_a_server_repeats_are_removed(running, monkeypatch, status)
 
 
 def test_no_answer_is_told_as_one(running):
-    with pytest.raises(ServerError, match=r"cannot be reached: .*refused") as caught:
+    with refused("reached refused", error=ServerError) as caught:
         OpenAIServer.at("http://127.0.0.1:9/v1", 5.0).ask("/models")
     assert caught.value.status is None and caught.value.may_pass
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as silent:
         url = f"http://127.0.0.1:{silent.server_port}"
-        with pytest.raises(ServerError, match=r"did not answer in 0\.1 seconds: timed out"):
+        with refused("0.1 timed out", error=ServerError):
             OpenAIServer.at(url, 0.1).ask("/models")

@@ -3,15 +3,14 @@ ends a chain."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from block_heads import INFO, TIME, VOCAB, batch, build
+from block_heads import TIME, VOCAB, batch, build
+from messages import refused
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads import DSparkHead, TargetFeatures, build_head
+from headstart.heads import DSparkHead, TargetFeatures
 from headstart.heads.by_name import build_objective
 from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.objective import Objective
@@ -129,29 +128,8 @@ def test_a_chain_ends_where_the_head_expects_a_rejection():
         assert chain.propose(features.tokens_BT[:1, 4]).tokens_BN.shape == (1, nodes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"markov": "bigram"},
-            "a markov of vanilla, gated, rnn and a markov_rank of at least 1, not 'bigram' and 256",
-        ),
-        ({"markov_rank": 0}, "not 'vanilla' and 0"),
-        (
-            {"markov": "rnn", "sample_from_anchor": False},
-            "dspark markov rnn needs sample_from_anchor",
-        ),
-        ({"block_size": 1}, "dspark needs a block_size of at least 2"),
-    ],
-)
-def test_options_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        build_head("dspark", options, dataclasses.replace(INFO))
-
-
 def test_only_a_head_that_estimates_its_acceptance_is_trained_to():
     assert build_objective("dspark", {}, {}).loss == {"ce": 0.1, "tv": 0.9, "confidence": 1.0}
     assert build_objective("dspark", {"confidence": False}, {}).loss == {"ce": 0.1, "tv": 0.9}
-    told = "dspark cannot have the loss 'confidence': it does not estimate its acceptance rate"
-    with pytest.raises(ValueError, match=told):
+    with refused("dspark 'confidence'"):
         build_objective("dspark", {"confidence": False}, {"loss": {"ce": 1.0, "confidence": 1.0}})

@@ -5,26 +5,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from messages import refused
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import (
-    CheckpointMetadata,
-    DraftState,
-    Eagle3Head,
-    TargetFeatures,
-    TargetInfo,
-    build_head,
-)
+from headstart.heads import CheckpointMetadata, DraftState, Eagle3Head, TargetFeatures, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.heads.layers.training_time_test import TrainingTimeTest
 from headstart.heads.objective import Objective
@@ -449,7 +441,8 @@ def test_a_narrower_head_keeps_its_own_lm_head_and_embedding(target: Target) -> 
 
 
 @pytest.mark.parametrize(
-    ("blocks", "layers"), [(7, (1, 2, 3)), (9, (1, 3, 5)), (30, (1, 14, 26)), (32, (1, 15, 28))]
+    ("blocks", "layers"),
+    [(4, (0, 1, 2)), (5, (0, 1, 3)), (6, (0, 2, 4)), (7, (1, 2, 3)), (30, (1, 14, 26))],
 )
 def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
     blocks: int, layers: tuple[int, ...], target: Target
@@ -462,71 +455,19 @@ def test_the_default_layers_are_an_early_a_middle_and_a_late_one(
 # What servers read.
 
 
-def expected_tensors(options: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes by which servers read a head; layers after the first are ours to name."""
-    width = options.get("hidden_size", WIDTH)
-    heads, groups = options.get("num_attention_heads", 4), options.get("num_key_value_heads", 2)
-    size, inner = options.get("head_dim", 8), options.get("intermediate_size", 40)
-    drafted, fused = (
-        options.get("draft_vocab_size", VOCAB),
-        len(options.get("feature_layers", [1, 2, 3])),
-    )
-    found: dict[str, tuple[int, ...]] = {
-        "fc.weight": (width, fused * WIDTH),
-        "midlayer.hidden_norm.weight": (width,),
-        "norm.weight": (width,),
-        "lm_head.weight": (drafted, width),
-    }
-    for i in range(options.get("num_layers", 1)):
-        layer, reads = ("midlayer", 2 * width) if i == 0 else (f"layers.{i}", width)
-        found |= {
-            f"{layer}.input_layernorm.weight": (width,),
-            f"{layer}.post_attention_layernorm.weight": (width,),
-            f"{layer}.self_attn.q_proj.weight": (heads * size, reads),
-            f"{layer}.self_attn.k_proj.weight": (groups * size, reads),
-            f"{layer}.self_attn.v_proj.weight": (groups * size, reads),
-            f"{layer}.self_attn.o_proj.weight": (width, heads * size),
-            f"{layer}.mlp.gate_proj.weight": (inner, width),
-            f"{layer}.mlp.up_proj.weight": (inner, width),
-            f"{layer}.mlp.down_proj.weight": (width, inner),
-        }
-        if options.get("qk_norm"):
-            found |= {f"{layer}.self_attn.{kind}_norm.weight": (size,) for kind in "qk"}
-    if options.get("fc_norm"):
-        found |= {f"fc_norm.{i}.weight": (WIDTH,) for i in range(fused)}
-    if "draft_vocab_size" in options:
-        found |= {"d2t": (drafted,), "t2d": (VOCAB,)}
-    if width != WIDTH:
-        found["embed_tokens.weight"] = (VOCAB, width)
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_saved_head_has_the_tensors_that_servers_read_and_loads_bit_for_bit(
-    name: str, dtype: torch.dtype, target: Target, tmp_path: Path
+def test_a_saved_head_loads_with_its_options_and_drafts_the_same(
+    name: str, target: Target, tmp_path: Path
 ) -> None:
-    head = build(name, target, dtype)
-    metadata = CheckpointMetadata(tree="dynamic:24:4:8", measured={"prompts": 3})
-    save_head(head, tmp_path / "head", metadata)
-    saved = load_file(tmp_path / "head" / "model.safetensors")
-    assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected_tensors(
-        OPTIONS[name]
-    )
-    whole = {"d2t": torch.int64, "t2d": torch.bool}
-    assert all(tensor.dtype == whole.get(key, dtype) for key, tensor in saved.items())
-    loaded, loaded_facts = load_head(tmp_path / "head", target.info)
-    assert (
-        type(loaded) is Eagle3Head and loaded.config == head.config and loaded.target == head.target
-    )
-    assert loaded_facts == metadata and loaded.feature_layers == head.feature_layers
+    head = build(name, target)
+    save_head(head, tmp_path / "head", CheckpointMetadata())
+    loaded, _ = load_head(tmp_path / "head", target.info)
+    assert type(loaded) is Eagle3Head and loaded.config == head.config
     ours, theirs = loaded.state_dict(), head.state_dict()
-    assert list(ours) == list(theirs) and all(
-        torch.equal(tensor, theirs[key]) for key, tensor in ours.items()
-    )
-    if dtype == target.dtype:
-        features = read(target, head, torch.randint(VOCAB, (2, 9)))
-        assert torch.equal(trained_logits(loaded.eval(), features), trained_logits(head, features))
+    assert ours.keys() == theirs.keys()
+    assert all(tensor.dtype == theirs[key].dtype for key, tensor in ours.items())
+    features = read(target, head, torch.randint(VOCAB, (2, 9)))
+    assert torch.equal(trained_logits(loaded.eval(), features), trained_logits(head, features))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -570,12 +511,6 @@ def test_config_has_the_keys_of_servers_with_both_ways_of_counting_layers(
     }
 
 
-def test_layers_are_counted_as_the_reference_has_them_for_thirty_blocks(target: Target) -> None:
-    config = build_head("eagle3", {}, replace(target.info, num_layers=30)).server_config()
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 15, 27]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 14, 26]
-
-
 def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target) -> None:
     info = replace(target.info, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     config = build_head("eagle3", {}, info).server_config()
@@ -585,93 +520,11 @@ def test_a_rotary_embedding_without_scaling_is_said_to_have_none(target: Target)
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"feature_layers": [1, 2, 6]},
-            r"feature_layers \[1, 2, 6\] are out of range .* 7 blocks; .* from 0 to 5",
-        ),
-        ({"feature_layers": [1, -2]}, r"feature_layers \[1, -2\] are out of range"),
-        ({"feature_layers": [2, 2, 3]}, r"feature_layers \[2, 2, 3\] .*coincide"),
-        ({"feature_layers": []}, r"feature_layers \[\] are out of range"),
-        (
-            {"draft_vocab_size": VOCAB + 1},
-            "draft_vocab_size 48 is out of range: the target's vocabulary has 47 tokens",
-        ),
-        ({"draft_vocab_size": 0}, "draft_vocab_size 0 is out of range"),
-        ({"start": "first"}, "start must be random, last or the number of a block, not 'first'"),
-        ({"depth": 0}, "a depth and num_layers of at least 1, not 0 and 1"),
-        ({"num_layers": 0}, "a depth and num_layers of at least 1, not 7 and 0"),
-        ({"train_steps": 0}, "train_steps must be from 1 to the depth 7, not 0"),
-        ({"train_steps": 3, "depth": 2}, "train_steps must be from 1 to the depth 2, not 3"),
-        (
-            {"num_attention_heads": 3},
-            "num_attention_heads 3 is no multiple of num_key_value_heads 2",
-        ),
-        (
-            {"layers": 1},
-            "unknown eagle3 head option 'layers'; choose from attention_bias, depth, ",
-        ),
-    ],
-    ids=str,
-)
-def test_options_that_no_head_can_have_are_refused_by_name(
-    options: dict[str, Any], message: str, target: Target
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_head("eagle3", options, target.info)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"depth": "four"},
-        {"num_layers": 1.5},
-        {"draft_vocab_size": "8k"},
-        {"fc_norm": "no"},
-        {"start": 1.5},
-    ],
-    ids=str,
-)
-def test_options_of_the_wrong_type_are_refused_by_name(
-    options: dict[str, Any], target: Target
-) -> None:
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=name) as caught:
-        build_head("eagle3", options, target.info)
-    assert repr(value) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "layers"), [(4, (0, 1, 2)), (5, (0, 1, 3)), (6, (0, 2, 4)), (7, (1, 2, 3))]
-)
-def test_a_shallow_target_has_default_layers_of_its_own(
-    blocks: int, layers: tuple[int, ...], target: Target
-) -> None:
-    head = build_head("eagle3", {}, replace(target.info, num_layers=blocks))
-    assert head.feature_layers == layers
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_the_default_layers_of_the_shallowest_targets_coincide_and_are_refused(
-    blocks: int, target: Target
-) -> None:
-    info = replace(target.info, num_layers=blocks)
-    with pytest.raises(
-        ValueError, match=r"feature_layers .*, the default, are out of range or coincide"
-    ):
-        build_head("eagle3", {}, info)
-    assert build_head("eagle3", {"feature_layers": [-1]}, info).feature_layers == (-1,)
-
-
 def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> None:
     head = build_head("eagle3", {"draft_vocab_size": 6}, target.info)
     counts_V = torch.zeros(VOCAB, dtype=torch.int64)
     counts_V[10:15] = 3
-    with pytest.raises(
-        ValueError, match=r"eagle3 draft_vocab_size 6 is larger than the 5 different answer tokens"
-    ):
+    with refused("eagle3 draft_vocab_size 6 larger 5"):
         head.initialize(target.modules, counts_V)
     counts_V[2] = 1
     head.initialize(target.modules, counts_V)
@@ -681,19 +534,10 @@ def test_a_draft_vocabulary_larger_than_the_data_is_refused(target: Target) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"head_dim": 4},
-            r"the first layer from the target's block: self_attn\..*; choose start: random",
-        ),
-        (
-            {"intermediate_size": 24},
-            r"the first layer from the target's block: mlp\..* is \(24, 32\) here and \(40, 32\)",
-        ),
-        ({"hidden_size": 16}, "the first layer from the target's block"),
-        (
-            {"num_key_value_heads": 4},
-            r"self_attn\.k_proj\.weight is \(32, 64\) here and \(16, 64\) there",
-        ),
+        ({"head_dim": 4}, "self_attn"),
+        ({"intermediate_size": 24}, "24 32 40"),
+        ({"hidden_size": 16}, "first layer"),
+        ({"num_key_value_heads": 4}, "self_attn.k_proj.weight 32 64 16"),
     ],
     ids=str,
 )
@@ -701,62 +545,12 @@ def test_a_start_from_a_block_of_other_dimensions_is_refused(
     options: dict[str, int], message: str, target: Target
 ) -> None:
     head = build_head("eagle3", {"start": "last", **options}, target.info)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         head.initialize(target.modules, torch.ones(VOCAB))
 
 
 @pytest.mark.parametrize("block", [BLOCKS, 99, -BLOCKS - 1])
 def test_a_start_from_a_block_that_is_not_there_is_refused(block: int, target: Target) -> None:
     head = build_head("eagle3", {"start": block}, target.info)
-    with pytest.raises(
-        ValueError, match=f"eagle3 cannot start from block {block}: the target has {BLOCKS}; choose"
-    ):
+    with refused(f"eagle3 {block} {BLOCKS}"):
         head.initialize(target.modules, torch.ones(VOCAB))
-
-
-def test_a_start_from_a_block_of_another_family_is_refused() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=3, n_head=2, n_positions=16))
-    other = Target(model)
-    head = build_head("eagle3", {"start": "last", "feature_layers": [0, 1]}, other.info)
-    with pytest.raises(
-        ValueError, match=r"eagle3 cannot start from block .*; choose start: random"
-    ):
-        head.initialize(other.modules, torch.ones(9))
-
-
-def test_a_head_for_another_target_is_refused_with_every_difference(
-    target: Target, tmp_path: Path
-) -> None:
-    save_head(build("plain", target), tmp_path / "head", CheckpointMetadata())
-    other: TargetInfo = replace(target.info, name="other", hidden_size=40, num_layers=9)
-    with pytest.raises(
-        ValueError, match=r"hidden size 32 \(head\) and 40 \(target\); num layers 7 \(head\) and 9"
-    ):
-        load_head(tmp_path / "head", other)
-
-
-def test_every_tensor_is_needed_and_no_other_is_taken(target: Target, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    head = build("everything", target)
-    save_head(head, tmp_path / "head", CheckpointMetadata())
-    path = tmp_path / "head" / "model.safetensors"
-    whole = load_file(path)
-    changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
-        "missing tensor 'd2t'": lambda tensors: tensors.pop("d2t"),
-        "missing tensor 'midlayer.hidden_norm.weight'": lambda tensors: tensors.pop(
-            "midlayer.hidden_norm.weight"
-        ),
-        "unknown tensor 'layers.0.mlp.up_proj.weight'": lambda tensors: tensors.update(
-            {"layers.0.mlp.up_proj.weight": torch.zeros(1)}
-        ),
-        "tensor 'norm.weight' of shape": lambda tensors: tensors.update(
-            {"norm.weight": torch.zeros(1)}
-        ),
-    }
-    for message, change in changes.items():
-        tensors = dict(whole)
-        change(tensors)
-        save_file(tensors, path)
-        with pytest.raises(ValueError, match=message):
-            load_head(tmp_path / "head")

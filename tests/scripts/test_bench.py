@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refused
+from runs import write_prompts
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.checkpoints.save_load import save_head
@@ -87,9 +89,7 @@ def head_folder(target_folder, tmp_path_factory):
 
 def prompt_file(path, count):
     path.parent.mkdir(exist_ok=True)
-    rows = [json.dumps({"prompt": f"say {i} {'again ' * i}"}) for i in range(count)]
-    path.write_text("\n".join(rows), encoding="utf-8")
-    return str(path)
+    return write_prompts(path, [f"say {i} {'again ' * i}" for i in range(count)])
 
 
 @pytest.fixture
@@ -236,19 +236,19 @@ def test_two_files_of_one_name_both_get_a_row(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompts": ["/nowhere.jsonl"]}, "no file at '/nowhere.jsonl'"),
-        ({"head": "/nowhere"}, "no head at '/nowhere'"),
-        ({"tree": "bush"}, "unknown tree 'bush'"),
-        ({"tree": "chain:9"}, "at most 3"),
+        ({"prompts": ["/nowhere.jsonl"]}, "'/nowhere.jsonl'"),
+        ({"head": "/nowhere"}, "'/nowhere'"),
+        ({"tree": "bush"}, "unknown 'bush'"),
+        ({"tree": "chain:9"}, "3"),
     ],
 )
 def test_what_cannot_be_used_is_named(config, change, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         benchmark(BenchConfig(**{**vars(config), **change}))
 
 
 def test_a_file_without_prompts_is_named(config, tmp_path):
-    with pytest.raises(ValueError, match=r"empty\.jsonl holds no prompts"):
+    with refused("empty.jsonl"):
         benchmark(
             BenchConfig(**{**vars(config), "prompts": [prompt_file(tmp_path / "empty.jsonl", 0)]})
         )

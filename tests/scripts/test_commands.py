@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from messages import lacking, refused
 from site_pages import documented_options
 
 from headstart.addons.serve.options import ServedTrainConfig
-from headstart.heads import HEADS, CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
 from headstart.heads.by_name import head_config
 from headstart.heads.checkpoints.save_load import save_head
 from headstart.inference import Target
@@ -46,7 +47,7 @@ from headstart.scripts.bench import BenchConfig
 from headstart.scripts.command_line import options
 from headstart.scripts.tree import TreeConfig
 from headstart.train import loop
-from headstart.train.config import AdapterConfig, ObjectiveConfig
+from headstart.train.config import ObjectiveConfig
 
 COMMANDS = {
     "data": (data.DataCommand, data, "write_conversations"),
@@ -235,55 +236,25 @@ def test_bench_takes_the_command_line_of_the_manual(parsed):
     )
 
 
-def test_tree_takes_the_command_line_of_the_manual(parsed):
-    line = (
-        "--target T --head H --prompts a.jsonl b.jsonl --max-new-tokens 32 --nodes 24 --thinking"
-        " false"
-    )
-    config = parsed("tree", *line.split(), "--dtype", "float32", "--temperature", "0.7")
-    assert config == TreeConfig(
-        target="T",
-        head="H",
-        prompts=["a.jsonl", "b.jsonl"],
-        max_new_tokens=32,
-        thinking=False,
-        nodes=24,
-        temperature=0.7,
-        dtype="float32",
-    )
-
-
 DTYPES = {
     "data": ["dtype"],
     "features": ["dtype", "loop.precision"],
     "train": ["dtype", "loop.precision"],
     **{command: ["dtype"] for command in ("tree", "generate", "bench", "certify", "verify")},
 }
-COMPILED = ("tree", "generate", "bench", "certify")
 
 
-@pytest.mark.parametrize("word", ["fastest", "auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("command", DTYPES)
-def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, command, word):
+def test_every_command_takes_a_dtype(parsed, run, command):
     for name in DTYPES[command]:
-        # in float16 gradients would underflow
-        if name == "loop.precision" and word in ("fastest", "float16"):
-            continue
-
-        def found(*arguments, name=name):
-            value = parsed(command, *REQUIRED[command], *arguments)
-            for part in name.split("."):
-                value = getattr(value, part)
-            return value
-
-        assert found() == ("auto" if name == "loop.precision" else "fastest")
-        more = ["--dtype", "float32"] if name == "loop.precision" and word == "float32" else []
-        assert found(f"--{name}", word, *more) == word
+        value = parsed(command, *REQUIRED[command], f"--{name}", "bfloat16")
+        for part in name.split("."):
+            value = getattr(value, part)
+        assert value == "bfloat16"
         status, _, errors = run(command, *REQUIRED[command], f"--{name}", "float8")
         assert status == 2 and "float8" in errors
 
 
-@pytest.mark.parametrize("command", COMPILED)
 @pytest.mark.parametrize(
     ("written", "value"),
     [
@@ -294,7 +265,8 @@ def test_every_command_takes_a_dtype_and_the_fastest_without_one(parsed, run, co
         (["--compile", "false"], False),
     ],
 )
-def test_compile_is_a_flag(parsed, run, tmp_path, command, written, value):
+def test_compile_is_a_flag(parsed, run, tmp_path, written, value):
+    command = "generate"
     assert parsed(command, *written, *REQUIRED[command]).compile is value
     assert parsed(command, *REQUIRED[command], *written).compile == value
     (tmp_path / "options.yaml").write_text(f"compile: {json.dumps(value)}\n")
@@ -304,36 +276,6 @@ def test_compile_is_a_flag(parsed, run, tmp_path, command, written, value):
     )
     status, _, errors = run(command, *REQUIRED[command], "--compile", "perhaps")
     assert status == 2 and "perhaps" in errors
-
-
-def test_an_adapter_is_off_until_it_has_a_rank(parsed, tmp_path):
-    assert parsed("train", *REQUIRED["train"]).adapter.rank == 0
-    line = (
-        "--adapter.rank",
-        "8",
-        "--adapter.keep_base",
-        "0.5",
-        "--adapter.modules",
-        "[q_proj, v_proj]",
-    )
-    given = parsed("train", *REQUIRED["train"], *line).adapter
-    assert given == AdapterConfig(rank=8, keep_base=0.5, modules=["q_proj", "v_proj"])
-    path = tmp_path / "adapter.yaml"
-    path.write_text("adapter: {rank: 16, modules: [o_proj], heads_first: 0.25}\noptim: {lr: 0.5}\n")
-    written = parsed("train", *REQUIRED["train"], "--config", str(path))
-    assert written.adapter == AdapterConfig(rank=16, modules=["o_proj"], heads_first=0.25)
-    both = parsed("train", *REQUIRED["train"], "--config", str(path), "--adapter.rank", "4")
-    assert both.adapter == AdapterConfig(rank=4, modules=["o_proj"], heads_first=0.25)
-    assert both.optim.lr == 0.5
-    path.write_text("adapter: {}\n")
-    assert parsed("train", *REQUIRED["train"], "--config", str(path)).adapter == AdapterConfig()
-
-
-def test_a_list_of_the_adapter_is_written_as_other_lists_are(parsed):
-    found = parsed(
-        "train", *REQUIRED["train"], "--adapter.modules", "q_proj", "v_proj", "--adapter.rank", "8"
-    )
-    assert found.adapter == AdapterConfig(rank=8, modules=["q_proj", "v_proj"])
 
 
 def test_lists_that_may_be_null_and_pairs_are_written_as_other_lists_are(parsed):
@@ -556,46 +498,22 @@ def test_an_unknown_yaml_key_is_named(run, tmp_path, text, name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train"], ["'target' is required"]),
-        (
-            ["train", *REQUIRED["train"], "--loop.batch_size", "0"],
-            ["loop.batch_size", "at least 1", "0"],
-        ),
-        (
-            ["data", *REQUIRED["data"], "--min_distinct", "2"],
-            ["min_distinct", "at most 1", "2"],
-        ),
-        (["tree", *REQUIRED["tree"], "--nodes", "1"], ["nodes", "at least 2", "1"]),
-        (["tree", "--target", "t", "--head", "h"], ["'prompts' is required"]),
-        (["bench", "--target", "t", "--prompts", "[p.jsonl]"], ["a head or a drafter is required"]),
-        (
-            ["certify", *REQUIRED["certify"], "--server", "http://u:secret@h/v1"],
-            ["a server needs both its URL"],
-        ),
+        (["train"], "'target'"),
+        (["train", *REQUIRED["train"], "--loop.batch_size", "0"], "loop.batch_size 1 0"),
+        (["data", *REQUIRED["data"], "--min_distinct", "2"], "min_distinct 1 2"),
+        (["tree", *REQUIRED["tree"], "--nodes", "1"], "nodes 2 1"),
+        (["tree", "--target", "t", "--head", "h"], "'prompts'"),
+        (["bench", "--target", "t", "--prompts", "[p.jsonl]"], "head drafter"),
+        (["certify", *REQUIRED["certify"], "--server", "http://u:secret@h/v1"], "server URL"),
         (
             ["certify", *REQUIRED["certify"], "--server", "u:secret@h:80", "--model", "m"],
-            ["server must be a URL"],
+            "server URL",
         ),
-        (
-            ["train", *REQUIRED["train"], "--adapter.rank", "-1"],
-            ["adapter.rank must be at least 0", "not -1"],
-        ),
+        (["train", *REQUIRED["train"], "--adapter.rank", "-1"], "adapter.rank 0 -1"),
         (
             ["train", *REQUIRED["train"], "--adapter.rank", "8", "--optim.name", "muon"],
-            ["adapter", "optim.name adamw"],
+            "adapter optim.name adamw",
         ),
-    ],
-)
-def test_a_mistake_is_answered_with_one_line_and_status_2(run, arguments, words):
-    status, _, errors = run(*arguments)
-    assert status == 2
-    assert errors.startswith("error: ") and errors.count("\n") == 1
-    assert all(word in errors for word in words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
         (["generate", "--target", "/no/such/target", "--prompt", "hi"], "'/no/such/target'"),
         (["bench", *REQUIRED["bench"]], "p.jsonl"),
         (["tree", *REQUIRED["tree"]], "p.jsonl"),
@@ -605,11 +523,11 @@ def test_a_mistake_is_answered_with_one_line_and_status_2(run, arguments, words)
         ),
     ],
 )
-def test_what_is_missing_is_named_in_one_line(run, tmp_path, arguments, word):
+def test_a_mistake_is_answered_with_one_line_and_status_2(run, tmp_path, arguments, words):
     status, _, errors = run(*(argument.format(tmp=tmp_path) for argument in arguments))
     assert status == 2
     assert errors.startswith("error: ") and errors.count("\n") == 1, errors
-    assert word in errors
+    assert not lacking(errors, words) and "secret" not in errors
 
 
 @pytest.mark.parametrize(
@@ -644,15 +562,6 @@ def train_arguments(target_folder, conversations_file, tmp_path):
     ]
 
 
-def test_an_unknown_head_is_answered_with_the_known_ones(
-    run, target_folder, conversations_file, tmp_path
-):
-    arguments = train_arguments(target_folder, conversations_file, tmp_path)
-    status, _, errors = run("train", *arguments, "--head.type", "medsua")
-    assert status == 2
-    assert f"error: unknown head 'medsua'; choose from {', '.join(sorted(HEADS))}\n" in errors
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -661,7 +570,8 @@ def test_an_unknown_head_is_answered_with_the_known_ones(
             ["--head.type", "hydra", "--head.depth", "3"],
             ["unknown hydra head option 'depth'", "prefix_layer"],
         ),
-        (["--head.num_heads", "three"], ["medusa head option 'num_heads'", "'three'"]),
+        (["--head.num_heads", "three"], ["num_heads", "'three'"]),
+        (["--head.type", "medsua"], ["unknown head 'medsua'", "medusa"]),
         (["--objective.loss", "{cee: 1.0}"], ["unknown medusa loss 'cee'", "ce, soft_ce"]),
         (["--objective.loss", "{ce: -1.0}"], ["medusa loss 'ce'", "-1.0"]),
         (["--init_from", "/no/where"], ["no head at '/no/where'"]),
@@ -838,7 +748,7 @@ def test_a_config_of_something_else_is_named(tmp_path, text):
     path = tmp_path / "options.yaml"
     path.write_bytes(text.encode("latin-1"))
     given = ["--config", str(path), "--target", "x", "--output", "y"]
-    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+    with refused(str(path)) as caught:
         options(ServedTrainConfig, "train", "", given)
     lines = str(caught.value).removesuffix("\n`headstart train --help` lists all options")
     assert lines.count("\n") <= ("unknown option" in lines) and len(lines) < 1500
@@ -847,7 +757,7 @@ def test_a_config_of_something_else_is_named(tmp_path, text):
 def test_an_option_of_the_command_line_is_not_said_to_be_in_the_config(tmp_path):
     path = tmp_path / "options.yaml"
     path.write_text("target: x\noutput: y\n")
-    with pytest.raises(ValueError, match=r"^option loop\.keep must be a whole number"):
+    with refused("loop.keep"):
         options(ServedTrainConfig, "train", "", ["--config", str(path), "--loop.keep", "x"])
 
 

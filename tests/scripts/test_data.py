@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 
-import pytest
+from messages import refused
 
 from headstart.addons.monitor import Monitor
 from headstart.scripts import data
@@ -33,7 +33,7 @@ def test_metrics_are_served_by_option(monkeypatch, tmp_path):
 
 
 def test_a_servers_metrics_are_its_own():
-    with pytest.raises(ValueError, match="metrics_port is for the model in this process"):
+    with refused("metrics_port"):
         data.DataCommand(
             target="x",
             output="y",

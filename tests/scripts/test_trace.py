@@ -8,6 +8,7 @@ import os
 import re
 
 import pytest
+from messages import refused
 
 from headstart.scripts import trace as command
 from headstart.scripts.trace import TraceConfig, trace_prompts
@@ -91,15 +92,15 @@ def test_a_report_of_several_prompts(config, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"drafter": None}, "a head or a drafter is required"),
-        ({"prompt": ""}, "one of prompt and prompts"),
-        ({"prompts": ["p.jsonl"]}, "give --report"),
-        ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"drafter": None}, "head drafter"),
+        ({"prompt": ""}, "prompt prompts"),
+        ({"prompts": ["p.jsonl"]}, "--report"),
+        ({"top_p": 0.0}, "top_p 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 1"),
     ],
 )
 def test_options_that_show_nothing_are_refused(config, options, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         config(**options)
 
 
@@ -110,12 +111,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_loaded(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(TraceConfig, "load", loaded)
-    with pytest.raises(ValueError, match="is a folder"):
+    with refused(str(tmp_path), "folder"):
         trace_prompts(config(output=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"no folder at .*nowhere"):
+    with refused("nowhere"):
         trace_prompts(config(output=str(tmp_path / "nowhere" / "trace.html")))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ValueError, match="cannot be written to"):
+    with refused("written"):
         trace_prompts(config())
 
 
@@ -126,7 +127,7 @@ def test_a_full_disk_leaves_the_file_of_before(config, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"cannot write .*trace\.html: No space left on device"):
+    with refused("trace.html: space", error=OSError):
         trace_prompts(config())
     assert (tmp_path / "trace.html").read_text() == "before"
     assert not list(tmp_path.glob(".trace*"))

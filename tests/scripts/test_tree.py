@@ -10,6 +10,8 @@ import shutil
 
 import pytest
 import torch
+from messages import refused
+from runs import write_prompts
 
 from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head, save_tree
@@ -56,14 +58,11 @@ def head(trained_head, tmp_path):
 
 @pytest.fixture
 def config(taught, head, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "\n".join(json.dumps({"prompt": f"count to {i}"}) for i in range(3, 9)), encoding="utf-8"
-    )
+    path = write_prompts(tmp_path / "prompts.jsonl", [f"count to {i}" for i in range(3, 9)])
     return TreeConfig(
         target=str(taught),
         head=str(head),
-        prompts=[str(path)],
+        prompts=[path],
         limit=5,
         max_new_tokens=NEW_TOKENS,
         dtype="float32",
@@ -346,18 +345,18 @@ def test_each_machine_has_its_own_tree(config, head, taught, monkeypatch):
     )
 
 
-def refused_early(config, monkeypatch, words):
+def refused_early(config, monkeypatch, *words):
     monkeypatch.setattr(SpeculativeLM, "from_pretrained", lambda *_: pytest.fail("loaded a model"))
-    with pytest.raises(ValueError, match=words):
+    with refused(*words):
         calibrate(config)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"head": "/no/where"}, "no head folder at '/no/where'.*Hub id will not do"),
-        ({"prompts": ["/nowhere.jsonl"]}, r"no file at '/nowhere\.jsonl'"),
-        ({"target": "/no/target"}, "no tokenizer at '/no/target'"),
+        ({"head": "/no/where"}, "'/no/where' Hub"),
+        ({"prompts": ["/nowhere.jsonl"]}, "'/nowhere.jsonl'"),
+        ({"target": "/no/target"}, "'/no/target'"),
     ],
 )
 def test_what_is_missing_is_told_before_a_model_is_loaded(config, monkeypatch, change, words):
@@ -366,22 +365,18 @@ def test_what_is_missing_is_told_before_a_model_is_loaded(config, monkeypatch, c
 
 def test_a_folder_without_a_head_is_told_before_a_model_is_loaded(config, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
-    refused_early(changed(config, head=str(tmp_path / "empty")), monkeypatch, r"no head in .*empty")
+    refused_early(changed(config, head=str(tmp_path / "empty")), monkeypatch, f"{tmp_path}/empty")
 
 
 def test_a_file_without_prompts_is_named(config, tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
     refused_early(
-        changed(config, prompts=[str(tmp_path / "empty.jsonl")]),
-        monkeypatch,
-        r"empty\.jsonl.*no prompts",
+        changed(config, prompts=[str(tmp_path / "empty.jsonl")]), monkeypatch, "empty.jsonl prompts"
     )
 
 
 def test_a_prompt_without_room_for_its_answer_is_named(config):
-    with pytest.raises(
-        ValueError, match=r"prompts\.jsonl: prompt 1 has \d+ tokens, which with 1024 new ones"
-    ):
+    with refused("prompts.jsonl 1 1024"):
         calibrate(changed(config, max_new_tokens=1024))
 
 
@@ -399,7 +394,7 @@ def test_answers_that_all_end_at_once_are_told(config, head, taught, tmp_path):
     shutil.copytree(taught, path)
     settings = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [first]}))
-    with pytest.raises(ValueError, match="longer than one token"):
+    with refused("token"):
         calibrate(changed(config, target=str(path), limit=1))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import split_examples
+from messages import refused
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -327,9 +328,7 @@ def test_a_loaded_target_without_the_adapter_is_refused_until_it_is_merged(
     prompt = prompt_of(held_out[0])[None]
     target = Target.from_pretrained(taught, torch.float64)
     before = {name: weight.clone() for name, weight in target.model.named_parameters()}
-    with pytest.raises(
-        ValueError, match=r"adapter.*allow_adapter=True.*or call target\.merge_adapter"
-    ):
+    with refused("allow_adapter=True target.merge_adapter"):
         SpeculativeLM.from_pretrained(target, head=strong)
     assert all(
         torch.equal(before[name], weight) for name, weight in target.model.named_parameters()
@@ -364,20 +363,11 @@ def test_merged_the_model_and_its_head_travel_without_the_adapter(
     )
     assert torch.equal(ours.sequences, theirs.sequences) and ours.stats.rows == theirs.stats.rows
     assert lm.target.adapter is None and not (tmp_path / "out" / "head" / "adapter").exists()
-    with pytest.raises(ValueError, match="has no adapter"):
+    with refused("adapter"):
         export_foreign(
             ExportConfig(str(tmp_path / "out" / "head"), "merged", str(tmp_path / "again"))
         )
     assert not (tmp_path / "again").exists()
-
-
-def test_a_model_of_the_users_is_never_changed(strong, taught):
-    model = base_model(taught)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    with pytest.raises(ValueError, match="adapter"):
-        SpeculativeLM.from_pretrained(model, head=strong)
-    assert before.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
 
 
 @pytest.mark.parametrize("merged", ["by from_pretrained", "before"])
@@ -394,7 +384,7 @@ def test_the_right_target_is_not_called_another_one(strong, taught, merged):
 def test_another_heads_adapter_will_not_do(strong, trained, taught):
     target = Target.from_pretrained(taught, torch.float32)
     target.merge_adapter(trained.folder / "last" / "adapter")
-    with pytest.raises(ValueError, match=r"into this target .* is merged already: load it anew"):
+    with refused("merged"):
         SpeculativeLM.from_pretrained(target, head=strong, allow_adapter=True)
 
 
@@ -413,10 +403,7 @@ def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
             return SpeculativeLM.from_pretrained(**options, **more)
         return GenerateConfig(**options, **more, prompt="x").load()[0]
 
-    with pytest.raises(
-        ValueError,
-        match=r"changes what the model itself writes.*allow_adapter=True, --allow-adapter",
-    ):
+    with refused("allow_adapter=True --allow-adapter"):
         load()
     lm = load(allow_adapter=True)
     assert lm.target.adapter == str((strong / "adapter").resolve())
@@ -425,7 +412,7 @@ def test_a_head_that_would_change_the_model_is_refused_unless_that_is_asked_for(
 def test_a_head_object_that_does_not_know_its_folder_needs_a_merged_target(strong, taught):
     head = load_head(strong)[0].to(torch.float32)
     head.folder = None
-    with pytest.raises(ValueError, match=r"an adapter, whose folder the head does not know"):
+    with refused("adapter folder"):
         SpeculativeLM.from_pretrained(
             str(taught), head=head, dtype=torch.float32, allow_adapter=True
         )
@@ -440,7 +427,7 @@ def test_plain_generate_merges_an_adapter_once_and_only_if_it_may(
     settings = {"max_new_tokens": 24, "do_sample": False}
     expected = merged_model(taught, strong, torch.float32).generate(prompt, **settings)
     model = base_model(taught, torch.float32)
-    with pytest.raises(ValueError, match="allow_adapter=True"):
+    with refused("allow_adapter=True"):
         model.generate(prompt, custom_generate=custom_generate(strong), **settings)
     for head in (strong, load_head(strong)[0].to(torch.float32)):
         method = custom_generate(head, allow_adapter=True, compile=compile, adaptive=False)
@@ -470,15 +457,13 @@ def test_stopped_and_started_again_a_run_ends_with_the_same_weights(
 
 
 def test_a_run_is_not_continued_without_its_adapter(options, trained):
-    with pytest.raises(ValueError, match=r"holds a run with adapter"):
+    with refused("adapter"):
         train(dataclasses.replace(options, output=str(trained.folder), adapter=AdapterConfig()))
 
 
 def test_modules_that_the_target_lacks_are_named_with_the_valid_ones(options, changed):
     config = dataclasses.replace(options.adapter, modules=["q_proj", "c_attn"])
-    with pytest.raises(
-        ValueError, match=r"adapter\.modules 'c_attn'.*choose from down_proj, .*v_proj"
-    ):
+    with refused("adapter.modules 'c_attn' down_proj v_proj"):
         train(changed(options, adapter=config))
 
 
@@ -486,7 +471,7 @@ def test_an_adapter_on_the_lm_head_is_refused(options, changed):
     """The heads and the base term read the LM head's own weight, so an adapter there would learn
     nothing."""
     config = dataclasses.replace(options.adapter, modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match=r"adapter\.modules 'lm_head'"):
+    with refused("adapter.modules 'lm_head'"):
         train(changed(options, adapter=config))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from runs import last_weights, launched, same_tensors
 
 import headstart.train
 from headstart.stopping import StopFlag
@@ -24,10 +23,6 @@ from headstart.train import Callback, Progress, Stopped, TrainConfig, train
 from headstart.train.loop import Callbacks
 
 ROOT = Path(__file__).parents[2]
-
-
-def last(folder):
-    return load_file(Path(folder) / "last" / "model.safetensors")
 
 
 @pytest.fixture
@@ -90,7 +85,7 @@ def test_callbacks_are_called_in_order_with_what_is_logged(judged):
 @pytest.mark.parametrize("method", ["on_step", "on_evaluation", "on_save", "on_end"])
 @pytest.mark.parametrize("error", [KeyError("a mistake"), Stopped("enough")])
 def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, method, error):
-    whole = last(train(dataclasses.replace(judged, output=judged.output + "-whole")))
+    whole = last_weights(train(dataclasses.replace(judged, output=judged.output + "-whole")))
 
     class Broken(Callback):
         steps = ()
@@ -111,8 +106,8 @@ def test_an_exception_in_a_callback_ends_the_run_and_nothing_is_lost(judged, met
     assert all(progress.step <= stopped for _, progress, _ in after.calls)
     if method != "on_end":
         assert stopped < 12 and not (Path(judged.output) / "last").exists()
-    weights = last(train(judged))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in whole.items())
+    weights = last_weights(train(judged))
+    assert same_tensors(weights, whole)
 
 
 def test_an_exception_after_the_last_step_is_raised_too(judged):
@@ -124,17 +119,6 @@ def test_an_exception_after_the_last_step_is_raised_too(judged):
     with pytest.raises(KeyError, match="late"):
         train(judged, callbacks=[Late()])
     assert (train(judged) / "last").is_dir()
-
-
-def launched(script, *arguments):
-    """What a script printed in two processes of `accelerate launch`."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2"]
-    command += ["--main_process_port", "0", str(script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
-    )
 
 
 TWO = """

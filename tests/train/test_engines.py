@@ -24,6 +24,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from messages import refused
+from runs import checkpoints_of, evaluations_of, log_of
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -203,10 +205,9 @@ def finished(process, seconds=240):
 
 
 def losses(folder):
-    rows = [
-        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return {row["step"]: [*row["loss"], row["gradient_norm"]] for row in rows if "loss" in row}
+    return {
+        row["step"]: [*row["loss"], row["gradient_norm"]] for row in log_of(folder) if "loss" in row
+    }
 
 
 def assert_same_curve(folder, other, apart=SAME):
@@ -214,14 +215,6 @@ def assert_same_curve(folder, other, apart=SAME):
     assert ours.keys() == theirs.keys() == set(range(1, STEPS + 1))
     for step, values in theirs.items():
         assert ours[step] == pytest.approx(values, rel=apart), f"step {step}"
-
-
-def evaluations(folder):
-    rows = [
-        json.loads(line)
-        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return [row for row in rows if "eval" in row]
 
 
 needs_compiler = pytest.mark.skipif(
@@ -255,7 +248,7 @@ def test_several_processes_have_the_losses_of_one(several, alone):
     assert f"; {engine}; step 0 of {STEPS}" in run.said
     assert_same_curve(run.folder, alone)
     assert all(seen["dtypes"] == ["torch.float32"] for seen in run.seen)
-    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    (ours,), (theirs,) = evaluations_of(run.folder), evaluations_of(alone)
     assert ours["eval"] == theirs["eval"] and ours["tree"] == theirs["tree"]
     assert ours["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=SAME)
     answered = [seen["prompts"] for seen in run.seen]  # 5 prompts, each with three trees
@@ -282,10 +275,6 @@ def test_in_bfloat16_they_compute_in_bfloat16_whatever_the_engine_does_about_aut
         assert_same_curve(runs["bfloat16"].folder, alone)
 
 
-def checkpoints(folder):
-    return sorted(path.name for path in (Path(folder) / "checkpoints").glob("*"))
-
-
 @pytest.fixture
 def stopped(options, tmp_path, wait_for, steps_logged):
     """Two processes that SIGTERM ended in the middle: the config, and what they printed."""
@@ -297,7 +286,7 @@ def stopped(options, tmp_path, wait_for, steps_logged):
         wait_for(process, lambda: steps_logged(config.output) >= 8, "step 8")
         process.send_signal(signal.SIGTERM)
         said = finished(process)
-        (checkpoint,) = checkpoints(config.output)
+        (checkpoint,) = checkpoints_of(config.output)
         step = int(checkpoint.removeprefix("step-"))
         assert f"stopped at step {step} of {STEPS}" in said and 8 <= step < STEPS
         return config, checkpoint
@@ -328,9 +317,7 @@ def test_stopped_on_two_processes_a_run_goes_on_alone_with_its_data_in_another_f
 
 def test_what_fsdp_sharded_goes_on_with_more_processes_and_not_without_it(alone, stopped):
     config, checkpoint = stopped("fsdp2")
-    with pytest.raises(
-        ValueError, match=f"{checkpoint} was written by FSDP2 on 2 processes.*init_from"
-    ):
+    with refused(checkpoint, "FSDP2 2 init_from"):
         train(config)
     process = launch(config, "configs/accelerate/fsdp2.yaml", processes=4)
     assert "FSDP2; step " in finished(process) and process.returncode == 0
@@ -349,7 +336,7 @@ def test_where_one_process_dies_the_others_stop_it_is_named_and_the_run_goes_on(
     said = finished(process, seconds=60)
     assert process.returncode != 0 and time.monotonic() - start < 60
     assert "rank      : 1 (local_rank: 1)" in said and "Signal 9 (SIGKILL)" in said
-    assert checkpoints(config.output) and steps_logged(config.output) < STEPS
+    assert checkpoints_of(config.output) and steps_logged(config.output) < STEPS
     train(config)
     assert_same_curve(config.output, alone)
 
@@ -383,7 +370,7 @@ def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_aske
         "broken": (saving(), {"broken_writer": ["1"]}),
     }
     runs = launched(tmp_path, word, 2, jobs)
-    assert checkpoints(runs["background"].folder) == [
+    assert checkpoints_of(runs["background"].folder) == [
         "step-00000010",
         "step-00000020",
         "step-00000030",
@@ -394,7 +381,7 @@ def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_aske
             and seen["written_at"][1] > 20
             and seen["written_at"][2] == 30
         )
-    for name in checkpoints(runs["plain"].folder):
+    for name in checkpoints_of(runs["plain"].folder):
         theirs = contents(runs["plain"].folder / "checkpoints" / name)
         ours = contents(runs["background"].folder / "checkpoints" / name)
         assert ours.keys() == theirs.keys() and len(ours) >= 4
@@ -405,7 +392,7 @@ def test_what_threads_of_two_processes_write_is_of_the_step_at_which_it_was_aske
     for seen in runs["broken"].seen:
         assert "step-00000010 cannot be written: [Errno 28] No space left" in seen["ended"]
         assert 10 <= seen["progress"]["step"] < 20
-    assert checkpoints(runs["broken"].folder) == []
+    assert checkpoints_of(runs["broken"].folder) == []
 
 
 def as_tensors(value):
@@ -430,7 +417,7 @@ def test_a_signal_to_our_own_launcher_ends_all_processes_with_a_checkpoint_and_s
     process.send_signal(number)
     said = finished(process, seconds=60)
     assert process.returncode == 0 and "Traceback" not in said, said
-    (checkpoint,) = checkpoints(config.output)
+    (checkpoint,) = checkpoints_of(config.output)
     step = int(checkpoint.removeprefix("step-"))
     assert (
         said.count(f"stopped at step {step} of {STEPS}; the same command resumes from there") == 1
@@ -475,91 +462,62 @@ def test_a_mistake_ends_our_own_launcher_with_its_one_line_and_status_2(options,
 @pytest.mark.parametrize(
     ("engine", "change", "words"),
     [
-        (
-            "ZeRO-2",
-            {"optim": OptimConfig(name="muon")},
-            "Muon needs whole matrices, which ZeRO-2 shards; choose",
-        ),
-        (
-            "FSDP2",
-            {"optim": OptimConfig(name="muon")},
-            "Muon needs whole matrices, which FSDP2 shards; choose",
-        ),
-        (
-            "FSDP2",
-            {"adapter": AdapterConfig(rank=4)},
-            "FSDP2 would shard the adapter inside the target; choose",
-        ),
-        ("ZeRO-3", {}, "ZeRO-3 saves nothing here.* choose ZeRO-2 or FSDP2"),
+        ("ZeRO-2", {"optim": OptimConfig(name="muon")}, "Muon needs ZeRO-2"),
+        ("FSDP2", {"optim": OptimConfig(name="muon")}, "Muon needs FSDP2"),
+        ("FSDP2", {"adapter": AdapterConfig(rank=4)}, "FSDP2"),
+        ("ZeRO-3", {}, "ZeRO-3 ZeRO-2 FSDP2"),
     ],
 )
 def test_an_engine_that_cannot_train_the_config_is_refused(options, engine, change, words):
     config = dataclasses.replace(options, **change)
     check_engine("DDP", config)
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         check_engine(engine, config)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (
-            {"gradient_accumulation_steps": 3},
-            "gradient_accumulation_steps 3, which does not fit the config's 2",
-        ),
-        (
-            {"train_batch_size": 4},
-            "train_batch_size 4, which does not fit the config's 8; write 'auto'",
-        ),
-        ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, which does not fit the config's 1.0"),
-        (
-            {"optimizer": {"type": "Adam"}},
-            "a section 'optimizer', which the config decides; remove it",
-        ),
-        ({"bf16": {"enabled": True}}, "a section 'bf16', which the config decides; remove it"),
-        (
-            {"torch_autocast": {"enabled": True}},
-            "a section 'torch_autocast', which the config decides; remove it",
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "has offload_optimizer, but a head is not",
-        ),
-        ({"zero_optimization": {"cpu_offload": True}}, "has cpu_offload, but a head is not"),
-        ({"elasticity": {"enabled": True}}, "a section 'elasticity', which the config decides"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "a section 'data_types', which the config"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps 3 2"),
+        ({"train_batch_size": 4}, "train_batch_size 4 8 'auto'"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping 0.5 1.0"),
+        ({"optimizer": {"type": "Adam"}}, "'optimizer'"),
+        ({"bf16": {"enabled": True}}, "'bf16'"),
+        ({"torch_autocast": {"enabled": True}}, "'torch_autocast'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload"),
+        ({"elasticity": {"enabled": True}}, "'elasticity'"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "'data_types'"),
     ],
 )
 def test_a_deepspeed_file_that_contradicts_the_config_is_refused(options, given, words):
     share = Share.of(8, 2, 0, 2)
     configure_deepspeed({"gradient_clipping": "auto", "bf16": {"enabled": False}}, options, share)
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         configure_deepspeed(given, options, share)
 
 
 def test_a_launch_file_of_another_precision_is_refused(options, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(
-        ValueError, match=r"mixed_precision 'fp16', the config loop\.precision 'float32'"
-    ):
+    with refused("mixed_precision 'fp16' loop.precision 'float32'"):
         train(options)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("GRADIENT_ACCUMULATION_STEPS", "4", r"gradient_accumulation_steps 4 .*forwards a step, 2"),
-        ("DYNAMO_BACKEND", "INDUCTOR", r"dynamo_backend 'INDUCTOR' .* trained uncompiled; .* 'no'"),
-        ("FP8_BACKEND", "MSAMP", r"fp8_backend 'MSAMP' .*; set it to 'no'"),
-        ("USE_MEGATRON_LM", "true", r"megatron_lm 'true' .*; set it to 'false'"),
-        ("USE_PARALLELISM_CONFIG", "true", r"parallelism_config 'true' .*; set it to 'false'"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps 4 2"),
+        ("DYNAMO_BACKEND", "INDUCTOR", "dynamo_backend 'INDUCTOR' 'no'"),
+        ("FP8_BACKEND", "MSAMP", "fp8_backend 'MSAMP' 'no'"),
+        ("USE_MEGATRON_LM", "true", "megatron_lm 'true' 'false'"),
+        ("USE_PARALLELISM_CONFIG", "true", "parallelism_config 'true' 'false'"),
     ],
 )
 def test_a_setting_of_the_launch_that_a_run_does_not_take_is_refused(
     short, changed, monkeypatch, variable, value, words
 ):
     monkeypatch.setenv(f"ACCELERATE_{variable}", value)
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         train(changed(short, loop={"micro_batch": 2}))
 
 
@@ -582,17 +540,11 @@ def test_what_accelerate_config_writes_changes_no_weight(short, changed, tmp_pat
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        (
-            {"FSDP_VERSION": "1"},
-            "asks for FSDP1; the head is sharded by FSDP2: set fsdp_version to 2",
-        ),
-        (
-            {"FSDP_OFFLOAD_PARAMS": "true"},
-            "has fsdp_offload_params 'true' .*, but a head is not offloaded; set it to 'false'",
-        ),
+        ({"FSDP_VERSION": "1"}, "FSDP1 FSDP2 fsdp_version 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params 'true' 'false'"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing 'true'"),
-        ({"FSDP_IGNORED_MODULES": "fc"}, "fsdp_ignored_modules 'fc' .*set it to 'none'"),
-        ({"WORLD_SIZE": "1"}, "asks for FSDP2, and one process has nothing to shard"),
+        ({"FSDP_IGNORED_MODULES": "fc"}, "fsdp_ignored_modules 'fc' 'none'"),
+        ({"WORLD_SIZE": "1"}, "FSDP2"),
     ],
 )
 def test_a_launch_file_of_another_fsdp_is_refused(options, monkeypatch, environment, words):
@@ -603,7 +555,7 @@ def test_a_launch_file_of_another_fsdp_is_refused(options, monkeypatch, environm
         **environment,
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         train(options)
 
 
@@ -619,9 +571,7 @@ def test_processes_that_read_different_data_are_refused():
     examples = [Example([1, 2, 3], [False, True, True]), Example([4, 5], [False, True])]
     processes = Two()
     processes.other = torch.tensor([0, 0])
-    with pytest.raises(
-        ValueError, match="process 1 reads other data than process 0: 0 and 2 sequences"
-    ):
+    with refused("1 0 2"):
         check_same_everywhere(processes, examples)
     seen = []
     processes.gather = lambda own: seen.append(own) or torch.cat([own, own])
@@ -727,7 +677,7 @@ def two(options, thirteen, whole, tmp_path_factory):
 def test_a_target_cut_over_the_processes_gives_the_same_losses_and_the_same_head(two, alone):
     run = two["cut"]
     assert_same_curve(run.folder, alone)
-    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    (ours,), (theirs,) = evaluations_of(run.folder), evaluations_of(alone)
     assert ours["eval"] == theirs["eval"]  # the decoder runs on it too
     # every process takes part in every forward
     assert [seen["prompts"] for seen in run.seen] == [15, 15]
@@ -738,7 +688,7 @@ def test_a_process_that_needs_more_rounds_of_a_target_that_is_cut_waits_for_no_o
     """As by a token that rounding decides; the main process's figures count."""
     run = two["cut, other drafts"]
     assert [seen["ended"] for seen in run.seen] == ["finished", "finished"]
-    (ours,), (theirs,) = evaluations(run.folder), evaluations(alone)
+    (ours,), (theirs,) = evaluations_of(run.folder), evaluations_of(alone)
     assert ours["eval"] == theirs["eval"]
 
 
@@ -777,7 +727,7 @@ def test_packed_rows_of_a_target_that_is_cut_need_as_many_forwards_on_every_proc
 def test_a_signal_during_an_evaluation_ends_it_on_every_process_and_no_step_is_lost(two, name):
     run = two[name]
     assert [seen["ended"].partition(";")[0] for seen in run.seen] == ["stopped at step 5 of 30"] * 2
-    assert checkpoints(run.folder) == ["step-00000005"] and not evaluations(run.folder)
+    assert checkpoints_of(run.folder) == ["step-00000005"] and not evaluations_of(run.folder)
 
 
 def test_decisions_are_made_once(two):
@@ -816,12 +766,10 @@ def test_a_target_spread_over_devices_has_the_states_of_a_whole_one(options):
 def test_a_placement_that_the_launch_cannot_give_is_refused(options, tmp_path):
     options = dataclasses.replace(options, output=str(tmp_path / "run"))
     config = dataclasses.replace(options, target_placement="shard")
-    with pytest.raises(
-        ValueError, match="'shard' does not fit a run of 1 processes; choose 'spread', or 'whole'"
-    ):
+    with refused("'shard' 1 'spread' 'whole'"):
         train(config)
     adapted = dataclasses.replace(options, target_placement="spread", adapter=AdapterConfig(rank=4))
-    with pytest.raises(ValueError, match="an adapter needs target_placement 'whole', not 'spread'"):
+    with refused("needs target_placement 'whole' 'spread'"):
         train(dataclasses.replace(adapted, head={"type": "medusa", "num_heads": 2}))
 
 
@@ -882,14 +830,11 @@ def test_the_targets_attention_and_packing_are_transformers_own_options(
 
 
 def test_packed_weights_are_not_cut(options):
-    with pytest.raises(ValueError, match="target_quantization needs a mapping such as"):
+    with refused("target_quantization needs"):
         dataclasses.replace(options, target_quantization={})
     accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"))
     config = dataclasses.replace(
         options, target_placement="shard", target_quantization={"load_in_8bit": True}
     )
-    with pytest.raises(
-        ValueError,
-        match="target_quantization needs target_placement 'whole' or 'spread', not 'shard'",
-    ):
+    with refused("target_quantization needs target_placement 'whole' 'spread' 'shard'"):
         load_target(config, accelerator)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from runs import log_of
 
 from headstart.train.config import FeaturesConfig
 from headstart.train.loop import train
@@ -86,8 +87,7 @@ def on_two_machines(configs, file, processes):
 
 
 def losses(folder):
-    lines = (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [[*row["loss"], row["gradient_norm"]] for row in map(json.loads, lines) if "loss" in row]
+    return [[*row["loss"], row["gradient_norm"]] for row in log_of(folder) if "loss" in row]
 
 
 NEEDS_COMPILER = pytest.mark.skipif(

@@ -6,6 +6,7 @@ import gzip
 import json
 
 import pytest
+from messages import refused
 
 from headstart.train.loop import train
 
@@ -46,7 +47,5 @@ def test_losses_are_the_same_with_a_trace_and_without(short, changed, tmp_path):
 
 @pytest.mark.parametrize("window", [(0, 2), (5, 4)])
 def test_what_is_no_window_is_refused(short, changed, window):
-    with pytest.raises(
-        ValueError, match=r"loop\.profile takes the first and the last step, such as \[10, 12\]"
-    ):
+    with refused("loop.profile [10 12]"):
         changed(short, loop={"profile": window})

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from messages import refused
+from runs import evaluations_of, last_weights, log_of, same_tensors
 
 from headstart.heads import build_head
 from headstart.heads.objective import Objective
@@ -23,17 +24,6 @@ from headstart.train.features.online import online_features
 from headstart.train.inputs import load_inputs
 from headstart.train.loop import train
 from headstart.train.report import PARTS, StepClock, count_flops, peak_tflops
-
-
-def log_of(folder):
-    return [
-        json.loads(line)
-        for line in (Path(folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-
-
-def last(folder):
-    return load_file(Path(folder) / "last" / "model.safetensors")
 
 
 def test_a_line_of_the_log_tells_what_was_learned_and_what_it_cost(short):
@@ -227,7 +217,7 @@ def test_a_broken_file_of_a_run_is_named_by_its_report(run_options, tmp_path, na
     (tmp_path / "log.jsonl").write_text(json.dumps({**row, "held_out_loss": [1.0]}) + "\n")
     assert report.write_report(tmp_path).exists()
     (tmp_path / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=str(tmp_path / name)) as caught:
+    with refused(str(tmp_path / name)) as caught:
         report.write_report(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -246,7 +236,7 @@ def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
         return lr
 
     monkeypatch.setattr(loop, "update", update)
-    averaged = last(train(changed(short, optim={"ema": 0.8})))
+    averaged = last_weights(train(changed(short, optim={"ema": 0.8})))
     mean = seen[0]
     for weights in seen[1:]:
         mean = {name: 0.8 * tensor + 0.2 * weights[name] for name, tensor in mean.items()}
@@ -257,12 +247,12 @@ def test_the_mean_of_the_weights_is_what_is_saved(short, changed, monkeypatch):
 
 def test_stopped_and_started_again_the_mean_goes_on(short, changed, monkeypatch, stop_after):
     short = changed(short, optim={"ema": 0.8})
-    whole = last(train(dataclasses.replace(short, output=short.output + "-whole")))
+    whole = last_weights(train(dataclasses.replace(short, output=short.output + "-whole")))
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
         with pytest.raises(Stopped):
             train(short)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in last(train(short)).items())
+    assert same_tensors(last_weights(train(short)), whole)
 
 
 # Stopping early.
@@ -282,10 +272,6 @@ def judged_as(monkeypatch, lengths, losses):
     monkeypatch.setattr(loop, "evaluate", evaluate)
 
 
-def evaluations(folder):
-    return [row["step"] for row in log_of(folder) if "eval" in row]
-
-
 @pytest.mark.parametrize(
     ("lengths", "losses", "patience", "steps"),
     [
@@ -302,7 +288,7 @@ def test_a_run_stops_when_acceptance_falls_while_the_loss_sinks(
 ):
     judged_as(monkeypatch, lengths, losses)
     folder = train(changed(short, loop={"eval_every": 3, "patience": patience}))
-    assert evaluations(folder) == steps
+    assert [row["step"] for row in evaluations_of(folder)] == steps
     assert (folder / "last").is_dir()
 
 
@@ -325,4 +311,4 @@ def test_killed_before_its_last_evaluation_a_run_that_stopped_early_does_not_go_
     folder = train(config)
     assert max(row["step"] for row in log_of(folder)) == 6
     head = build_head("medusa", {"num_heads": 2}, load_inputs(config, Accelerator()).target.info)
-    head.load_state_dict(last(folder))
+    head.load_state_dict(last_weights(folder))

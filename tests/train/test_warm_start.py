@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import refused
+from runs import same_tensors
 from safetensors.torch import load_file
 
 from headstart.heads import CheckpointMetadata, build_head
@@ -53,19 +55,13 @@ def first_seen(monkeypatch):
     return seen
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], tensor) for name, tensor in other.items()
-    )
-
-
 def test_it_begins_with_the_other_heads_weights_at_step_0(warm, earlier, first_seen):
     folder = train(warm)
     taken = load_file(earlier / "last" / "model.safetensors")
-    assert same(first_seen[0], taken)
+    assert same_tensors(first_seen[0], taken)
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
-    assert not same(load_file(folder / "last" / "model.safetensors"), taken)
+    assert not same_tensors(load_file(folder / "last" / "model.safetensors"), taken)
 
 
 def test_it_learns_as_a_new_run_does_and_not_as_a_resumed_one(warm, earlier, changed):
@@ -76,7 +72,7 @@ def test_it_learns_as_a_new_run_does_and_not_as_a_resumed_one(warm, earlier, cha
     assert checkpoint.name == "step-00000012"
     config = changed(resumed, loop={"max_steps": 15})
     ends = [load_file(train(options) / "last" / "model.safetensors") for options in (warm, config)]
-    assert not same(*ends)
+    assert not same_tensors(*ends)
     (checkpoint,) = Path(warm.output, "checkpoints").iterdir()
     state = torch.load(checkpoint / "optimizer.bin", weights_only=True)
     assert {float(row["step"]) for row in state["state"].values()} == {3.0}
@@ -184,19 +180,19 @@ def test_without_a_common_token_a_vocabulary_begins_as_a_new_heads(tiny_target):
 @pytest.mark.parametrize(
     ("head", "words"),
     [
-        ({"type": "hydra", "num_heads": 2}, "holds a MedusaHead, not a HydraHead"),
+        ({"type": "hydra", "num_heads": 2}, "MedusaHead HydraHead"),
         (
             {"type": "medusa", "num_heads": 3, "draft_vocab_size": 7},
-            r"missing tensor 'blocks\.2\.layers\.0\.weight'.*missing tensor 'lm_heads\.2\.weight'",
+            "missing 'blocks.2.layers.0.weight' 'lm_heads.2.weight'",
         ),
         (
             {"type": "medusa", "num_heads": 1, "draft_vocab_size": 7},
-            r"unknown tensor 'blocks\.1\.layers\.0\.weight'",
+            "unknown 'blocks.1.layers.0.weight'",
         ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_name(warm, changed, head, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         train(changed(warm, head=head))
 
 
@@ -207,12 +203,12 @@ def test_a_head_for_another_target_is_refused(warm, changed, tiny_target, tmp_pa
         tmp_path / "h",
         CheckpointMetadata(),
     )
-    with pytest.raises(ValueError, match=r"num layers 3 \(head\) and 2 \(target\)"):
+    with refused("3 2"):
         train(changed(warm, init_from=str(tmp_path / "h")))
 
 
 def test_nothing_at_the_place_is_named(warm, changed):
-    with pytest.raises(ValueError, match="no head at '/no/where'"):
+    with refused("'/no/where'"):
         train(changed(warm, init_from="/no/where"))
 
 
@@ -230,9 +226,7 @@ def with_origin(earlier, folder, **changes):
 
 def test_a_vocabulary_of_another_tokenizer_is_refused(warm, earlier, changed, tmp_path):
     source = with_origin(earlier, tmp_path / "other", tokenizer="0123456789abcdef")
-    with pytest.raises(
-        ValueError, match=r"tokenizer 0123456789abcdef, not [0-9a-f]{16}.*choose a head of the same"
-    ):
+    with refused("tokenizer 0123456789abcdef"):
         train(changed(warm, init_from=source))
 
 
@@ -246,4 +240,4 @@ def test_what_is_not_known_or_does_not_matter_is_no_obstacle(taught, earlier, tm
     # no token is more frequent than another
     counts_V = torch.ones(target.info.vocab_size, dtype=torch.int64)
     warm_start(head, source, target, counts_V, load_head(earlier / "last")[1].provenance)
-    assert same(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))
+    assert same_tensors(head.state_dict(), load_file(earlier / "last" / "model.safetensors"))

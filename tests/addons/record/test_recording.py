@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import EachRound
+from messages import refused
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.record import record, recording
@@ -23,12 +24,7 @@ from headstart.files import text_shards
 from headstart.inference import Conversation, SpeculativeLM, Target, feature_cache
 from headstart.inference.feature_cache import FeatureCache, decoded, key_of, text_row
 
-HEADS = {
-    "medusa": {},
-    "hydra": {},
-    "eagle": {},
-    "eagle3": {"feature_layers": [0, -1]},
-}
+HEADS = {"medusa": {}, "hydra": {}, "eagle": {}, "eagle3": {"feature_layers": [0, -1]}}
 """Heads with one layer, the last one, and with several."""
 
 
@@ -174,11 +170,9 @@ def test_a_later_turn_has_the_states_of_what_was_read_before(target, tokenizer, 
     assert texts[0] == texts[1]
     rows = check_states(target, tmp_path)
     assert [row["input_ids"] for row in rows] == texts[0]
-    assert [len(answer) for answer in answers_of(rows)] == [
-        7,
-        7,
-        7,
-    ], "earlier answers have a row of their own"
+    assert [len(answer) for answer in answers_of(rows)] == [7, 7, 7], (
+        "earlier answers have a row of their own"
+    )
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "plain"])
@@ -309,14 +303,6 @@ def test_a_generation_inside_another_is_recorded_too(target, tokenizer, tmp_path
     assert [row["input_ids"] for row in rows] == [inner[0], outer]
 
 
-@pytest.mark.parametrize("format", ["bfloat16", "int8"])
-def test_formats_are_as_exact_as_those_of_a_cache(target, tokenizer, tmp_path, format):
-    lm = model_with(target, "eagle3")
-    with record(lm, tmp_path, tokenizer=tokenizer, format=format):
-        lm.generate(**prompts(2), **greedy())
-    check_states(target, tmp_path, atol=0.05)
-
-
 def test_old_answers_give_way_by_kind(target, tokenizer, tmp_path):
     lm = model_with(target, "medusa")
     with record(lm, tmp_path / "one", tokenizer=tokenizer):
@@ -374,18 +360,12 @@ def test_files_of_others_do_not_give_way(target, tokenizer, tmp_path, name):
 
 @pytest.mark.parametrize("kind", [5, None, b"x", 1.5, [1], "x" * 201])
 def test_a_kind_that_is_no_short_text_is_refused_at_once(target, tokenizer, tmp_path, kind):
-    with pytest.raises(ValueError, match="a kind is a text of at most 200 characters"):
+    with refused("200"):
         record(model_with(target, "medusa"), tmp_path, tokenizer=tokenizer, kind=kind)
     assert list(tmp_path.iterdir()) == []
 
 
-ROWS = {
-    "deep": "[" * 200_000,
-    "cut": "{",
-    "a list": "[1]",
-    "null": "null",
-    "missing": None,
-}
+ROWS = {"deep": "[" * 200_000, "cut": "{", "a list": "[1]", "null": "null", "missing": None}
 PARTS = {
     "mask without an answer": {"loss_mask": lambda mask: mask & False},
     "mask shorter": {"loss_mask": lambda mask: mask[:3]},
@@ -414,7 +394,7 @@ def test_a_text_that_is_none_is_named_in_one_line(answer, what):
     for name, change in PARTS.get(what, {}).items():
         tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, answer, None if row is None else {"row": row})
-    with pytest.raises(ValueError, match=f"{answer} .*remove it") as caught:
+    with refused(f"{answer}") as caught:
         text_row(answer)
     assert "\n" not in str(caught.value)
 
@@ -478,27 +458,22 @@ def test_a_folder_of_something_else_is_refused(target, tokenizer, tools, tmp_pat
     lm = model_with(target, "medusa")
     record(lm, tmp_path, tokenizer=tokenizer).stop()
     other = Target(tools.build_model(seed=1).requires_grad_(False))
-    with pytest.raises(ValueError, match=r"holds states with weights = '\w+', not '\w+'"):
+    with refused("weights"):
         record(model_with(other, "medusa"), tmp_path, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"holds states with layers = \[-1\], not \[0, -1\]"):
+    with refused("layers [-1] [0, -1]"):
         record(model_with(target, "eagle3"), tmp_path, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="holds states with format = 'bfloat16', not 'int8'"):
+    with refused("format 'bfloat16' 'int8'"):
         record(lm, tmp_path, tokenizer=tokenizer, format="int8")
     another = tools.build_tokenizer()
     another.add_tokens(["<more>"])
-    with pytest.raises(ValueError, match="holds states with tokenizer = "):
+    with refused("tokenizer"):
         record(lm, tmp_path, tokenizer=another)
-    with pytest.raises(
-        ValueError,
-        match="unknown format 'int4' of recorded states; choose from bfloat16, float32, int8",
-    ):
+    with refused("unknown 'int4' bfloat16 float32 int8"):
         record(lm, tmp_path, tokenizer=tokenizer, format="int4")
-    with pytest.raises(
-        ValueError, match="max_length of at least 2 tokens and max_bytes of at least 1, not 1 and 5"
-    ):
+    with refused("max_length 2 max_bytes 1 5"):
         record(lm, tmp_path, tokenizer=tokenizer, max_length=1, max_bytes=5)
     running = record(lm, tmp_path, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"are recorded in .* already; stop that recording first"):
+    with refused("recorded stop"):
         record(lm, tmp_path / "2", tokenizer=tokenizer)
     running.stop()
     running.stop()
@@ -545,7 +520,7 @@ def test_states_that_are_not_finite_are_left_out(target, tokenizer, tmp_path):
         weight.data[token] = torch.nan
         lm.refresh()
         with record(lm, tmp_path, tokenizer=tokenizer) as running:
-            with pytest.raises(ValueError, match="contain NaN"):
+            with refused("NaN"):
                 lm.generate(**prompts(1), **greedy())
             lm.generate(prompts(1)["inputs"] * 0 + (token + 1) % 250, **greedy())
     finally:

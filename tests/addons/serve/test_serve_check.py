@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from messages import refused
 
 from headstart.addons.serve.comparison import in_vllm
 from headstart.heads import CheckpointMetadata, build_head
@@ -107,9 +108,7 @@ def test_equal_tokens_in_as_many_rounds_are_said_to_be_so(served, capsys):
 def test_more_rounds_are_a_head_that_was_read_otherwise(served):
     script, check = served
     check(drafts=int(1.01 * script["drafts"]))
-    with pytest.raises(
-        ValueError, match=rf"vLLM needs {2 * script['drafts']} rounds where headstart needs"
-    ):
+    with refused(f"vLLM headstart {2 * script['drafts']}"):
         check(drafts=2 * script["drafts"])
 
 
@@ -126,35 +125,18 @@ def test_other_tokens_in_as_many_rounds_are_ties(served, capsys):
 
 def test_what_vllm_refuses_is_told_in_its_words(served):
     _, check = served
-    with pytest.raises(
-        ValueError, match="vLLM refused the model, without any head: RuntimeError: no such model"
-    ):
+    with refused("vLLM model RuntimeError: no such model"):
         check(error="no such model")
-    with pytest.raises(ValueError, match="vLLM refused the head: ValueError: no such architecture"):
+    with refused("vLLM head ValueError: no such architecture"):
         check(refused="no such architecture")
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "changed", "message"),
     [
-        (
-            "hydra",
-            {"num_heads": 2},
-            {},
-            "vLLM has no method for a head of type hydra; it has eagle3, eagle, medusa",
-        ),
-        (
-            "medusa",
-            {"num_heads": 2},
-            {"draft_length": 3},
-            "draft_length is 3, and .* drafts at most 2",
-        ),
-        (
-            "medusa",
-            {"num_heads": 2},
-            {"python": "no/such/python"},
-            "python 'no/such/python' cannot be run",
-        ),
+        ("hydra", {"num_heads": 2}, {}, "vLLM eagle3"),
+        ("medusa", {"num_heads": 2}, {"draft_length": 3}, "draft_length 3 2"),
+        ("medusa", {"num_heads": 2}, {"python": "no/such/python"}, "'no/such/python'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
@@ -168,7 +150,7 @@ def test_what_cannot_be_compared_is_refused(
         "draft_length": 2,
         "python": sys.executable,
     }
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         serve_check.serve_check(ServeCheckConfig(**given | changed))
 
 
@@ -191,7 +173,5 @@ def test_an_answer_that_is_none_is_one_line(answer, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\ncp {tmp_path / "answer"} "$3"\n')
     python.chmod(0o700)
-    with pytest.raises(
-        ValueError, match=r"the answer of vLLM's process (cannot be read|is not whole)"
-    ):
+    with refused("vLLM's answer"):
         in_vllm(python, tmp_path, {"runs": [{}], "prompts": [[1]]})

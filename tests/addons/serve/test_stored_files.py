@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +10,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from messages import refused
+from runs import launched, losses_of
 from safetensors.torch import load_file, save_file
 
 from headstart.addons.serve import state_files
@@ -36,11 +34,6 @@ from headstart.train.loop import train
 def train_served(config):
     run_config, source = training_source(config)
     return train(run_config, source=source)
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row], [row for row in rows if "eval" in row]
 
 
 @pytest.fixture
@@ -78,14 +71,14 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
     with_target = dataclasses.replace(
         files, output=files.output + "-online", features=ServedFeaturesConfig()
     )
-    expected, (judged,) = losses(train_served(with_target))
+    expected, (judged,) = losses_of(train_served(with_target))
     monkeypatch.setattr(Target, "load", None)
     read = []
     original = ServerLayers.read
     monkeypatch.setattr(
         ServerLayers, "read", lambda *given: read.append(given[1].name) or original(*given)
     )
-    found, (row,) = losses(train_served(files))
+    found, (row,) = losses_of(train_served(files))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-6, rtol=0)
     torch.testing.assert_close(row["held_out_loss"], judged["held_out_loss"], atol=1e-6, rtol=0)
     assert row["eval"]["chain"]["acceptance_length"] > 1, "their own answers are replayed"
@@ -106,27 +99,15 @@ def test_files_are_read_as_they_are_needed_and_give_the_same_head(files, monkeyp
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda path: path.unlink(),
-            r"1 of 5 sequences that are held out have no states .* there is no hs_",
-        ),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-3]),
-            r"hs_\d+.safetensors cannot be read",
-        ),
+        (lambda path: path.unlink(), "1 of 5 states"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-3]), "read"),
         (
             lambda path: rewrite(path, hidden_states=lambda s: s[:, :1].clone()),
-            r"hidden_states of \[\d+, 1, 32\], not",
+            "hidden_states 1, 32]",
         ),
-        (
-            lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()),
-            "nats a token, and that of 1 at",
-        ),
-        (
-            lambda path: rewrite(path, token_ids=lambda t: t.flip(0).contiguous()),
-            r"differs from .*: token 0 is \d+ here",
-        ),
-        (lambda path: rewrite(path, token_ids=lambda t: t + 300), "made with another tokenizer"),
+        (lambda path: rewrite(path, hidden_states=lambda s: s.flip(1).contiguous()), "nats token"),
+        (lambda path: rewrite(path, token_ids=lambda t: t.flip(0).contiguous()), "token 0"),
+        (lambda path: rewrite(path, token_ids=lambda t: t + 300), "made tokenizer"),
     ],
 )
 def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, message, monkeypatch):
@@ -136,7 +117,7 @@ def test_a_wrong_file_is_named_before_the_first_step(files, tmp_path, spoil, mes
     spoil(tmp_path / "files" / f"hs_{first.conversation}.safetensors")
     monkeypatch.setattr(state_files, "WORSE", 0.2)  # the blocks of a tiny target do little
     monkeypatch.setattr(Target, "load", None)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         train_served(files)
 
 
@@ -153,7 +134,7 @@ def test_a_file_that_is_cut_in_training_is_named_by_the_step_and_not_by_a_worker
     inputs = load_inputs(dataclasses.replace(files, features=ServedFeaturesConfig()), Accelerator())
     path = tmp_path / "files" / f"hs_{inputs.training[3].conversation}.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(ValueError, match=rf"^{path} cannot be read"):
+    with refused(f"{path}"):
         train_served(changed(files, data={"workers": 1}))
 
 
@@ -167,36 +148,16 @@ def test_headstart_features_copies_files_and_asks_no_target(files, monkeypatch, 
     )
     precompute(config, partial(open_server, config.features))
     alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
-    copied, _ = losses(train_served(dataclasses.replace(files, features=alone)))
-    direct, _ = losses(train_served(dataclasses.replace(files, output=files.output + "-direct")))
+    copied, _ = losses_of(train_served(dataclasses.replace(files, features=alone)))
+    direct, _ = losses_of(train_served(dataclasses.replace(files, output=files.output + "-direct")))
     torch.testing.assert_close(torch.tensor(copied), torch.tensor(direct), atol=1e-6, rtol=0)
 
 
-def launched(script, config, folder):
-    """Run a command on two processes; return what it printed."""
+def on_two_processes(script, config, folder):
+    """The status of a command on two processes, and what it printed."""
     path = folder / f"{script}.yaml"
     path.write_text(yaml.safe_dump(json_ready(dataclasses.asdict(config))))
-    root = Path(__file__).parents[3]
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "configs/accelerate/ddp.yaml",
-    ]
-    command += [
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        f"scripts/{script}.py",
-        "--config",
-        str(path),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=550
-    )
+    done = launched(f"scripts/{script}.py", "--config", path)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -204,18 +165,18 @@ def test_two_processes_fill_a_folder_and_train_on_it(files, tmp_path):
     with_target = dataclasses.replace(
         files, output=files.output + "-online", features=ServedFeaturesConfig()
     )
-    expected, _ = losses(train_served(with_target))
+    expected, _ = losses_of(train_served(with_target))
     copied = dataclasses.replace(files.features, folder=str(tmp_path / "copied"), format="float32")
-    code, said = launched("features", dataclasses.replace(files, features=copied), tmp_path)
+    code, said = on_two_processes("features", dataclasses.replace(files, features=copied), tmp_path)
     assert code == 0, said
     shards = list((tmp_path / "copied").glob("*.safetensors"))
     assert len(shards) >= 2, "each process wrote its part"
     alone = ServedFeaturesConfig(mode="stored", folder=str(tmp_path / "copied"), format="float32")
-    code, said = launched("train", dataclasses.replace(files, features=alone), tmp_path)
+    code, said = on_two_processes("train", dataclasses.replace(files, features=alone), tmp_path)
     assert code == 0, said
-    found, _ = losses(Path(files.output))
+    found, _ = losses_of(Path(files.output))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-5, rtol=0)
     shards[0].unlink()
     other = dataclasses.replace(files, output=files.output + "-lacking", features=alone)
-    code, said = launched("train", other, tmp_path)
+    code, said = on_two_processes("train", other, tmp_path)
     assert code != 0 and "lacks the states of" in said

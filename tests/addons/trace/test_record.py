@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from messages import refused
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
@@ -273,11 +274,11 @@ def test_figures_are_those_of_the_statistics(tools, tiny_target, tokenizer, prom
 
 def test_what_cannot_be_recorded_is_named(tiny_target, tokenizer, prompt):
     lm = SpeculativeLM(tiny_target())
-    with pytest.raises(ValueError, match="one row, not a batch of 2"):
+    with refused("one 2"):
         traced(lm, prompt.expand(2, -1), tokenizer)
-    with pytest.raises(ValueError, match="max_new_tokens=0"):
+    with refused("max_new_tokens=0"):
         traced(lm, prompt, tokenizer, max_new_tokens=0)
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with refused("tokenizer"):
         traced(lm, prompt, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from messages import refused
 
 from headstart.addons.trace.report import calibration, token_kind, trace_report
 
@@ -97,7 +98,7 @@ def test_prompts_stand_by_themselves_and_sources_without_probabilities_have_no_c
     nothing = trace_report([a_trace([a_round(silent, END, 2)])])
     assert nothing.calibration == [] and math.isnan(nothing.calibration_error)
     assert "acceptance length 2.00" in nothing.summary()
-    with pytest.raises(ValueError, match="at least one trace"):
+    with refused("trace"):
         trace_report([])
 
 

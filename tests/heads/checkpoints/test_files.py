@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import refused
 from safetensors.torch import save_file
 
 from headstart.files import write_whole
@@ -30,10 +31,10 @@ def test_a_pickle_with_code_in_it_is_not_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"fc.weight": Runs()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds more than tensors"):
+    with refused("pytorch_model.bin tensors"):
         read_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(ValueError, match=r"holds more than tensors|cannot be read"):
+    with refused("pytorch_model.bin"):
         read_weights(tmp_path)
     assert "run" not in capsys.readouterr().out
 
@@ -68,12 +69,12 @@ def test_the_shapes_of_a_file_are_read_from_its_header_alone(tmp_path: Path) -> 
     assert weight_shapes(tmp_path) == {"a": (2, 3), "b": (2, 3)}
     (tmp_path / "model-2.safetensors").unlink()
     (tmp_path / "model-2.safetensors").symlink_to(tmp_path / ".." / "elsewhere.safetensors")
-    with pytest.raises(ValueError, match=r"is missing|leads out of its folder"):
+    with refused("model-2.safetensors"):
         weight_shapes(tmp_path)
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     text = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(text[:20])
-    with pytest.raises(ValueError, match="cannot be read, or was truncated"):
+    with refused("truncated"):
         weight_shapes(tmp_path)
 
 
@@ -84,10 +85,10 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
     (head / "pytorch_model.bin.index.json").write_text(
         json.dumps({"weight_map": {"a": "../secret.bin"}})
     )
-    with pytest.raises(ValueError, match="leads out of its folder"):
+    with refused("secret.bin"):
         read_weights(head)
     (head / "pytorch_model.bin").symlink_to(tmp_path / "secret.bin")
-    with pytest.raises(ValueError, match="leads out of its folder"):
+    with refused("secret.bin"):
         read_weights(head)
 
 
@@ -95,7 +96,7 @@ def test_files_outside_of_the_folder_are_not_opened(tmp_path: Path) -> None:
 def test_an_index_names_no_file_elsewhere(tmp_path: Path, name: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match=rf"{index} names '{name}'"):
+    with refused(f"{index} '{name}'"):
         files_of_tensors(index)
 
 
@@ -107,26 +108,26 @@ def test_weights_in_parts_are_put_together(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": parts}))
     assert read_weights(tmp_path).keys() == parts.keys()
     index.write_text(json.dumps({"weight_map": {**parts, "c": "two.bin"}}))
-    with pytest.raises(ValueError, match="differ by tensor 'c'"):
+    with refused("'c'"):
         read_weights(tmp_path)
     (tmp_path / "two.bin").write_bytes((tmp_path / "two.bin").read_bytes()[:40])
-    with pytest.raises(ValueError, match="cannot be read, or was truncated"):
+    with refused("truncated"):
         read_weights(tmp_path)
 
 
 def test_a_huge_or_broken_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    with pytest.raises(ValueError, match=r"it has no config.json"):
+    with refused("config.json"):
         read_json(path)
     with path.open("wb") as file:
         file.truncate(CONFIG_LIMIT + 1)
-    with pytest.raises(ValueError, match="at most"):
+    with refused("config.json"):
         read_json(path)
     for text in ("", "[1]", "{", "[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"not valid JSON|no JSON object"):
+        with refused("config.json JSON"):
             read_json(path)
-    with pytest.raises(ValueError, match=r"it has no model.safetensors"):
+    with refused("model.safetensors"):
         read_weights(tmp_path)
 
 
@@ -140,9 +141,9 @@ def test_what_a_disk_or_a_mapping_fails_to_read_is_named(
     torch.save({}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(Path, "read_bytes", fail)
     monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(OSError, match=r"config\.json cannot be read: Input/output error"):
+    with refused("config.json Input/output", error=OSError):
         read_json(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read"):
+    with refused("pytorch_model.bin"):
         read_weights(tmp_path)
 
 

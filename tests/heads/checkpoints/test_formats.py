@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import INFO
+from messages import refused
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -22,70 +23,50 @@ from headstart.heads.checkpoints.reading import TargetParts
 from headstart.heads.checkpoints.tables import places
 from headstart.heads.eagle3.formats import EAGLE_CONFIG
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "eagle3": [
         ("eagle3", {}),
         (
             "eagle3",
-            {
-                "draft_vocab_size": 7,
-                "num_layers": 3,
-                "qk_norm": True,
-                "fc_norm": True,
-                "norm_output": True,
-            },
+            {"draft_vocab_size": 7, "num_layers": 3, "qk_norm": True, "fc_norm": True}
+            | {"norm_output": True, "attention_bias": True, "hidden_act": "gelu"},
         ),
         (
             "eagle3",
-            {
-                "hidden_size": 8,
-                "head_dim": 2,
-                "feature_layers": [0, 5],
-                "norm_before_residual": True,
-            },
+            {"hidden_size": 8, "head_dim": 2, "feature_layers": [0, 5]}
+            | {"norm_before_residual": True},
         ),
         (
             "eagle3",
-            {
-                "own_embedding": True,
-                "norm_before_fc": True,
-                "intermediate_size": 20,
-                "rms_norm_eps": 1e-3,
-            },
+            {"own_embedding": True, "norm_before_fc": True, "intermediate_size": 20}
+            | {"rms_norm_eps": 1e-3, "sliding_window": 9, "num_layers": 2}
+            | {"rope_parameters": LINEAR},
         ),
-        ("eagle3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-        ("eagle3", {"attention_bias": True, "hidden_act": "gelu", "draft_vocab_size": 7}),
-        ("eagle3", {"sliding_window": 9, "num_layers": 2}),
     ],
     "dflash": [
         ("dflash", {}),
-        ("dflash", {"sliding_window": 5, "sliding_layers": [0], "num_layers": 2}),
-        ("dflash", {"sliding_window": 5, "sliding_causal": False}),
-        ("dflash", {"draft_vocab_size": 7, "block_size": 5, "num_layers": 3, "mask_token_id": 3}),
         (
             "dflash",
-            {
-                "sample_from_anchor": True,
-                "feature_layers": [0, 5],
-                "num_layers": 1,
-                "intermediate_size": 20,
-            },
+            {"sliding_window": 5, "sliding_layers": [0], "num_layers": 3}
+            | {"draft_vocab_size": 7, "block_size": 5, "mask_token_id": 3},
         ),
         (
             "dflash",
-            {
-                "qk_norm": False,
-                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-            },
+            {"sliding_window": 5, "sliding_causal": False, "sample_from_anchor": True}
+            | {"feature_layers": [0, 5], "num_layers": 1, "intermediate_size": 20}
+            | {"qk_norm": False, "rope_parameters": LINEAR},
         ),
     ],
     "speculators-dflash": [
-        ("dflash", {"sliding_window": 5, "sliding_layers": [1], "num_layers": 3}),
-        ("dflash", {"sliding_window": 4, "sliding_causal": False}),
-        ("dflash", {"draft_vocab_size": 7}),
         (
             "dflash",
-            {"sample_from_anchor": True, "feature_layers": [2], "num_layers": 2, "head_dim": 2},
+            {"sliding_window": 5, "sliding_layers": [1], "num_layers": 3, "draft_vocab_size": 7},
+        ),
+        (
+            "dflash",
+            {"sliding_window": 4, "sliding_causal": False, "sample_from_anchor": True}
+            | {"feature_layers": [2], "num_layers": 2, "head_dim": 2},
         ),
         ("dflash", {"block_size": 3, "mask_token_id": 0, "qk_norm": False}),
     ],
@@ -126,15 +107,10 @@ VARIANTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("eagle3", {"draft_vocab_size": 7}),
         (
             "eagle3",
-            {
-                "qk_norm": True,
-                "norm_before_residual": True,
-                "norm_before_fc": True,
-                "feature_layers": [2],
-            },
+            {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True}
+            | {"feature_layers": [2]},
         ),
-        ("eagle3", {"hidden_size": 8, "head_dim": 2, "num_layers": 2}),
-        ("eagle3", {"sliding_window": 9}),
+        ("eagle3", {"hidden_size": 8, "head_dim": 2, "num_layers": 2, "sliding_window": 9}),
     ],
     "speculators-eagle": [("eagle", {}), ("eagle", {"fc_bias": True})],
     "speculators-mtp": [
@@ -221,16 +197,6 @@ def same_head(found: DraftHead, head: DraftHead) -> None:
 
 
 @pytest.mark.parametrize(("form", "kind", "options"), EACH)
-def test_the_table_has_every_tensor_of_a_head_once(
-    form: str, kind: str, options: dict[str, Any]
-) -> None:
-    head = drawn(kind, options)
-    found = list(places(FORMATS[form], head))
-    assert sorted(place.ours for place in found) == sorted(head.state_dict())
-    assert len({place.theirs for place in found}) == len(found)
-
-
-@pytest.mark.parametrize(("form", "kind", "options"), EACH)
 def test_a_round_trip_gives_the_same_head(
     form: str, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -265,17 +231,17 @@ def test_a_missing_or_unknown_tensor_or_key_is_refused(
                 match=r"missing|unknown|is true and|no head that is known|the file holds",
             ):
                 import_head(config, rest, INFO, parts())
-    with pytest.raises(ValueError, match=r"unknown tensor 'another.weight'"):
+    with refused("unknown 'another.weight'"):
         import_head(config, {**tensors, "another.weight": torch.zeros(2)}, INFO, parts())
     found, source = import_head({**config, "something": 5}, dict(tensors), INFO, parts())
     same_head(found, head)
     assert source.unread == {"something": 5}
     assert any(remark.endswith("kept aside: something") for remark in source.remarks)
-    with pytest.raises(ValueError, match=r"unknown config key 'residual_multiplier' is 0\.5"):
+    with refused("unknown 'residual_multiplier' 0.5"):
         import_head({**config, "residual_multiplier": 0.5}, tensors, INFO, parts())
     for name, key in FORMATS[form].keys.items():
         if key.default is ... and name != "speculators_model_type":
-            with pytest.raises(ValueError, match=f"config key '{name}' .* is missing"):
+            with refused(f"'{name}' missing"):
                 import_head({k: v for k, v in config.items() if k != name}, tensors, INFO, parts())
 
 
@@ -296,37 +262,28 @@ def absolute_ids(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "a layer id off by one": (
         lambda config, _: config["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 6, 9]),
-        r"\[2, 6, 9\] at the top level, .* and \[2, 6, 9\] in eagle_config",
+        "[2 6 9] eagle_config",
     ),
-    "a lost norm": (lambda _, tensors: tensors.pop("norm.weight"), "missing tensor 'norm.weight'"),
-    "no LM head": (
-        lambda _, tensors: tensors.pop("lm_head.weight"),
-        "missing tensor 'lm_head.weight'",
-    ),
-    "ids for offsets": (absolute_ids, "look like target ids"),
+    "a lost norm": (lambda _, tensors: tensors.pop("norm.weight"), "missing 'norm.weight'"),
+    "no LM head": (lambda _, tensors: tensors.pop("lm_head.weight"), "missing 'lm_head.weight'"),
+    "ids for offsets": (absolute_ids, "look target"),
     "fc transposed": (
         lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].T}),
-        "fc.weight reads 16",
+        "fc.weight 16",
     ),
-    "a vocabulary off by one": (
-        lambda _, tensors: tensors["d2t"].add_(1),
-        "d2t and t2d name different",
-    ),
+    "a vocabulary off by one": (lambda _, tensors: tensors["d2t"].add_(1), "d2t t2d"),
     "float16 overflow": (
         lambda _, tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 1e6).half()}),
-        "'fc.weight' has values that are no numbers or infinite",
+        "'fc.weight' infinite",
     ),
     "another dtype": (
         lambda _, tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}),
-        "'fc.weight' of torch.int8",
+        "'fc.weight' torch.int8",
     ),
-    "another target": (
-        lambda config, _: config.update(vocab_size=41),
-        "vocab_size is 41, and 40 in the target",
-    ),
+    "another target": (lambda config, _: config.update(vocab_size=41), "vocab_size 41 40"),
     "biases that are not read": (
         lambda config, _: config.update(attention_bias=True),
-        "attention_bias is True",
+        "attention_bias True",
     ),
 }
 
@@ -335,7 +292,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], st
 def test_a_planted_mistake_is_refused(mistake: Callable[..., Any], told: str) -> None:
     _, config, tensors = eagle3_files()
     mistake(config, tensors)
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         import_head(config, tensors, INFO, parts())
 
 
@@ -414,74 +371,53 @@ def test_a_key_that_computes_something_is_a_remark_where_the_target_has_it_too()
     same_head(found, head)
     assert source.unread == {"attention_multiplier": 0.5}
     for other in ({}, {"attention_multiplier": 0.25}):
-        with pytest.raises(ValueError, match=r"unknown config key 'attention_multiplier' is 0\.5"):
+        with refused("unknown 'attention_multiplier' 0.5"):
             import_head(config, dict(tensors), INFO, parts(**other))
 
 
 COMPUTED: dict[str, tuple[dict[str, Any], str]] = {
-    "soft caps": (
-        {"attn_logit_softcapping": 50.0},
-        "unknown config key 'attn_logit_softcapping' is 50.0",
-    ),
-    "half of a head rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "a factor of the logits": ({"logit_scale": 0.06}, "logit_scale is 0.06"),
-    "layers without positions": ({"no_rope_layers": [1, 0]}, "unknown config key 'no_rope_layers'"),
-    "norms without tensors": ({"use_qk_norm": True}, "unknown config key 'use_qk_norm' is True"),
-    "sinks without tensors": (
-        {"attention_sink": True},
-        "unknown config key 'attention_sink' is True",
-    ),
-    "biases without tensors": (
-        {"qkv_bias": True},
-        "qkv_bias is True, and the file has no tensor self_attn.q_proj.bias",
-    ),
-    "a bias of the MLP": ({"mlp_bias": True}, "mlp_bias is True"),
-    "layers that are not there": (
-        {"num_hidden_layers": 2},
-        "num_hidden_layers is 2, and the file holds tensors of 1 layers, midlayer",
-    ),
+    "soft caps": ({"attn_logit_softcapping": 50.0}, "unknown 'attn_logit_softcapping' 50.0"),
+    "half of a head rotated": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "a factor of the logits": ({"logit_scale": 0.06}, "logit_scale 0.06"),
+    "layers without positions": ({"no_rope_layers": [1, 0]}, "unknown 'no_rope_layers'"),
+    "norms without tensors": ({"use_qk_norm": True}, "unknown 'use_qk_norm' True"),
+    "sinks without tensors": ({"attention_sink": True}, "unknown 'attention_sink' True"),
+    "biases without tensors": ({"qkv_bias": True}, "qkv_bias True self_attn.q_proj.bias"),
+    "a bias of the MLP": ({"mlp_bias": True}, "mlp_bias True"),
+    "layers that are not there": ({"num_hidden_layers": 2}, "num_hidden_layers 2 1"),
     "features that are not there": (
         {"num_aux_hidden_states": 4},
-        r"num_aux_hidden_states is 4, and .*\[1, 5, 8\] are 3",
+        "num_aux_hidden_states 4 [1 5 8] 3",
     ),
     "a state before the final norm": (
         {"eagle_aux_hidden_state_layer_ids": [2, 6, 12], "eagle_config": {}},
-        "feature layer 11 is the state after the last block .* before the final norm",
+        "11",
     ),
     "a width of the MLP": (
         {"intermediate_size": 7},
-        r"'midlayer.mlp.gate_proj.weight' of shape .* config.json says .*intermediate_size 7",
+        "'midlayer.mlp.gate_proj.weight' shape config.json intermediate_size 7",
     ),
     "rotary positions by layer": (
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-        "rotary positions differ by layer, full_attention",
+        "full_attention",
     ),
     "an unknown rotary scaling": (
         {"rope_scaling": {"type": "spiral"}, "rope_parameters": None},
-        "cannot be used",
+        "used",
     ),
-    "a size in words": (
-        {"hidden_size": "16"},
-        "hidden_size is '16' .*it must be a whole number of at least 1",
-    ),
-    "no heads": (
-        {"num_attention_heads": 0},
-        "num_attention_heads is 0 .*it must be a whole number",
-    ),
-    "a true size": ({"head_dim": True}, "head_dim is True .*it must be a whole number"),
-    "a negative eps": (
-        {"rms_norm_eps": -1.0},
-        "rms_norm_eps is -1.0 .*it must be a number above 0",
-    ),
-    "a base in words": ({"rope_theta": "x"}, "rope_theta is 'x' .*it must be a number above 0"),
+    "a size in words": ({"hidden_size": "16"}, "hidden_size '16' 1"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads 0"),
+    "a true size": ({"head_dim": True}, "head_dim True"),
+    "a negative eps": ({"rms_norm_eps": -1.0}, "rms_norm_eps -1.0 0"),
+    "a base in words": ({"rope_theta": "x"}, "rope_theta 'x' 0"),
     "layers in words": (
         {"eagle_aux_hidden_state_layer_ids": ["2", "6", "9"]},
-        "eagle_aux_hidden_state_layer_ids is .* must be a list of whole numbers",
+        "eagle_aux_hidden_state_layer_ids",
     ),
-    "a list of options": ({"eagle_config": []}, "eagle_config is .* must be an object"),
+    "a list of options": ({"eagle_config": []}, "eagle_config"),
     "an unknown activation": ({"hidden_act": "os.system"}, "unknown hidden_act 'os.system'"),
-    "a huge size": ({"intermediate_size": 10**12}, "config.json says|cannot be used"),
-    "huge heads": ({"head_dim": 10**9}, "config.json says|cannot be used"),
+    "a huge size": ({"intermediate_size": 10**12}, ""),
+    "huge heads": ({"head_dim": 10**9}, ""),
 }
 
 
@@ -490,7 +426,7 @@ def test_a_key_that_changes_the_computation_or_contradicts_the_tensors_is_refuse
     keys: dict[str, Any], told: str
 ) -> None:
     _, config, tensors = eagle3_files()
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         import_head(config | keys, tensors, INFO, parts())
 
 
@@ -528,9 +464,7 @@ def test_biases_are_read_whichever_key_says_so_and_used(
         if name.endswith("q_proj.bias"):
             parameter.data.zero_()
     assert not torch.allclose(logits(found, target, text), before)
-    with pytest.raises(
-        ValueError, match=r"attention_bias is False, and the file has the tensor '.*k_proj\.bias'"
-    ):
+    with refused("attention_bias False k_proj.bias'"):
         import_head(config | {"attention_bias": False}, tensors, target.info)
 
 
@@ -545,7 +479,7 @@ def test_an_lm_head_that_is_not_in_the_file_is_the_targets_if_it_can_be() -> Non
     own = {**tensors, "embed_tokens.weight": embedding() + 1}
     tied, _ = import_head(config | {"tie_word_embeddings": True}, own, INFO, parts())
     assert torch.equal(tied.get_parameter("lm_head.weight"), embedding() + 1)
-    with pytest.raises(ValueError, match=r"missing tensor 'lm_head\.weight'"):
+    with refused("missing 'lm_head.weight'"):
         import_head(config, tensors, INFO)
 
 
@@ -557,7 +491,7 @@ def test_a_copy_of_the_targets_lm_head_is_left_out_and_another_refused(form: str
     found, source = import_head(config, dict(tensors), INFO, parts())
     same_head(found, head)
     assert "its LM head is the target's and left out" in source.remarks
-    with pytest.raises(ValueError, match="is not the LM head of the target 'some/target'"):
+    with refused("LM 'some/target'"):
         import_head(config, {**tensors, "lm_head.weight": parts().lm_head_VD + 1}, INFO, parts())
 
 
@@ -573,16 +507,12 @@ def test_a_whole_models_config_beside_medusa_heads_is_read_as_that(form: str) ->
     )
     same_head(found, head)
     assert "intermediate_size" in source.unread
-    with pytest.raises(ValueError, match="hidden_size is 17, and 16 in the target"):
+    with refused("hidden_size 17 16"):
         import_head(model | config | {"hidden_size": 17}, dict(tensors), INFO, parts())
     if form == "medusa":
-        with pytest.raises(
-            ValueError, match="num_hidden_layers is 5, and the file holds tensors of 1 layers"
-        ):
+        with refused("num_hidden_layers 5 1"):
             import_head(config | {"num_hidden_layers": 5}, dict(tensors), INFO, parts())
-        with pytest.raises(
-            ValueError, match=r"num_heads is 5, and the file holds 3 of blocks\.N\.layers"
-        ):
+        with refused("num_heads 5 3 blocks.N.layers"):
             import_head(config | {"num_heads": 5}, dict(tensors), INFO, parts())
 
 
@@ -590,12 +520,10 @@ def test_sinks_of_a_block_draft_are_refused_by_name() -> None:
     head = drawn("dflash", {})
     config, tensors = written("dflash", head)
     tensors["layers.0.self_attn.sinks"] = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"unknown tensor 'layers\.0\.self_attn\.sinks'"):
+    with refused("unknown 'layers.0.self_attn.sinks'"):
         import_head(config, dict(tensors), INFO, parts())
     config["dflash_config"]["attention_sink_bias"] = True
-    with pytest.raises(
-        ValueError, match=r"attention_sink_bias is True \(learned sinks of attention, the tensors"
-    ):
+    with refused("attention_sink_bias True"):
         import_head(config, dict(tensors), INFO, parts())
 
 
@@ -645,107 +573,79 @@ def swap(tensors: dict[str, Tensor], old: str, new: str) -> None:
 BLOCK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "no mask token": (
         lambda config, _: nested(config).update(mask_token_id=None),
-        "'mask_token_id' .* is missing or",
+        "'mask_token_id' missing",
     ),
     "a mask token beyond the vocabulary": (
         lambda config, _: nested(config).update(mask_token_id=40),
-        "mask_token_id 40 is out of range: choose one of the target's 40 tokens",
+        "mask_token_id 40 range",
     ),
     "a block longer than any text": (
         lambda config, _: config.update(block_size=INFO.max_positions + 1),
-        (
-            f"block_size {INFO.max_positions + 1} is larger than the target's {INFO.max_positions}"
-            " positions"
-        ),
+        f"block_size {INFO.max_positions + 1} {INFO.max_positions}",
     ),
-    "no block size": (
-        lambda config, _: config.update(block_size=None),
-        "'block_size' .* is missing or null",
-    ),
+    "no block size": (lambda config, _: config.update(block_size=None), "'block_size' missing"),
     "a layer after the last block": (
         lambda config, _: nested(config).update({layers_key(config): [2, 30]}),
-        r"feature_layers \[.*\] are out of range",
+        "feature_layers [ ] range",
     ),
     "a layer before the first block": (
         lambda config, _: nested(config).update({layers_key(config): [-1, 6]}),
-        "begin before the first block",
+        "begin before",
     ),
     "a layer too many": (
         lambda config, _: nested(config).update({layers_key(config): [2, 6, 9]}),
-        r"'fc.weight' of shape \(16, 32\) instead of \(16, 48\)",
+        "'fc.weight' shape 16 32 48",
     ),
     "a lost norm of the context": (
         lambda _, tensors: swap(tensors, "hidden_norm.weight", "context_norm.weight"),
-        "missing tensor 'hidden_norm.weight'",
+        "missing 'hidden_norm.weight'",
     ),
     "a lost norm of keys": (
         lambda _, tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
-        "missing tensor 'layers.1.self_attn.k_norm.weight'",
+        "missing 'layers.1.self_attn.k_norm.weight'",
     ),
-    "no LM head": (
-        lambda _, tensors: tensors.pop("lm_head.weight"),
-        "missing tensor 'lm_head.weight'",
-    ),
-    "a vocabulary off by one": (
-        lambda _, tensors: tensors["d2t"].add_(1),
-        "d2t and t2d name different",
-    ),
-    "ids for offsets": (absolute_ids, "look like target ids"),
     "another target": (
         lambda config, _: layer_of(config).update(vocab_size=41),
-        "vocab_size is 41, and 40 in the",
+        "vocab_size 41 40",
     ),
-    "another width": (
-        lambda config, _: layer_of(config).update(hidden_size=8),
-        "is as wide as its target, which is",
-    ),
+    "another width": (lambda config, _: layer_of(config).update(hidden_size=8), "wide target"),
     "a layer less than there is": (
         lambda config, _: layer_of(config).update(num_hidden_layers=1),
-        (
-            r"num_hidden_layers is 1, and the file holds tensors of 2 layers|`num_hidden_layers`"
-            r" \(1\) must be equal"
-        ),
+        "num_hidden_layers 1",
     ),
     "a window without a width": (
         lambda config, _: layer_of(config).update(sliding_window=None),
-        "says how wide",
+        "says wide",
     ),
     "attention of another kind": (
         lambda config, _: layer_of(config).update(
             layer_types=["chunked_attention", "full_attention"]
         ),
-        "layer_types has 'chunked_attention'",
-    ),
-    "float16 overflow": (
-        lambda _, tensors: tensors.update({"fc.weight": (tensors["fc.weight"] * 1e6).half()}),
-        "'fc.weight' has values that are no numbers or infinite",
+        "layer_types 'chunked_attention'",
     ),
 }
 """For each format of a block draft."""
 DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "a rank of 0": (
-        lambda config, _: config.update(markov_rank=0),
-        "markov_rank of at least 1, not 'vanilla' and 0",
-    ),
+    "a rank of 0": (lambda config, _: config.update(markov_rank=0), "markov_rank 1 'vanilla' 0"),
     "another rank": (
         lambda config, _: config.update(markov_rank=3),
-        r"'markov_head.markov_w1.weight' of shape",
+        "'markov_head.markov_w1.weight' shape",
     ),
     "another kind": (
         lambda config, _: config.update(markov_head_type="gated"),
-        "missing .*'markov_head.gate_proj",
+        "missing 'markov_head.gate_proj",
     ),
     "a kind that nobody has": (
         lambda config, _: config.update(markov_head_type="bigram"),
-        "not 'bigram'",
+        "'bigram'",
     ),
     "an estimate that is not read": (
         lambda config, _: config.update(enable_confidence_head=False),
-        "unknown tensor 'confidence_head.proj",
+        "unknown 'confidence_head.proj",
     ),
     "an estimate that does not see the token": (
         lambda config, _: config.update(confidence_head_with_markov=False),
-        r"'confidence_head.proj.weight' of shape \(1, 20\) instead of \(1, 16\)",
+        "'confidence_head.proj.weight' shape 1 20 16",
     ),
     "tables of each other's vocabulary": (
         lambda _, tensors: tensors.update(
@@ -754,7 +654,7 @@ DSPARK_MISTAKES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], A
                 for n in (1, 2)
             }
         ),
-        r"'markov_head.markov_w1.weight' of shape \(7, 4\) instead of \(40, 4\)",
+        "'markov_head.markov_w1.weight' shape 7 4 40",
     ),
 }
 
@@ -775,39 +675,24 @@ def test_a_mistake_planted_in_a_block_draft_is_refused(
     config, tensors = exported(form, drawn(FORMATS[form].heads[0], BLOCKS[form]), tmp_path / "out")
     import_head(config, dict(tensors), INFO)
     mistake(config, tensors)
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         import_head(config, tensors, INFO)
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"mask_token_id": 38}, "mask_token_id is 38 at the top level, and 39 in dflash_config"),
-        (
-            {"target_layer_ids": [2, 7]},
-            r"target_layer_ids is \[2, 7\] at the top level, and \[1, 6\] in dflash_config",
-        ),
-        (
-            {"aux_hidden_state_layer_ids": [1, 6]},
-            r"\[1, 6\] at the top level, .* and \[1, 6\] in target_layer_ids",
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [3, 8]},
-            "the first must be one more than the second",
-        ),
+        ({"mask_token_id": 38}, "mask_token_id 38 39 dflash_config"),
+        ({"target_layer_ids": [2, 7]}, "target_layer_ids [2 7] [1 6] dflash_config"),
+        ({"aux_hidden_state_layer_ids": [1, 6]}, "[1 6] target_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 8]}, "first second"),
         (
             {"aux_hidden_state_layer_ids": [2, 7], "eagle_aux_hidden_state_layer_ids": [1, 6]},
-            (
-                r"aux_hidden_state_layer_ids is \[2, 7\], and eagle_aux_hidden_state_layer_ids is"
-                r" \[1, 6\]"
-            ),
+            ("aux_hidden_state_layer_ids [2 7] eagle_aux_hidden_state_layer_ids [1 6]"),
         ),
-        (
-            {"sample_from_anchor": True},
-            "sample_from_anchor is True at the top level, and False in dflash_config",
-        ),
-        ({"block_size": 5}, "block_size is 5 at the top level, and 8 in dflash_config"),
-        ({"num_target_layers": 11}, "num_target_layers is 11, and 12 in the target"),
+        ({"sample_from_anchor": True}, "sample_from_anchor True False dflash_config"),
+        ({"block_size": 5}, "block_size 5 8 dflash_config"),
+        ({"num_target_layers": 11}, "num_target_layers 11 12"),
     ],
 )
 def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
@@ -822,7 +707,7 @@ def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
         "target_layer_ids": [1, 6],
     }
     same_head(import_head(config | agreeing, dict(tensors), INFO)[0], head)
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         import_head(config | keys, tensors, INFO)
 
 
@@ -831,10 +716,7 @@ def test_two_forms_in_one_config_that_contradict_each_other_are_refused(
 )
 def test_p_eagle_is_refused_by_name(config: dict[str, Any]) -> None:
     _, tensors = written("eagle3", drawn("eagle3", {}))
-    with pytest.raises(
-        ValueError,
-        match=r"P-EAGLE, .* is not supported; heads here that draft in one pass are dflash",
-    ):
+    with refused("P-EAGLE"):
         import_head(config, tensors | {"mask_hidden": torch.zeros(1, 1, 48)}, INFO)
 
 
@@ -888,7 +770,7 @@ def test_a_feature_before_the_first_block_is_refused() -> None:
     _, config, tensors = eagle3_files()
     config["eagle_aux_hidden_state_layer_ids"] = [0, 6, 9]
     del config["eagle_config"]
-    with pytest.raises(ValueError, match=r"\[0, 6, 9\] begin before the first block"):
+    with refused("[0 6 9]"):
         import_head(config, tensors, INFO)
 
 
@@ -935,7 +817,7 @@ def test_an_embedding_that_is_the_targets_is_left_out_and_another_kept() -> None
     assert torch.equal(kept.state_dict()["embed_tokens.weight"], embedding())
     eagle = drawn("eagle", {})
     config, tensors = written("eagle", eagle)
-    with pytest.raises(ValueError, match="its embedding is not that of the target 'some/target'"):
+    with refused("'some/target'"):
         import_head(config, {**tensors, "embed_tokens.weight": embedding() + 1}, INFO, parts())
 
 
@@ -977,10 +859,7 @@ def test_a_speculators_layer_without_its_type_is_refused_for_its_defaults_are_un
         "speculators", drawn("eagle3", {"draft_vocab_size": 7}), tmp_path / "out"
     )
     del config["transformer_layer_config"]["model_type"]
-    with pytest.raises(
-        ValueError,
-        match="model_type None, by which its defaults are chosen; it must be llama or qwen3",
-    ):
+    with refused("model_type None qwen3"):
         import_head(config, tensors, INFO)
 
 
@@ -998,24 +877,19 @@ def test_a_speculators_layer_has_its_classs_defaults_where_nothing_is_written(
 @pytest.mark.parametrize(
     ("project", "kind", "options", "told"),
     [
-        ("speculators", "medusa", {}, "speculators has no MedusaHead"),
-        ("fasterdecoding", "medusa", {"draft_vocab_size": 7}, "no draft_vocab_size"),
-        ("fasterdecoding", "medusa", {"bias": False}, "bias: false cannot be written"),
-        ("safeailab", "eagle3", {"fc_norm": True}, "SafeAILab's code has no fc_norm"),
-        ("safeailab", "eagle3", {"feature_layers": [0, 1, 2]}, r"no feature_layers \[0, 1, 2\]"),
-        ("speculators", "eagle", {"num_layers": 2}, "speculators has no place for layers.1"),
-        (
-            "safe",
-            "eagle",
-            {},
-            "unknown project 'safe'; choose from speculators, fasterdecoding, safeailab",
-        ),
+        ("speculators", "medusa", {}, "MedusaHead"),
+        ("fasterdecoding", "medusa", {"draft_vocab_size": 7}, "draft_vocab_size"),
+        ("fasterdecoding", "medusa", {"bias": False}, "false written"),
+        ("safeailab", "eagle3", {"fc_norm": True}, "SafeAILab's fc_norm"),
+        ("safeailab", "eagle3", {"feature_layers": [0, 1, 2]}, "feature_layers [0 1 2]"),
+        ("speculators", "eagle", {"num_layers": 2}, "layers.1"),
+        ("safe", "eagle", {}, "unknown 'safe'"),
     ],
 )
 def test_what_a_project_cannot_say_is_refused(
     project: str, kind: str, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with refused(told):
         export_head(drawn(kind, options), project, tmp_path / "out", embedding())
     assert not list(tmp_path.iterdir())
 
@@ -1031,9 +905,7 @@ def test_safeailabs_files_are_read_back_and_hold_the_targets_embedding(
     same_head(
         import_head(read_json(tmp_path / "out" / "config.json"), tensors, INFO, parts())[0], head
     )
-    with pytest.raises(
-        ValueError, match="safeailab keeps the target's embedding in the file: it is needed"
-    ):
+    with refused("safeailab embedding"):
         export_head(head, "safeailab", tmp_path / "other")
 
 
@@ -1043,7 +915,5 @@ def test_every_head_of_a_format_is_tried() -> None:
 
 
 def test_a_folder_of_something_else_is_no_head() -> None:
-    with pytest.raises(
-        ValueError, match=r"no head that is known here: its tensors are model.embed"
-    ):
+    with refused("model.embed_tokens.weight"):
         import_head({}, {"model.embed_tokens.weight": torch.ones(2, 2)}, INFO)

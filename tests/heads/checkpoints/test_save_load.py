@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import helpers
 import pytest
 import torch
 import yaml
+from messages import refused
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -87,9 +87,16 @@ def assert_same(found: DraftHead, wanted: DraftHead) -> None:
 # The round trip.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("tree", [[[0], [1], [0, 0]], "dynamic:24:6:8", None], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tree"),
+    [
+        ("own", torch.float32, [[0], [1], [0, 0]]),
+        ("plain", torch.bfloat16, "dynamic:24:6:8"),
+        ("truncated", torch.float64, None),
+        ("shared", torch.bfloat16, None),
+    ],
+    ids=str,
+)
 def test_what_is_saved_loads_bit_for_bit(
     name: str, dtype: torch.dtype, tree: Any, tmp_path: Path
 ) -> None:
@@ -189,7 +196,7 @@ def test_a_folder_of_something_else_is_not_replaced(
         (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place / name).write_text(text)
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match="not those of a head written by headstart") as caught:
+    with refused("headstart") as caught:
         save(build(), tmp_path / "head")
     assert sorted(FOREIGN[foreign])[0] in str(caught.value) and snapshot(tmp_path) == before
 
@@ -207,7 +214,7 @@ def test_a_file_of_the_users_in_a_heads_folder_is_not_deleted_with_it(
     else:
         (folder / name).write_text("mine")
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(name)):
+    with refused(name):
         save_head(build(seed=1), folder)
     assert snapshot(tmp_path) == before and (folder / name).exists()
 
@@ -216,35 +223,17 @@ def test_a_link_to_a_folder_stays_a_link_and_what_it_leads_to_is_checked(tmp_pat
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("text")
     (tmp_path / "head").symlink_to(tmp_path / "precious")
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
+    with refused("thesis.tex"):
         save(build(), tmp_path / "head")
     (tmp_path / "precious" / "thesis.tex").unlink()
     save(build(), tmp_path / "head")
     assert (tmp_path / "head").is_symlink() and (tmp_path / "precious" / "config.json").is_file()
     (tmp_path / "file").write_text("text")
-    with pytest.raises(ValueError, match="is a file: choose another folder"):
+    with refused(str(tmp_path / "file")):
         save(build(), tmp_path / "file")
 
 
 # What servers read.
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_tensors_have_the_names_and_shapes_that_vllm_reads(name: str, tmp_path: Path) -> None:
-    options, width = OPTIONS[name], INFO.hidden_size
-    drafted = options.get("draft_vocab_size", INFO.vocab_size)
-    expected: dict[str, tuple[int, ...]] = {}
-    for head in range(options["num_heads"]):
-        for layer in range(options.get("num_layers", 1)):
-            expected[f"blocks.{head}.layers.{layer}.weight"] = (width, width)
-            if options.get("bias", True):
-                expected[f"blocks.{head}.layers.{layer}.bias"] = (width,)
-        if name != "shared":
-            expected[f"lm_heads.{head}.weight"] = (drafted, width)
-    if name == "truncated":
-        expected["token_map"] = (drafted,)
-    saved = load_file(save(build(name), tmp_path / "head") / "model.safetensors")
-    assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == expected
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -371,146 +360,101 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_tensor_is_needed(name: str, tmp_path: Path) -> None:
-    head = build(name)
+def test_every_tensor_is_needed(tmp_path: Path) -> None:
+    head = build("truncated")
     for key in head.state_dict():
         folder = save(head, tmp_path / "head")
         change_weights(folder, lambda tensors, key=key: tensors.pop(key))
-        with pytest.raises(ValueError, match=f"missing tensor '{key}'"):
+        with refused(f"missing '{key}'"):
             load_head(folder)
 
 
 @pytest.mark.parametrize(
-    "extra",
-    ["blocks.2.layers.0.weight", "lm_head.weight", "token_map", "blocks.0.layers.0.weights"],
+    ("change", "words"),
+    [
+        ({"lm_head.weight": torch.zeros(3)}, "unknown 'lm_head.weight'"),
+        ({"blocks.0.layers.0.weights": torch.zeros(3)}, "unknown 'blocks.0.layers.0.weights'"),
+        ({"token_map": torch.arange(3)}, "unknown 'token_map'"),
+        # A shape that broadcasts is still wrong.
+        (
+            {"blocks.0.layers.0.bias": torch.zeros(1), "other": torch.zeros(1)},
+            "'blocks.0.layers.0.bias' (1,) (16,) unknown 'other'",
+        ),
+        *(
+            (
+                {"lm_heads.1.weight": torch.zeros(50, 16, dtype=dtype)},
+                f"'lm_heads.1.weight' {dtype}",
+            )
+            for dtype in (torch.int8, torch.bool, torch.complex64)
+        ),
+    ],
+    ids=str,
 )
-def test_no_other_tensor_is_taken(extra: str, tmp_path: Path) -> None:
-    folder = save(build(), tmp_path / "head")
-    change_weights(folder, lambda tensors: tensors.update({extra: torch.zeros(3)}))
-    with pytest.raises(ValueError, match=f"unknown tensor '{extra}'"):
-        load_head(folder)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
-def test_weights_that_are_no_floating_point_numbers_are_refused(
-    dtype: torch.dtype, tmp_path: Path
+def test_every_tensor_that_does_not_fit_is_named(
+    change: dict[str, torch.Tensor], words: str, tmp_path: Path
 ) -> None:
     folder = save(build(), tmp_path / "head")
-    name = "lm_heads.1.weight"
-    change_weights(folder, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
-    with pytest.raises(ValueError, match=rf"model.safetensors: tensor '{name}' of {dtype}, not of"):
+    change_weights(folder, lambda tensors: tensors.update(change))
+    with refused("model.safetensors", words):
         load_head(folder)
-
-
-def test_shapes_are_compared_and_every_problem_is_told(tmp_path: Path) -> None:
-    """A shape that broadcasts is still wrong."""
-    folder = save(build(), tmp_path / "head")
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["blocks.0.layers.0.bias"] = torch.zeros(1)
-        tensors["other"] = tensors.pop("lm_heads.1.weight")
-
-    change_weights(folder, change)
-    with pytest.raises(ValueError, match=r"missing.*unknown.*shape") as caught:
-        load_head(folder)
-    for problem in (
-        "missing tensor 'lm_heads.1.weight'",
-        "unknown tensor 'other'",
-        "tensor 'blocks.0.layers.0.bias' of shape (1,) instead of (16,)",
-    ):
-        assert problem in str(caught.value)
 
 
 def test_a_target_that_does_not_fit_is_refused_with_every_difference(tmp_path: Path) -> None:
     folder = save(build(), tmp_path / "head")
-    with pytest.raises(ValueError, match="made-up/target") as caught:
-        load_head(folder, replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4))
-    for part in (
-        "'other'",
-        "hidden size 16 (head) and 17 (target)",
-        "vocab size 50 (head) and 51 (target)",
-        "num layers 3 (head) and 4 (target)",
-    ):
-        assert part in str(caught.value)
+    other = replace(INFO, name="other", hidden_size=17, vocab_size=51, num_layers=4)
+    with refused("made-up/target 'other' hidden 16 17 vocab 50 51 layers 3 4"):
+        load_head(folder, other)
     for field in ("hidden_size", "vocab_size", "num_layers"):
-        other = replace(INFO, **{field: 5})
-        with pytest.raises(
-            ValueError, match=rf"{field.replace('_', ' ')} \d+ \(head\) and 5 \(target\)"
-        ) as caught:
-            load_head(folder, other)
+        with refused(field.replace("_", " "), "5") as caught:
+            load_head(folder, replace(INFO, **{field: 5}))
         assert str(caught.value).count("(head)") == 1
     load_head(folder, replace(INFO, name="the same under another name"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "words"),
     [
-        (
-            lambda config: config["headstart"].update(head="medsua"),
-            "unknown head 'medsua'; choose from cut, dflash, dspark, eagle",
-        ),
-        (
-            lambda config: config["headstart"]["options"].update(heads=3),
-            "unknown medusa head option 'heads'; choose from",
-        ),
-        (
-            lambda config: config["headstart"]["options"].update(lm_head="x"),
-            "medusa head option 'lm_head' must be one of own, shared, not 'x'",
-        ),
-        (lambda config: config.pop("headstart"), "config.json has no 'headstart' section"),
-        (lambda config: config["headstart"].pop("target"), "section lacks target"),
-        (lambda config: config["headstart"].pop("tree"), "section lacks tree"),
+        (lambda config: config["headstart"].update(head="medsua"), "unknown 'medsua' medusa"),
+        (lambda config: config["headstart"]["options"].update(heads=3), "'heads' num_heads"),
+        (lambda config: config["headstart"]["options"].update(lm_head="x"), "'lm_head' own 'x'"),
+        (lambda config: config.pop("headstart"), "config.json 'headstart'"),
+        (lambda config: config["headstart"].pop("target"), "target"),
+        (lambda config: config["headstart"].pop("tree"), "tree"),
         (lambda config: config["headstart"]["target"].pop("num_layers"), "num_layers"),
-        (lambda config: config.update(headstart=None), "'headstart' section"),
+        (lambda config: config.update(headstart=None), "'headstart'"),
     ],
     ids=["head", "option", "value", "section", "target", "tree", "target's layers", "null section"],
 )
 def test_a_config_that_is_not_a_heads_is_refused(
-    change: Callable[[Any], object], message: str, tmp_path: Path
+    change: Callable[[Any], object], words: str, tmp_path: Path
 ) -> None:
     folder = save(build(), tmp_path / "head")
     change_config(folder, change)
-    with pytest.raises(ValueError, match=message):
+    with refused(words):
         load_head(folder)
-
-
-def test_the_error_for_an_unknown_head_is_the_promised_one() -> None:
-    known = re.escape(", ".join(sorted(HEADS)))
-    with pytest.raises(ValueError, match=f"^unknown head 'medsua'; choose from {known}$"):
-        build_head("medsua", {}, INFO)
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"headstart": ', "3", "[]"], ids=["empty", "cut", "number", "list"]
+    ("name", "content"),
+    [
+        ("config.json", b""),
+        ("config.json", b'{"headstart": '),
+        ("config.json", b"[]"),
+        ("config.json", None),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"5 byt"),
+        ("model.safetensors", b"PK\x03\x04 a zip file, as torch.save writes them"),
+        ("model.safetensors", None),
+    ],
 )
-def test_a_broken_config_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_broken_or_missing_is_named(
+    name: str, content: bytes | None, tmp_path: Path
+) -> None:
     folder = save(build(), tmp_path / "head")
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_head(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 5, 200], ids=["empty", "5 bytes", "200 bytes"])
-def test_broken_weights_are_refused(keep: int, tmp_path: Path) -> None:
-    folder = save(build(), tmp_path / "head")
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
-        load_head(folder)
-    path.write_bytes(b"PK\x03\x04 a zip file, as torch.save writes them")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read, or was truncated"):
-        load_head(folder)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "both"])
-def test_a_folder_that_is_no_head_is_refused(missing: str, tmp_path: Path) -> None:
-    folder = save(build(), tmp_path / "head")
-    for name in ["config.json", "model.safetensors"] if missing == "both" else [missing]:
-        (folder / name).unlink()
-    with pytest.raises(
-        ValueError, match=r"no head in '.*head': it has no (config\.json|model\.safetensors)"
-    ):
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with refused(str(folder), name):
         load_head(folder)
 
 
@@ -522,7 +466,7 @@ def test_a_source_that_cannot_be_reached_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"no head at '{source}': "):
+    with refused(f"'{source}'"):
         load_head(source)
 
 
@@ -586,7 +530,7 @@ def test_a_save_that_fails_in_any_part_leaves_the_previous_checkpoint_whole(
             )
         else:
             broken.setattr(Path, part, no_space)
-        with pytest.raises(OSError, match="No space left on device"):
+        with refused("space", error=OSError):
             save(build("own", seed=2), folder)
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
     assert snapshot(folder) == before
@@ -603,7 +547,7 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
     (left / "model.safetensors").write_bytes(b"half")
     (left / "model-00001-of-00002.safetensors").write_bytes(b"of another save")
     assert_same(load_head(folder)[0], first)
-    with pytest.raises(ValueError, match="no head in"):
+    with refused(str(left)):
         load_head(left)
     save(second, folder)
     assert_same(load_head(folder)[0], second)
@@ -617,44 +561,20 @@ def test_what_a_killed_save_left_behind_is_no_hindrance(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda section: section["options"].update(num_layers=10**9),
-            "num_layers is 1000000000, and the file holds",
-        ),
-        (
-            lambda section: section["options"].update(num_heads=10**7),
-            "num_heads is 10000000, and the file holds",
-        ),
-        (
-            lambda section: section["target"].update(hidden_size=2**30),
-            "of shape .16, 16. instead of .1073741824, ",
-        ),
-        (
-            lambda section: section["target"].update(hidden_size=2**31 - 1, vocab_size=2**31),
-            "cannot be used|instead of",
-        ),
-        (
-            lambda section: section["target"].update(num_layers=10**9),
-            "the target's num_layers is 1000000000, not",
-        ),
-        (
-            lambda section: section["target"].update(hidden_size=16.0),
-            "the target's hidden_size is 16.0, not",
-        ),
-        (
-            lambda section: section["target"].update(vocab_size=True),
-            "the target's vocab_size is True, not",
-        ),
-        (
-            lambda section: section["target"].update(rms_norm_eps="x"),
-            "the target's rms_norm_eps is 'x', not",
-        ),
-        (lambda section: section["target"].update(name=None), "the target's name is None, not"),
-        (lambda section: section.update(measured=None), "measured is None, not an object"),
-        (lambda section: section.update(measured={"fastest": {"x": 5}}), "the tree 5 is neither"),
-        (lambda section: section.update(tree={"a": 1}), "the tree {'a': 1} is neither"),
-        (lambda section: section.update(adapted="yes"), "adapted is 'yes', not true or false"),
-        (lambda section: section.update(head=["medusa"]), "head is .*, not a name"),
+        (lambda section: section["options"].update(num_layers=10**9), "num_layers 1000000000"),
+        (lambda section: section["options"].update(num_heads=10**7), "num_heads 10000000"),
+        (lambda section: section["target"].update(hidden_size=2**30), "16 1073741824"),
+        (lambda section: section["target"].update(hidden_size=2**31 - 1, vocab_size=2**31), ""),
+        (lambda section: section["target"].update(num_layers=10**9), "num_layers 1000000000"),
+        (lambda section: section["target"].update(hidden_size=16.0), "hidden_size 16.0"),
+        (lambda section: section["target"].update(vocab_size=True), "vocab_size True"),
+        (lambda section: section["target"].update(rms_norm_eps="x"), "rms_norm_eps 'x'"),
+        (lambda section: section["target"].update(name=None), "None"),
+        (lambda section: section.update(measured=None), "None"),
+        (lambda section: section.update(measured={"fastest": {"x": 5}}), "5"),
+        (lambda section: section.update(tree={"a": 1}), "{'a' 1}"),
+        (lambda section: section.update(adapted="yes"), "'yes'"),
+        (lambda section: section.update(head=["medusa"]), "head name"),
     ],
 )
 def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
@@ -663,7 +583,7 @@ def test_impossible_dimensions_and_types_are_refused_before_memory_is_taken(
     folder = save(build(), tmp_path / "head")
     change_config(folder, lambda config: change(config["headstart"]))
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("read the weights"))
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         load_head(folder)
 
 
@@ -690,7 +610,5 @@ def test_a_draft_vocabulary_that_leads_out_of_the_targets_is_refused(
     folder = save(build("truncated"), tmp_path / "head")
     tokens = [0, *ids, 40, 41, 42, 43, 44, 45]
     change_weights(folder, lambda tensors: tensors.update(token_map=torch.tensor(tokens)))
-    with pytest.raises(
-        ValueError, match="token_map does not lead to different, sorted target ids below 50"
-    ):
+    with refused("token_map 50"):
         load_head(folder)

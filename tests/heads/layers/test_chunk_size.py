@@ -30,14 +30,6 @@ def test_an_accelerator_gives_a_share_of_what_is_free(free, gigabytes):
     )
 
 
-def test_more_memory_means_larger_chunks_up_to_the_largest(free):
-    sizes = []
-    for i in range(10):
-        free(10**9 * 2**i)
-        sizes.append(chunk_elements(CUDA, 1))
-    assert sizes == sorted(sizes) and sizes[-1] == LARGEST > sizes[0]
-
-
 def test_a_cpu_and_a_full_accelerator_keep_the_constants(free):
     assert chunk_elements(torch.device("cpu"), 2**22) == 2**22
     free(0)

@@ -214,14 +214,6 @@ def test_every_kernel_finds_what_plain_scores_find(
         torch.testing.assert_close(mine, plain, rtol=0, atol=1e-10)
 
 
-def test_a_text_sees_no_other_of_its_row() -> None:
-    query, keys, values = drawn(2)
-    packed, whole = (usual(query, keys, values, sequences) for sequences in (PACKED, None))
-    assert torch.equal(packed[1], whole[1]) or torch.allclose(packed[1], whole[1], atol=1e-12)
-    assert torch.allclose(packed[0, :, :40], whole[0, :, :40], atol=1e-12)
-    assert not torch.allclose(packed[0, :, 41:], whole[0, :, 41:], atol=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_formats_round_as_plain_scores_do(dtype: torch.dtype) -> None:
     exact = usual(*drawn(3), PACKED)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from helpers import build_model
+from messages import lacking, refused
 from templates import FAMILIES, end_tokens, tokenizer_of
 
 from headstart.inference import tokenizer_provenance
@@ -271,25 +272,19 @@ def test_rows_of_prompts_become_turns_to_answer(tmp_path):
     assert found[2]["tools"] == [{"type": "function"}] and found[0]["kind"] == "short"
     assert rejected == []
     path.write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"prompts\.jsonl: no prompts: it is empty"):
+    with refused("prompts.jsonl empty"):
         read_prompts_to_answer(path)
 
 
 BAD_PROMPTS = [
-    (
-        '{"messages": [{"role": "tool", "content": "r"}]}',
-        "no message of the user that could be answered",
-    ),
-    ('{"prompt": "a", "follow_up": 3}', "'follow_up' must be a text, not 3"),
-    ('{"turns": ["a", 5]}', "no conversation in any format"),
-    (
-        '{"prompt": "a", "temperature": "hot"}',
-        "'temperature' must be a number of at least 0, not 'hot'",
-    ),
-    ('{"prompt": "a", "temperature": -1}', "'temperature' must be a number of at least 0, not -1"),
-    ('{"prompt": "\\ud83d"}', "half a character"),
-    ("{broken", "not JSON"),
-    ("17", "no conversation"),
+    ('{"messages": [{"role": "tool", "content": "r"}]}', "message answered"),
+    ('{"prompt": "a", "follow_up": 3}', "'follow_up' 3"),
+    ('{"turns": ["a", 5]}', "conversation format"),
+    ('{"prompt": "a", "temperature": "hot"}', "'temperature' 0 'hot'"),
+    ('{"prompt": "a", "temperature": -1}', "'temperature' 0 -1"),
+    ('{"prompt": "\\ud83d"}', "half character"),
+    ("{broken", "JSON"),
+    ("17", "conversation"),
 ]
 
 
@@ -303,7 +298,7 @@ def test_a_prompt_that_cannot_be_answered_costs_that_prompt(tmp_path):
         (number, f"{path}, line {number + 1}") for number in range(1, len(BAD_PROMPTS) + 1)
     ]
     for row, (_, words) in zip(rejected, BAD_PROMPTS, strict=True):
-        assert words in row.reason
+        assert not lacking(row.reason, words)
 
 
 def test_half_a_character_that_the_model_wrote_is_kept():

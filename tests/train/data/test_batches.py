@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from messages import refused
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from headstart.train.config import LoopConfig
@@ -117,31 +118,13 @@ def test_the_processes_share_every_step(processes, micro_batch, count):
 @pytest.mark.parametrize(
     ("batch_size", "micro_batch", "processes", "words"),
     [
-        (
-            9,
-            None,
-            2,
-            "batch_size 9 cannot be divided among 2 processes; choose a multiple of 2, such as 8",
-        ),
-        (
-            8,
-            3,
-            2,
-            (
-                "among 2 processes in forwards of loop.micro_batch 3; choose a multiple of 6, such"
-                " as 6"
-            ),
-        ),
-        (
-            2,
-            None,
-            8,
-            "batch_size 2 cannot be divided among 8 processes; choose a multiple of 8, such as 8",
-        ),
+        (9, None, 2, "batch_size 9 2 8"),
+        (8, 3, 2, ("2 loop.micro_batch 3 6")),
+        (2, None, 8, "batch_size 2 8"),
     ],
 )
 def test_a_step_that_cannot_be_divided_is_refused(batch_size, micro_batch, processes, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(words):
         Share.of(batch_size, micro_batch, 0, processes)
 
 
@@ -306,19 +289,19 @@ def test_a_worker_that_dies_is_told_with_what_to_do():
     steps = loaded(Steps(data, Share.of(4, None, 0, 1), 1), order, 0, 2, pin=False)
     next(steps)
     worker, _ = sorted(children() - before)
-    words = r"a process that reads data ahead has died.*lower data\.workers, 0 for none"
+    words = "died data.workers"
 
     def go_on():
         os.kill(worker, signal.SIGKILL)
         return list(itertools.islice(steps, 1000))
 
     # torch tells of it at any moment
-    with pytest.raises(RuntimeError, match=words), worker_deaths_explained():
+    with refused(words, error=RuntimeError), worker_deaths_explained():
         go_on()
     steps.close()
     assert not children() - before
     for lost in (ConnectionResetError(), EOFError()):  # what it was about to hand over
-        with pytest.raises(RuntimeError, match=words), worker_deaths_explained(*LOST):
+        with refused(words, error=RuntimeError), worker_deaths_explained(*LOST):
             raise lost
 
 

@@ -8,8 +8,9 @@ import json
 import pytest
 import torch
 from helpers import split_examples
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from messages import refused
+from templates import CHATML, LLAMA3, Family, tokenizer_of
+from tokenizers import processors
 
 from headstart.inference.text.chat_template import (
     check_tokenizer,
@@ -27,27 +28,6 @@ from headstart.train.data.conversations import read_conversations
 from headstart.train.data.split import split_held_out
 from headstart.train.data.token_cache import count_answer_tokens
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{%"
-    " endif %}" + CHATML
-)
-LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}<|start_header_id|>{{ m['role']"
-    " }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}{% if"
-    " add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-ZEPHYR = (
-    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-MISTRAL = (
-    "<s>{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }}</s>"
-    "{% else %}[INST] {{ m['content'] }} [/INST]{% endif %}{% endfor %}"
-)
 REASONING = (
     "{% set last = namespace(user=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set"
     " last.user = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{"
@@ -55,24 +35,6 @@ REASONING = (
     " m['content'].split('</think>\n\n')[-1] }}{% else %}{{ m['content'] }}{% endif"
     " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEMPLATES = {
-    "chatml": (CHATML, "<|im_end|>", ""),
-    "default-system": (DEFAULT_SYSTEM, "<|im_end|>", ""),
-    "llama3": (LLAMA3, "<|eot_id|>", ""),
-    "zephyr": (ZEPHYR, "</s>", ""),
-    "mistral": (MISTRAL, "</s>", " "),
-}
-"""Template, end-of-turn token, and what stands between the generation prompt and the answer's
-words."""
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
-
 CONVERSATIONS = {
     "one turn": [("user", "How are you?"), ("assistant", "I am fine, thank you.")],
     "several turns": [
@@ -96,22 +58,7 @@ CONVERSATIONS = {
 
 
 def build_tokenizer(template, end):
-    """A byte-level BPE with real merges, so that tokens and characters do not fall together."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[*SPECIAL, "<s>", "</s>"],
-        show_progress=False,
-    )
-    bpe.train_from_iterator(
-        [text for turns in CONVERSATIONS.values() for _, text in turns] * 3, trainer
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
-    fast.chat_template = template
-    return fast
+    return tokenizer_of(Family(template, None, (end,)))
 
 
 def conversation(turns, **rest):
@@ -135,12 +82,11 @@ def answers_in(example, tokenizer):
 
 
 @pytest.mark.parametrize("turns", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize(("template", "end", "before"), TEMPLATES.values(), ids=TEMPLATES)
-def test_the_loss_mask_covers_exactly_what_the_assistant_writes(template, end, before, turns):
-    tokenizer = build_tokenizer(template, end)
+def test_the_loss_mask_covers_exactly_what_the_assistant_writes(turns):
+    tokenizer = build_tokenizer(CHATML, "<|im_end|>")
     (example,) = encoded(turns, tokenizer)
     assert answers_in(example, tokenizer) == [
-        before + text + end for role, text in turns if role == "assistant"
+        text + "<|im_end|>" for role, text in turns if role == "assistant"
     ]
     messages = conversation(turns)["messages"]
     while messages[-1]["role"] != "assistant":
@@ -163,20 +109,6 @@ def test_a_generation_prompt_that_ends_in_a_space_is_no_answer_even_if_offsets_l
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     (example,) = encoded([("user", "hi"), ("assistant", "7")], tokenizer)
     assert answers_in(example, tokenizer) == ["7</s>"]
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_template_that_drops_earlier_reasoning_gives_one_sequence_per_answer(finished):
-    tokenizer = build_tokenizer(REASONING, "<|im_end|>")
-    first, second = "<think>deep</think>\n\nyes", "<think>more</think>\n\nno"
-    turns = [("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)]
-    examples = encoded(turns, tokenizer, finished=finished)
-    assert [answers_in(example, tokenizer) for example in examples] == [
-        [first + "<|im_end|>"],
-        [second + ("<|im_end|>" if finished else "")],
-    ]
-    # as the model saw it when it wrote the second answer
-    assert "deep" not in tokenizer.decode(examples[1].tokens)
 
 
 def test_the_end_token_of_a_cut_off_answer_is_not_the_assistants():
@@ -206,7 +138,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_
         " m['content'] }}\n"
     )
     template += "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    with pytest.raises(ValueError, match="generation prompt") as error:
+    with refused("generation prompt") as error:
         encoded([("user", "hi"), ("assistant", "yo")], build_tokenizer(template, "</s>"))
     assert "assistant:" in str(error.value) and "bot: yo" in str(error.value)
 
@@ -220,7 +152,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_refused_and_
     ids=["no turn before the answer", "the template raises"],
 )
 def test_a_conversation_that_the_template_refuses_is_a_users_error(template, turns):
-    with pytest.raises(ValueError, match=r"template"):
+    with refused("template"):
         encoded(turns, build_tokenizer(template, "<|im_end|>"))
 
 
@@ -239,7 +171,7 @@ def test_null_content_is_never_the_word_none_and_tools_reach_the_template(templa
 
 def test_a_tokenizer_without_a_chat_template_is_refused_by_name(tokenizer):
     check_tokenizer(tokenizer, "good")
-    with pytest.raises(ValueError, match=r"'some/model' has no chat template"):
+    with refused("'some/model'"):
         check_tokenizer(build_tokenizer(None, "</s>"), "some/model")
 
 
@@ -265,11 +197,9 @@ def test_the_origin_of_data_names_each_variable_once():
     origin = data_origin(tokenizer, None, {"enable_thinking": False, "effort": "high"})
     assert origin == data_origin(tokenizer, False, {"effort": "high"})
     assert (origin["thinking"], origin["template_kwargs"]) == (False, {"effort": "high"})
-    with pytest.raises(
-        ValueError, match="thinking True and template_kwargs enable_thinking False contradict"
-    ):
+    with refused("True template_kwargs enable_thinking False contradict"):
         data_origin(tokenizer, True, {"enable_thinking": False})
-    with pytest.raises(ValueError, match="template_kwargs tools = 1 is set by headstart itself"):
+    with refused("template_kwargs = 1"):
         render(tokenizer, [{"role": "user", "content": "hi"}], template_kwargs={"tools": 1})
 
 
@@ -312,16 +242,8 @@ GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))
     ("line", "words"),
     [
         (b"{broken", "not JSON"),
-        (b"[1, 2]", "no conversation"),
-        (b'{"messages": []}', "no conversation"),
         (b'{"text": "hi"}', "no conversation"),
         (b'{"messages": [{"role": "user"}]}', "message 0"),
-        (b'{"messages": [{"role": "user", "content": ["hi"]}]}', "message 0"),
-        (
-            b'{"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}',
-            "message 1.*'robot'",
-        ),
-        (b'{"messages": [{"content": "a"}]}', "message 0"),
         (b'{"messages": "\xff"}', ""),
     ],
 )
@@ -329,13 +251,13 @@ GOOD = json.dumps(conversation([("user", "hi"), ("assistant", "yo")]))
 def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, words, read):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD.encode() + b"\n\n" + line + b"\n")
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 3.*{words}"):
+    with refused(f"bad.jsonl 3 {words}"):
         read(str(path))
 
 
 @pytest.mark.parametrize("source", ["/nowhere/at/all.jsonl", "no-such-owner/no-such-data-set"])
 def test_a_missing_source_is_named(source):
-    with pytest.raises(ValueError, match=source):
+    with refused(source):
         read_conversations(source)
 
 
@@ -351,28 +273,6 @@ def test_only_a_line_feed_ends_a_line(tmp_path):
     )
     assert read_conversations(str(path)) == rows
     assert read_conversations(str(path), limit=1) == rows[:1]
-
-
-def test_prompts_come_in_three_forms(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    system, user, answer = (
-        {"role": role, "content": role} for role in ("system", "user", "assistant")
-    )
-    rows = [
-        {"messages": [system, user, answer]},
-        {"messages": [user]},
-        {"turns": ["t", "later"]},
-        {"prompt": "p"},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    expected = [
-        [system, user],
-        [user],
-        [{"role": "user", "content": "t"}],
-        [{"role": "user", "content": "p"}],
-    ]
-    assert read_prompts(path) == expected
-    assert read_prompts(path, 3) == expected[:3]
 
 
 def numbered(count):
@@ -391,7 +291,7 @@ def test_held_out_and_training_examples_are_disjoint_and_neither_is_empty(count,
 
 def test_held_out_examples_depend_on_the_seed_and_one_is_too_few():
     assert split_held_out(numbered(100), 0.1, 0)[1] != split_held_out(numbered(100), 0.1, 1)[1]
-    with pytest.raises(ValueError, match="at least 2"):
+    with refused("2"):
         split_held_out(numbered(1), 0.1, 0)
 
 

@@ -17,6 +17,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from helpers import split_examples
+from messages import refused
 
 from headstart.inference import Target, load_tokenizer
 from headstart.train.data import token_cache
@@ -189,9 +190,7 @@ def test_a_folder_of_another_tokenizer_is_refused(config, opened):
     manifest = json.loads(path.read_text())
     manifest["made_of"]["rendering"] = "f00"
     path.write_text(json.dumps(manifest))
-    with pytest.raises(
-        ValueError, match=f"{path.parent} holds sequences with rendering = 'f00', not .*remove it"
-    ):
+    with refused(f"{path.parent} = 'f00'"):
         opened()
 
 
@@ -200,48 +199,21 @@ def test_a_file_of_the_cache_that_cannot_be_read_is_named(config, opened):
     folder = folders(config)[0]
     (path,) = folder.glob("*.arrow")
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match=f"{path} cannot be read .*remove {folder}"):
+    with refused(str(path), str(folder)):
         opened()
-
-
-@pytest.mark.parametrize("num_proc", [None, 3])
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ({"messages": [{"role": "assistant", "content": "I start"}]}, "chat template"),
-        (
-            {"conversations": [{"from": "gpt", "value": "x"}]},
-            "a row in the format 'conversations', but .* 'messages'",
-        ),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'"),
-        ([], "no conversation"),
-    ],
-    ids=["the template", "mixed formats", "a role", "no object"],
-)
-def test_a_bad_row_is_named_by_file_and_line_before_the_first_step(
-    config, files, changed, num_proc, line, words
-):
-    text = Path(files[1]).read_text(encoding="utf-8").splitlines()
-    Path(files[1]).write_text(
-        "\n".join([*text[:17], "", json.dumps(line), *text[17:]]), encoding="utf-8"
-    )
-    with pytest.raises(ValueError, match=rf"{files[1]}, line 19: .*{words}"):
-        train(changed(config, data={"num_proc": num_proc, "bad_rows": "refuse"}))
 
 
 def test_an_empty_source_is_refused(config, tmp_path, changed):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    with pytest.raises(ValueError, match=f"{empty}: no conversations: it is empty"):
+    with refused(f"{empty} empty"):
         train(changed(config, data={"sources": [str(empty)]}))
 
 
 def test_sources_without_answers_are_refused(config, tmp_path, changed):
     path = tmp_path / "unanswered.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    with pytest.raises(
-        ValueError, match="0 conversations with assistant turns; training needs at least 2"
-    ):
+    with refused("0 needs 2"):
         train(changed(config, data={"sources": [str(path)]}))
 
 
@@ -257,10 +229,7 @@ def test_a_tokenizing_process_that_dies_is_told_and_the_next_start_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(token_cache, "whole_sequences", dies)
-        with pytest.raises(
-            RuntimeError,
-            match=r"one of the 3 processes that tokenized .*0\.jsonl has died.*data\.num_proc",
-        ):
+        with refused("3 0.jsonl data.num_proc", error=RuntimeError):
             opened(3)
     assert not folders(config)
     gone_on = opened(2)
@@ -345,7 +314,7 @@ def test_a_broken_file_of_a_folder_is_named(config, opened, name, text):
     opened()
     folder = folders(config)[0]
     (folder / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=f"{folder} cannot be read .*; remove it") as caught:
+    with refused(f"{folder}") as caught:
         opened()
     assert "\n" not in str(caught.value)
 
@@ -356,7 +325,7 @@ def test_a_broken_manifest_is_named(config, opened, name):
     folder = folders(config)[0]
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: -math.inf}))
-    with pytest.raises(ValueError, match=f"{folder} cannot be read .*; remove it"):
+    with refused(f"{folder}"):
         opened()
 
 
@@ -364,5 +333,5 @@ def test_a_broken_schema_is_named(config, opened):
     opened()
     path = next(folders(config)[0].glob("*.arrow"))
     path.write_bytes(path.read_bytes().replace(b'"feature"', b'"featurx"'))
-    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+    with refused(f"{path}"):
         opened()

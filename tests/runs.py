@@ -1,0 +1,96 @@
+"""What runs leave in their folders, and files of rows that they are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headstart.train.data.chat_template import Example
+
+ROOT = Path(__file__).parents[1]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL where the moment must be exact."""
+
+
+def launched(script: str | Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a script in two processes of `accelerate launch`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", "configs/accelerate/ddp.yaml", "--num_processes", "2"]
+    command += ["--main_process_port", "0", str(script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550
+    )
+
+
+def log_of(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run's log."""
+    return rows_of(Path(folder) / "log.jsonl")
+
+
+def losses_of(folder: str | Path) -> tuple[list[list[float]], list[dict[str, Any]]]:
+    """The losses of a run's steps, and the rows of its evaluations."""
+    rows = log_of(folder)
+    return [row["loss"] for row in rows if "loss" in row], evaluations_of(folder)
+
+
+def evaluations_of(folder: str | Path) -> list[dict[str, Any]]:
+    return [row for row in log_of(folder) if "eval" in row]
+
+
+def last_weights(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of a run's last head."""
+    return load_file(Path(folder) / "last" / "model.safetensors")
+
+
+def last_bytes(folder: str | Path) -> bytes:
+    return (Path(folder) / "last" / "model.safetensors").read_bytes()
+
+
+def random_examples(count: int, vocab: int) -> list[Example]:
+    """Conversations of random tokens, each longer than the one before, answers after three."""
+    random = torch.Generator().manual_seed(2)
+    rows = [torch.randint(vocab, (8 + 3 * i,), generator=random).tolist() for i in range(count)]
+    return [
+        Example(row, [place > 2 for place in range(len(row))], number)
+        for number, row in enumerate(rows)
+    ]
+
+
+def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two states have the same names and bits."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], tensor) for name, tensor in other.items()
+    )
+
+
+def checkpoints_of(folder: str | Path) -> list[str]:
+    """Names of the checkpoints in a run's folder, the newest last."""
+    return sorted(path.name for path in (Path(folder) / "checkpoints").glob("*"))
+
+
+def rows_of(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    """Write rows as JSON lines, texts as they are; returns the file's name."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def write_prompts(path: Path, texts: list[str]) -> str:
+    """Write a file of prompts; returns its name."""
+    return write_rows(path, [{"prompt": text} for text in texts])
