@@ -3,10 +3,9 @@ change it."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from helpers import padded_batch
+from helpers import padded_batch, race_numbers
 
 from headstart.inference import SpeculativeLM, tree_policy
 from headstart.inference.drafters.by_name import make_drafter
@@ -43,24 +42,6 @@ def sampled(target, drafter, slots=None, **settings):
     return output.sequences[:, input_ids.shape[1] :].tolist(), output.stats
 
 
-def splitmix(counter):
-    """SplitMix64, by numpy's own integers of 64 bits."""
-    with np.errstate(over="ignore"):
-        z = (counter ^ (counter >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
-def numbers(seed, place):
-    """The exponential numbers of a place, one for each token."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        key = splitmix(np.array(seed, dtype=np.int64).astype(np.uint64) + np.uint64(place) * golden)
-        bits = splitmix(key + np.arange(VOCAB, dtype=np.uint64) * golden)
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -torch.log1p(torch.tensor(-uniform, dtype=torch.float32))
-
-
 def raced(target, row, seed):
     """The text by the definition: each token is the first of a race in which token v arrives at
     rate p_v."""
@@ -68,7 +49,7 @@ def raced(target, row, seed):
     for place in range(NEW):
         scores = target.model(torch.tensor([text])).logits[0, -1] / SETTINGS["temperature"]
         scores[scores < scores.topk(SETTINGS["top_k"]).values[-1]] = -torch.inf
-        text.append(int((numbers(seed, place) / scores.softmax(-1)).argmin()))
+        text.append(int((race_numbers(seed, place, VOCAB) / scores.softmax(-1)).argmin()))
     return text[len(row) :]
 
 
