@@ -106,8 +106,14 @@ def states() -> tf.PreTrainedModel:
     return tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes, **heads, **widths, **kinds))
 
 
-def encoder_decoder(layers: int = 2) -> tf.PreTrainedModel:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": layers, "num_heads": 4}
+def convolution() -> tf.PreTrainedModel:
+    """A layer with a convolution alone, which any of its tokens may be the last to enter."""
+    sizes = {**SIZES, "num_hidden_layers": 2, "block_auto_adjust_ff_dim": False}
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+
+
+def encoder_decoder() -> tf.PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     distances = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
     special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
     return tf.T5ForConditionalGeneration(
@@ -188,6 +194,7 @@ TARGETS: dict[str, Callable[[], tf.PreTrainedModel]] = {
     "border": lambda: lively(border),
     "chains only": lambda: lively(chains_only),
     "hybrid": lambda: lively(states, 3.0),
+    "convolution": lambda: lively(convolution),
     "encoder-decoder": lambda: lively(encoder_decoder, 3.0),
     "gguf": from_gguf,
 }
@@ -199,7 +206,6 @@ ENGINES: dict[str, tuple[str, bool, torch.dtype]] = {
     "kernels": ("cpu", True, torch.float32),
     "recorded": (DEVICE, True, torch.float64),
 }
-ON_CPU = tuple(name for name, (place, *_) in ENGINES.items() if place == "cpu")
 
 
 @functools.cache
@@ -222,7 +228,7 @@ def target_of(name: str, engine: str) -> tuple[Target, Target]:
     return target, kind(copy.deepcopy(model))
 
 
-# Drafters: arguments of `SpeculativeLM.from_pretrained`.
+# Drafters: arguments of `SpeculativeLM.from_pretrained`, by the target and its copy on the CPU.
 
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "cut": {"depth": 3, "num_layers": 1, "start": "random"},
@@ -238,10 +244,10 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
 TREE_OF_ONES_OWN = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (0, 0, 0)])
 
 
-def with_head(kind: str, **more: Any) -> Callable[[Target], dict[str, Any]]:
+def with_head(kind: str, **more: Any) -> Callable[[Target, Target], dict[str, Any]]:
     """An untrained head."""
 
-    def build(target: Target) -> dict[str, Any]:
+    def build(target: Target, reference: Target) -> dict[str, Any]:
         torch.manual_seed(1)
         head = build_head(kind, HEAD_OPTIONS.get(kind, {}), target.info)
         head = head.to(target.device).to(target.dtype)
@@ -255,15 +261,18 @@ def with_head(kind: str, **more: Any) -> Callable[[Target], dict[str, Any]]:
     return build
 
 
-def smaller_model(target: Target) -> dict[str, Any]:
-    build = dense
-    if isinstance(target, Seq2SeqTarget):
-        build = functools.partial(encoder_decoder, layers=1)
-    model = lively(build, 4.0).to(target.dtype).eval().requires_grad_(False)
+def draft_model(target: Target, reference: Target) -> dict[str, Any]:
+    """Nearly the target itself, so that drafts of all ranks and depths are accepted."""
+    model = copy.deepcopy(reference.model)
+    if target.stateful is not None:
+        model = lively(dense).to(target.dtype).eval()
+    torch.manual_seed(1)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter += 0.15 * parameter.std(correction=0) * torch.randn_like(parameter)
     return {"drafter": type(target)(model.to(target.device))}
 
 
-def retrieval(target: Target) -> dict[str, Any]:
+def retrieval(target: Target, reference: Target) -> dict[str, Any]:
     chance = random.Random(0)
     texts = [[chance.randrange(VOCAB) for _ in range(30)] for _ in range(20)]
     return {"drafter": PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(texts))}
@@ -296,17 +305,17 @@ class OnesOwn(Drafter):
         self.oracle.replace(rows_R, other.oracle)
 
 
-DRAFTERS: dict[str, Callable[[Target], dict[str, Any]]] = {
-    "nothing": lambda target: {},
+DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
+    "nothing": lambda *_: {},
     **{kind: with_head(kind) for kind in sorted(HEADS)},
-    "prompt-lookup": lambda target: {"drafter": "prompt-lookup"},
-    "lookahead": lambda target: {"drafter": "lookahead"},
+    "prompt-lookup": lambda *_: {"drafter": "prompt-lookup"},
+    "lookahead": lambda *_: {"drafter": "lookahead"},
     "retrieval": retrieval,
-    "n-grams": lambda target: {"drafter": "ngram:2"},
-    "random": lambda target: {"drafter": "random"},
-    "model": smaller_model,
+    "n-grams": lambda *_: {"drafter": "ngram:2"},
+    "random": lambda *_: {"drafter": "random"},
+    "model": draft_model,
     "head and lookup": with_head("eagle", drafter="prompt-lookup"),
-    "one's own": lambda target: {"drafter": OnesOwn()},
+    "one's own": lambda *_: {"drafter": OnesOwn()},
 }
 
 # Trees and rules: arguments of `SpeculativeLM.from_pretrained`.
@@ -426,21 +435,27 @@ def cases(seed: int = SEED) -> Iterator[Case]:
     while missing:
         pair = chance.choice(sorted(map(sorted, missing)))
         case = completed({axis_of(value): value for value in pair}, missing, chance)
-        assert case is not None, f"{pair} goes together with no value of some axis"
+        assert case is not None, f"{pair} go together with no value of some axis"
         missing -= pairs_of(case)
-        yield {axis: case[axis] for axis in AXES}
+        yield case
 
 
 def name_of(case: Case) -> str:
-    return "-".join(case.values())
+    return "-".join(case[axis] for axis in AXES)
+
+
+def on_cpu(cases: list[Case]) -> list[Case]:
+    """Those of the cases whose engine runs on a CPU."""
+    return [case for case in cases if ENGINES[case["engine"]][0] == "cpu"]
 
 
 def refused_cases() -> Iterator[tuple[Case, str]]:
-    """A case for each pair that is not supported, and the words of its refusal."""
+    """A case on a CPU for each pair that is not supported, and the words of its refusal."""
     for pair, words in refusals().items():
-        case = completed({axis_of(value): value for value in pair}, set(), random.Random(0))
-        assert case is not None
-        yield {axis: case[axis] for axis in AXES}, words
+        case = {axis_of(value): value for value in pair}
+        whole = completed({"engine": "eager", **case}, set(), random.Random(0))
+        assert whole is not None
+        yield whole, words
 
 
 # A case.
@@ -500,7 +515,7 @@ def check(case: Case) -> None:
     lengths, side, slots, ends = BATCHES[case["batch"]]
     target, reference = target_of(case["target"], case["engine"])
     model = reference.model
-    drafter = DRAFTERS[case["drafter"]](target)
+    drafter = DRAFTERS[case["drafter"]](target, reference)
     options = drafter | TREES[case["tree"]] | RULES[case["rule"]]
     _, compiled, _ = ENGINES[case["engine"]]
     lm = SpeculativeLM.from_pretrained(target, compile=compiled, **options)
