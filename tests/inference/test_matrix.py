@@ -5,7 +5,7 @@ from __future__ import annotations
 import axes
 import pytest
 
-pytestmark = [pytest.mark.isa, pytest.mark.filterwarnings("error:the drafter")]
+pytestmark = [pytest.mark.isa, pytest.mark.whole, pytest.mark.filterwarnings("error:the drafter")]
 CASES = list(axes.cases())
 REFUSED = list(axes.refused_cases())
 REFUSED_NAMES = [axes.name_of(case) for case, _ in REFUSED]
