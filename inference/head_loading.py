@@ -20,6 +20,7 @@ from ..heads.checkpoints.save_load import (
 )
 from ..heads.layers.target_layer import described
 from ..heads.mtp.native import NATIVE, read_native_mtp
+from .engines.encoder_decoder import Seq2SeqTarget
 from .engines.target import Target
 from .targets.loading import config_of, hub_options, locate
 
@@ -63,8 +64,14 @@ def load_fitting_head(
     trained against and this one; the dtype only if it `was_named`.
 
     Raises:
-        ValueError: a head for another target, or a head object in another dtype.
+        ValueError: a head for another target or for an encoder-decoder, or a head object in
+            another dtype.
     """
+    if isinstance(target, Seq2SeqTarget):
+        raise ValueError(
+            f"{target.name!r} is an encoder-decoder, for which there are no draft heads; give a"
+            " drafter"
+        )
     # 1. A head object, the target's own head, or a folder or Hub id.
     if isinstance(head, DraftHead):
         head.target.check(target.info)

@@ -62,7 +62,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--cases` leaves out: by a hash, so that neighbours in a table differ."""
+    """Leave out what `--cases` leaves out: by a hash, so that neighbours in a table differ.
+
+    Tests marked `whole` keep all their cases.
+    """
     most = config.getoption("--cases")
     if most is None:
         return
@@ -72,7 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen: set[pytest.Item] = set()
     for of_function in cases.values():
         by_hash = sorted(of_function, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        chosen.update(by_hash[:most])
+        whole = of_function[0].get_closest_marker("whole") is not None
+        chosen.update(by_hash if whole else by_hash[:most])
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -400,6 +401,24 @@ def write(
     decoding = Decoding(target, verification, process_logits, sampler)
     stats = speculate(decoding, drafter, sequences)
     return sequences.rows, stats
+
+
+def splitmix(counter: Any) -> Any:
+    """SplitMix64, by numpy's own integers of 64 bits."""
+    with np.errstate(over="ignore"):
+        z = (counter ^ (counter >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def race_numbers(seed: int, place: int, vocab_size: int) -> Tensor:
+    """The exponential numbers of a place of a seeded text, one for each token."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        key = splitmix(np.array(seed, dtype=np.int64).astype(np.uint64) + np.uint64(place) * golden)
+        bits = splitmix(key + np.arange(vocab_size, dtype=np.uint64) * golden)
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return -torch.log1p(torch.tensor(-uniform, dtype=torch.float32))
 
 
 def exactly(

@@ -379,7 +379,7 @@ def trial_of(target: TargetModel, length: int, shape: TreeShape) -> Trial:
     tokens = [ordinary[(7919 * index + 31) % len(ordinary)] for index in range(count)]
     text_1T = torch.tensor([tokens[:length]], device=target.device)
     paths_BD = torch.tensor(tokens[length:], device=target.device).view(paths, depth)
-    paths_BD[:, 0] = paths_BD[0, 0]  # both begin at the same root
+    paths_BD[:, 0] = paths_BD[0, 0].clone()  # both begin at the same root
     return Trial(text_1T, paths_BD, shape)
 
 

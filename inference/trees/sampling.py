@@ -40,10 +40,15 @@ class RandomSampler:
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Uniform numbers in [0, 1), float64 where the device has it."""
+        source = self._source(device)
         drawn = torch.rand(
-            self._drawn(shape), dtype=finest(device), device=device, generator=self.generator
+            self._drawn(shape), dtype=finest(device), device=source, generator=self.generator
         )
-        return self._in_places(drawn)
+        return self._in_places(drawn.to(device))
+
+    def _source(self, device: torch.device) -> torch.device:
+        """Where numbers for a device are drawn: the user's generator may be on another one."""
+        return device if self.generator is None else self.generator.device
 
     def _drawn(self, shape: Sequence[int]) -> Sequence[int]:
         """Return the shape of numbers for the rows being decoded, from the whole batch's shape."""
@@ -91,9 +96,10 @@ class RandomSampler:
             return self.categorical(probs)[..., None]
         # v arrives at time E / probs[v] with E exponential of rate 1. The first arrivals have the
         # largest inverse, which is 0 for an impossible class.
-        times = self._in_places(
-            probs.new_empty(self._drawn(probs.shape)).exponential_(generator=self.generator)
-        )
+        times = torch.empty(
+            self._drawn(probs.shape), dtype=probs.dtype, device=self._source(probs.device)
+        ).exponential_(generator=self.generator)
+        times = self._in_places(times.to(probs.device))
         return (probs / times).topk(count, dim=-1).indices
 
 

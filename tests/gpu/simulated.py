@@ -244,7 +244,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, SimTensor) or device is None:
             return value
         same = next((tensor for tensor in written if tensor.raw is value), None)  # changed in place
-        return SimTensor(value, device.index or 0) if same is None else same
+        if same is not None:
+            return same
+        # a view of what was made outside inference mode belongs there, too
+        with torch.inference_mode(value.is_inference()):
+            return SimTensor(value, device.index or 0)
 
     return pytree.tree_map(wrapped, result)
 

@@ -11,7 +11,7 @@ import torch
 from helpers import DEVICE, head_for
 
 from headstart.heads import HEADS
-from headstart.inference import Drafter, DraftTree, SpeculativeLM, inputs
+from headstart.inference import SpeculativeLM, inputs
 from headstart.inference.engines.cuda_graph import GraphRunner
 
 pytestmark = [
@@ -139,16 +139,6 @@ def test_every_head_with_idle_rows(lms, kind, slots):
     assert output.stats.rows == alone.stats.rows  # drafts of the others do not depend on idle rows
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "lookahead", "ngram:2", "random"])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_every_source_with_idle_rows(lms, drafter, adaptive):
-    here, away = lms(drafter=drafter, adaptive=adaptive)
-    prompts = prompts_of(7)
-    _, expected = written(SpeculativeLM(here.target), prompts, do_sample=False)
-    _, found = written(away, prompts.to(away.target.device), do_sample=False)
-    assert found == expected
-
-
 @pytest.mark.skipif(DEVICE != "sim", reason="a GPU draws other numbers")
 @pytest.mark.parametrize(
     ("tree", "acceptance"),
@@ -212,25 +202,3 @@ def test_a_batch_is_refused_by_what_is_allocated(lms, monkeypatch, tokens):
     cache = rows.catch_up().cache
     held = sum(states[:, :, cache.nodes :].nbytes for states in (*cache.keys, *cache.values))
     assert held == rows.model.cache_bytes(3, 1023)
-
-
-class Mine(Drafter):
-    """A drafter of somebody's own: the root, and two tokens after it."""
-
-    max_nodes = 3
-
-    def propose(self, roots_B):
-        tokens_BN = torch.stack([roots_B, roots_B % 5, roots_B % 7], dim=1)
-        parents_BN = torch.tensor([[-1, 0, 1]], device=roots_B.device).expand(len(roots_B), -1)
-        return DraftTree(tokens_BN, parents_BN, torch.full_like(roots_B, 3), max_depth=2)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_drafter_of_ones_own_goes_on_beside_rows_that_have_ended(lms):
-    """Their roots move on, on the device alone."""
-    here, away = lms(drafter=Mine())
-    prompts = prompts_of(13)
-    _, expected = written(SpeculativeLM(here.target), prompts)
-    output, found = written(away, prompts.to(away.target.device))
-    assert found == expected
-    assert not any(record.fallback for row in output.stats.rows for record in row)

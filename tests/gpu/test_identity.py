@@ -7,18 +7,16 @@ import copy
 
 import pytest
 import torch
-from helpers import VOCAB, EachRound, build_model, head_for
+from helpers import VOCAB, EachRound, head_for
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import HEADS
-from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target
+from headstart.inference import Conversation, SpeculativeLM, Target
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error:.*launched operation by operation"),
 ]
 PADDED = torch.tensor([[0, 0, 0, 5, 6], [9, 8, 7, 6, 5], [0, 3, 1, 2, 4]])
-GREEDY = ("chain:3", "branch:2x2", "dynamic:8:3:2", "stop:0.05:chain:3", "root", "auto")
 DRAWN = {
     "drawn:chain:3": (
         "point_mass",
@@ -75,17 +73,6 @@ def both(on_cpu, there, mode, kind=None, drafter=None, **options):
     return lms
 
 
-@pytest.mark.parametrize("slots", [None, 2])
-@pytest.mark.parametrize("tree", GREEDY)
-@pytest.mark.parametrize("kind", HEADS)
-def test_every_head_with_every_tree(on_cpu, there, device, mode, kind, tree, slots):
-    here, away = both(on_cpu, there, mode, kind, tree=tree)
-    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    assert torch.equal(text(here, PADDED).sequences, expected)
-    found = text(away, PADDED.to(device), slots=slots)
-    assert found.sequences.device == device and torch.equal(found.sequences.cpu(), expected)
-
-
 @pytest.mark.parametrize(
     ("tree", "acceptance"), [(tree, word) for tree, words in DRAWN.items() for word in words]
 )
@@ -118,72 +105,21 @@ def test_every_setting(on_cpu, there, device, mode, tree, name, inputs_on_cpu):
         assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("generator", ["cpu", "none"])
-def test_a_seed_gives_the_text_of_the_cpu(on_cpu, there, device, mode, generator):
-    """With picked trees and a generator on the CPU, on any device."""
-    draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
-    plain = SpeculativeLM(on_cpu)
-    expected = text(plain, PADDED, do_sample=True, generator=draw).sequences
-    _, away = both(on_cpu, there, mode, "medusa", tree="branch:2x2")
-    draw = torch.Generator().manual_seed(7) if generator == "cpu" else None
-    found = text(away, PADDED.to(device), do_sample=True, generator=draw).sequences
-    if device.type == "sim" or generator == "cpu":
-        assert torch.equal(found.cpu(), expected)
-
-
 @pytest.mark.parametrize(
     ("word", "beside"),
     [*((word, None) for word in SOURCES), ("prompt-lookup", "medusa"), ("prompt-lookup", "eagle3")],
 )
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("slots", [None, 2])
-def test_every_source(on_cpu, there, device, mode, word, beside, adaptive, slots):
+def test_every_source_drafts_what_it_drafts_on_the_cpu(on_cpu, there, device, word, beside):
     tree = "auto" if beside is None else "dynamic:6:3:2"
-    here, away = both(on_cpu, there, mode, beside, word, tree=tree, adaptive=adaptive)
+    here, away = both(on_cpu, there, True, beside, word, tree=tree, adaptive=False)
     repeating = torch.tensor(
         [[5, 6, 7, 5, 6, 7, 5, 6], [1, 2, 3, 4, 1, 2, 3, 4], [0, 0, 9, 9, 9, 9, 9, 9]]
     )
     expected = text(here, repeating)
-    found = text(away, repeating.to(device), slots=slots)
+    found = text(away, repeating.to(device))
     assert torch.equal(found.sequences.cpu(), expected.sequences)
-    if not adaptive and slots is None:
-        assert found.stats.acceptance_length == expected.stats.acceptance_length
-
-
-@pytest.mark.parametrize("tree", ["chain:3", "drawn:chain:3", "branch:2x2"])
-def test_a_second_model(on_cpu, there, device, mode, tree):
-    from headstart.inference.drafters.by_name import make_drafter
-
-    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    for model in (
-        there,
-        Target(build_model(vocab_size=VOCAB, seed=1).requires_grad_(False).to(device)),
-    ):
-        lm = SpeculativeLM.from_pretrained(
-            there, drafter=make_drafter(there, model, tree), compile=mode
-        )
-        assert torch.equal(text(lm, PADDED.to(device)).sequences.cpu(), expected)
-
-
-class Mine(Drafter):
-    """A drafter of somebody's own, made on the host."""
-
-    max_nodes = 3
-
-    def propose(self, roots_B):
-        tokens = torch.full((len(roots_B), 3), 5)
-        tokens[:, 0] = roots_B.cpu()
-        parents = torch.tensor([-1, 0, 1]).expand(len(roots_B), -1)
-        return DraftTree(tokens, parents, torch.full((len(roots_B),), 3), max_depth=2)
-
-
-@pytest.mark.parametrize("slots", [None, 2])
-@pytest.mark.filterwarnings("error")
-def test_a_drafter_of_ones_own(on_cpu, there, device, mode, slots):
-    expected = text(SpeculativeLM(on_cpu), PADDED).sequences
-    lm = SpeculativeLM.from_pretrained(there, drafter=Mine(), compile=mode, adaptive=False)
-    found = text(lm, PADDED.to(device), slots=slots)
-    assert torch.equal(found.sequences.cpu(), expected) and found.stats.plain_rounds == 0
+    assert found.stats.acceptance_length == expected.stats.acceptance_length
+    there.compile(False)
 
 
 def test_long_prompts_are_read_in_pieces(on_cpu, there, device, mode, monkeypatch):

@@ -10,25 +10,17 @@ import time
 
 import pytest
 import torch
-from helpers import EachRound, padded_batch
+from helpers import EachRound
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
 from headstart.heads import build_head
-from headstart.inference import SpeculativeLM, Stats, Target, TreeShape, tree_policy
+from headstart.inference import SpeculativeLM, Stats, Target, TreeShape
 from headstart.inference.cache import kv_cache
 from headstart.inference.cache.kv_cache import BUCKET, POOLED
 from headstart.inference.trees.stats import PARTS
@@ -63,98 +55,15 @@ def medusa(target, num_heads=3, seed=0, **options):
     return head
 
 
-@pytest.mark.parametrize("length", [1, 7, BUCKET - 20, BUCKET, BUCKET + 3])
-@pytest.mark.parametrize("text", ["root", "chain:1", "chain:4"])
-def test_greedy_is_generate_on_chains(tiny_target, tools, length, text):
-    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(length)
-    lm = oracle(tools, target, tree_policy(text), input_ids)
-    output = ours(lm, input_ids)
-    assert torch.equal(output.sequences, stock(target, input_ids))
-    assert text == "root" or output.stats.acceptance_length > 1.3  # long paths were really taken
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_greedy_is_generate_on_random_trees(tiny_target, tools, seed):
+@pytest.mark.parametrize("length", [BUCKET - 20, BUCKET - 2, BUCKET, BUCKET + 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cache_grows_beneath_any_tree(tiny_target, tools, seed, length):
     target = tiny_target(vocab_size=VOCAB, seed=seed)
-    input_ids = prompt([1, 5, 33, BUCKET - 2][seed % 4], seed)
+    input_ids = prompt(length, seed)
     lm = oracle(
         tools, target, tools.random_shape(seed, max_nodes=20), input_ids, wrong=0.2, seed=seed
     )
     assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
-
-
-@pytest.mark.parametrize("tree", ["auto", "chain:3", [[0], [1], [2], [0, 0], [2, 1], [0, 0, 4]]])
-@pytest.mark.parametrize(
-    "options", [{}, {"draft_vocab_size": 8}, {"lm_head": "shared", "num_layers": 2, "bias": False}]
-)
-def test_greedy_is_generate_with_a_medusa_head(tiny_target, tree, options):
-    target, input_ids = tiny_target(vocab_size=VOCAB), prompt(9)
-    lm = SpeculativeLM.from_pretrained(
-        target, head=medusa(target, **options), tree=tree, adaptive=False
-    )
-    assert torch.equal(ours(lm, input_ids).sequences, stock(target, input_ids))
-
-
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-}
-BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-FAMILIES = {
-    "mistral, window shorter than the text": lambda: MistralForCausalLM(
-        MistralConfig(**BASE, sliding_window=3)
-    ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**BASE)),
-    "gemma3, alternating windows": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **BASE, sliding_window=3, layer_types=["sliding_attention", "full_attention"] * 2
-        )
-    ),
-    "gpt2, learned positions": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    ),
-}
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_generate_for_other_families(tools, family, attention):
-    torch.manual_seed(0)
-    model = FAMILIES[family]().double().eval()
-    model.set_attn_implementation(attention)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data *= 3
-    model.generation_config.eos_token_id = None
-    target, input_ids = Target(model), prompt(11)
-    # deeper than the windows are wide, and its nodes' places in the tree are not their depths
-    shape = TreeShape.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 0, 0, 0]])
-    output = ours(oracle(tools, target, shape, input_ids, wrong=0.1), input_ids)
-    assert torch.equal(output.sequences, stock(target, input_ids))
-    assert output.stats.acceptance_length > 1.3
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_each_row_of_a_batch_is_generate_for_it_alone(tiny_target, tools, side):
-    target = tiny_target(vocab_size=VOCAB)
-    rows = [prompt(length, length)[0] for length in (3, 12, 1)]
-    padded, mask = padded_batch(rows, side)
-    eos = [4, 9]
-    alone = [stock(target, row[None], eos_token_id=eos)[0, len(row) :].tolist() for row in rows]
-    truths = [stock(target, row[None], max_new_tokens=48)[0, len(row) :].tolist() for row in rows]
-    shape = tools.random_shape(3, max_nodes=10)
-    lm = SpeculativeLM(target, tools.Oracle(shape, truths, VOCAB, wrong=0.3))
-    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, "eos_token_id": eos}
-    output = lm.generate(padded, attention_mask=mask, **settings)
-    written = output.sequences[:, padded.shape[1] :].tolist()
-    width = max(map(len, alone))
-    assert written == [tokens + [0] * (width - len(tokens)) for tokens in alone]
-    assert [1 + sum(record.returned for record in row) for row in output.stats.rows] == list(
-        map(len, alone)
-    )
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 7, 20])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import padded_batch, written_alone
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +31,7 @@ from headstart.heads.draft_positions import DraftPositions
 from headstart.heads.layers import draft_cache, training_time_test
 from headstart.heads.layers.decoder_layer import GatedMLP
 from headstart.heads.layers.training_time_test import TrainingTimeTest
-from headstart.inference import SpeculativeLM, Target, tree_policy
+from headstart.inference import Target, tree_policy
 from headstart.inference.drafters import model_rows
 from headstart.inference.drafters.by_name import tree_drafter
 from headstart.inference.trees.verify import point_mass
@@ -602,49 +601,6 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens(
 
 
 # What is drafted never changes the output.
-
-
-TREES = {
-    "chain": f"chain:{DEPTH}",
-    "static": [
-        [0],
-        [1],
-        [2],
-        [0, 0],
-        [0, 1],
-        [0, 2],
-        [1, 0],
-        [1, 1],
-        [2, 0],
-        [0, 0, 0],
-        [0, 1, 0],
-        [1, 0, 0],
-    ],
-    "dynamic": f"dynamic:12:{DEPTH}:3",
-}
-
-
-@pytest.mark.versions
-@every_head
-def test_greedy_output_is_that_of_generate_for_each_row_alone(
-    name: str, options: dict[str, Any], tiny_target: Callable[..., Target]
-) -> None:
-    target = tiny_target(vocab_size=5, layers=3)
-    head = random_head(name, options, target)
-    rows = [
-        torch.randint(5, (length,), generator=torch.Generator().manual_seed(length))
-        for length in (9, 4)
-    ]
-    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    alone = [written_alone(target.model, row, **settings) for row in rows]
-    prompts, mask = padded_batch(rows)
-    accepted = []
-    for kind, tree in TREES.items():
-        lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False)
-        output = lm.generate(prompts, attention_mask=mask, **settings)
-        assert output.sequences[:, prompts.shape[1] :].tolist() == alone, kind
-        accepted += [record.accepted for row in output.stats.rows for record in row]
-    assert max(accepted) > 1, "hardly any draft was accepted, so nothing was shown"
 
 
 @every_head

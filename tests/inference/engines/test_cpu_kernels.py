@@ -436,21 +436,6 @@ def test_speculation_writes_what_plain_steps_write_to_the_last_bit(dtype):
         assert torch.equal(torch.stack(found.logits), torch.stack(plain.logits))
 
 
-def test_float32_text_is_that_of_generate():
-    target = target_of(KNOWN["qwen3"])
-    prompts = torch.randint(90, (4, 12), generator=torch.Generator().manual_seed(4))
-    settings = {
-        "attention_mask": torch.ones_like(prompts),
-        "max_new_tokens": 60,
-        "do_sample": False,
-    }
-    expected = target.model.generate(prompts, **settings)
-    for options in ({}, {"head": head_of(target, "eagle3")}, {"drafter": "prompt-lookup:6"}):
-        lm = SpeculativeLM.from_pretrained(target, **options)
-        assert isinstance(target.engine, CpuEngine)
-        assert torch.equal(lm.generate(prompts, **settings).sequences, expected)
-
-
 def test_weights_that_change_in_place_are_packed_again():
     target, other = target_of(KNOWN["llama"]), target_of(KNOWN["llama"], seed=1)
     prompt = torch.tensor([[5, 6, 7, 8]])

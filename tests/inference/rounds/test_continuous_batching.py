@@ -15,13 +15,8 @@ from headstart.inference.rounds.sequences import Sequences
 VOCAB = 20
 HEADS = {
     "plain": None,
-    "dflash": {"block_size": 4},
-    "dspark": {"block_size": 3, "markov": "rnn", "markov_rank": 4},
     "medusa": {"num_heads": 3},
-    "hydra++": {"num_heads": 3},
-    "eagle": {"depth": 3},
     "eagle3": {"depth": 3, "feature_layers": [0, -1]},
-    "mtp": {"depth": 3, "num_layers": 3},
 }
 
 
@@ -46,8 +41,8 @@ def prompts(count, vocab=VOCAB):
     return [torch.randint(vocab, (2 + 5 * i % 11,), generator=random) for i in range(count)]
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("slots", [1, 2, 4, 20])
+@pytest.mark.parametrize("name", ["plain", "eagle3"])
+@pytest.mark.parametrize("slots", [1, 4, 20])
 @pytest.mark.parametrize(("tree", "apart"), [("chain:3", 1), ("dynamic:9:3:3", 64)])
 def test_every_row_writes_what_it_writes_alone(target, monkeypatch, name, slots, tree, apart):
     """Whether prompts of different lengths are read together, or apart from each other."""

@@ -158,15 +158,13 @@ def test_a_long_prompt_that_is_read_in_pieces(tools, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "eagle3", None])
-def test_batches_of_rows_on_both_sides(name, drafter):
+def test_batches_of_rows_on_both_sides(name):
     model = build(name)
     target = Target(model)
-    given = {"drafter": drafter}
-    if drafter == "eagle3":
-        head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
-        given = {"head": head, "tree": "dynamic:8:3:3"}
-    lm = SpeculativeLM.from_pretrained(target, **given, adaptive=False, compile=False)
+    head = head_for(target, "eagle3", depth=3, feature_layers=[0, -1])
+    lm = SpeculativeLM.from_pretrained(
+        target, head, tree="dynamic:8:3:3", adaptive=False, compile=False
+    )
     for lengths in (
         (4, 7, 5),
         (5, BORDER + 3),

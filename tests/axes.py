@@ -1,0 +1,581 @@
+"""The axes of decoding, and cases in which every two of their values meet.
+
+A value is a name and what builds it. A new value of an axis needs nothing else: `cases` makes the
+cases that pair it with every value of the other axes, and `check` compares them with transformers'
+`generate`. Two values that do not go together stand in `REFUSED`, with the words by which the
+decoder says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from helpers import DEVICE, PromptOracle, padded_batch, race_numbers, written_alone
+from torch import Tensor
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
+
+from headstart.heads import HEADS, build_head
+from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target, TreeShape
+from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.ngram_index import Datastore
+from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter
+from headstart.inference.drafters.round import Round
+from headstart.inference.engines import cpu_kernels
+from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
+
+Case = dict[str, str]
+"""A value of each axis."""
+SEED = 0
+"""Says which values of the other axes a pair of values meets."""
+VOCAB = 7
+"""Few tokens, so that drafts of untrained heads are now and then right."""
+BORDER = 24
+"""Tokens after which a text's rotary angles change, within many texts here."""
+SETTINGS: dict[str, Any] = {"max_new_tokens": 14, "repetition_penalty": 1.2, "pad_token_id": 0}
+WARPERS = (TemperatureLogitsWarper(1.3), TopKLogitsWarper(3))
+SAMPLING = {"do_sample": True, "temperature": 1.3, "top_k": 3}
+
+# Targets.
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3] * 4,
+    "long_factor": [20.0, 30.0, 8.0, 5.0] * 4,
+    "original_max_position_embeddings": BORDER,
+}
+
+
+def dense() -> tf.PreTrainedModel:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES))
+
+
+def windows() -> tf.PreTrainedModel:
+    """A layer that sees the whole text, and two with windows shorter than a tree is deep."""
+    sliding = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
+    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**SIZES, **sliding))
+
+
+def border() -> tf.PreTrainedModel:
+    return tf.Phi3ForCausalLM(
+        tf.Phi3Config(
+            **SIZES,
+            rope_parameters=LONGROPE,
+            original_max_position_embeddings=BORDER,
+            sliding_window=None,
+        )
+    )
+
+
+def chains_only() -> tf.PreTrainedModel:
+    """Counts positions by its cache."""
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return tf.BloomForCausalLM(
+        tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **special)
+    )
+
+
+def states() -> tf.PreTrainedModel:
+    """A layer with a recurrent state and a convolution, and one of attention."""
+    sizes = {**SIZES, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
+    widths = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    return tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes, **heads, **widths, **kinds))
+
+
+def convolution() -> tf.PreTrainedModel:
+    """A layer with a convolution alone, which any of its tokens may be the last to enter."""
+    sizes = {**SIZES, "num_hidden_layers": 2, "block_auto_adjust_ff_dim": False}
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**sizes, layer_types=["conv", "full_attention"]))
+
+
+def encoder_decoder() -> tf.PreTrainedModel:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    distances = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+    special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=VOCAB, **sizes, **distances, **special, dropout_rate=0.0)
+    )
+
+
+NAMES_OF_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def written_as_gguf(model: tf.PreTrainedModel, path: Path) -> None:
+    """A Llama's weights in blocks of eight bits; its attention is that of other weights."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    eight_bits = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in model.state_dict().items():
+        layer = name.removesuffix(".weight")
+        place = ""
+        if layer.startswith("model.layers."):
+            _, _, number, layer = layer.split(".", 3)
+            place = f"blk.{number}."
+        values = weight.float().numpy()
+        name = f"{place}{NAMES_OF_GGUF[layer]}.weight"
+        if values.ndim == 2:
+            packed = gguf.quants.quantize(values, eight_bits)
+            writer.add_tensor(name, packed, raw_dtype=eight_bits)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def lively(build: Callable[[], tf.PreTrainedModel], scale: float = 5.0) -> tf.PreTrainedModel:
+    """A random model whose next token depends on its prefix."""
+    torch.manual_seed(0)
+    model = build()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data *= scale
+    return model
+
+
+def from_gguf() -> tf.PreTrainedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        written_as_gguf(lively(dense), path)
+        return Target.from_pretrained(path, torch.float32).model
+
+
+TARGETS: dict[str, Callable[[], tf.PreTrainedModel]] = {
+    "dense": lambda: lively(dense),
+    "windows": lambda: lively(windows),
+    "border": lambda: lively(border),
+    "chains only": lambda: lively(chains_only),
+    "hybrid": lambda: lively(states, 3.0),
+    "convolution": lambda: lively(convolution),
+    "encoder-decoder": lambda: lively(encoder_decoder, 3.0),
+    "gguf": from_gguf,
+}
+
+# Engines: where, whether compiled, and in which format.
+
+ENGINES: dict[str, tuple[str, bool, torch.dtype]] = {
+    "eager": ("cpu", False, torch.float64),
+    "kernels": ("cpu", True, torch.float32),
+    "recorded": (DEVICE, True, torch.float64),
+}
+
+
+@functools.cache
+def target_of(name: str, engine: str) -> tuple[Target, Target]:
+    """The target of a case, and the same one as transformers decodes it, on the CPU."""
+    place, compiled, dtype = ENGINES[engine]
+    if engine == "kernels" and cpu_kernels.library() is None:
+        pytest.skip("no C++ compiler: there are no kernels")
+    try:
+        model = TARGETS[name]()
+    except AttributeError as error:
+        pytest.skip(f"this version of transformers cannot build it: {error}")
+    model = model.to(dtype).eval().requires_grad_(False)
+    model.generation_config = tf.GenerationConfig(pad_token_id=0, decoder_start_token_id=0)
+    kind = Seq2SeqTarget if model.config.is_encoder_decoder else Target
+    there = model if place == "cpu" else copy.deepcopy(model).to(torch.device(place, 0))
+    target = kind(there)
+    if compiled:
+        target.compile()
+    return target, kind(copy.deepcopy(model))
+
+
+# Drafters: arguments of `SpeculativeLM.from_pretrained`, by the target and its copy on the CPU.
+
+HEAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
+    "dflash": {"block_size": 4},
+    "dspark": {"block_size": 3, "markov_rank": 4},
+    "eagle": {"depth": 3},
+    "eagle3": {"depth": 3, "feature_layers": [0, -1], "draft_vocab_size": 5},
+    "hydra": {"num_heads": 3},
+    "hydra++": {"num_heads": 3},
+    "medusa": {"num_heads": 3, "draft_vocab_size": 5},
+    "mtp": {"depth": 3},
+}
+TREE_OF_ONES_OWN = TreeShape.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (0, 0, 0)])
+
+
+def with_head(kind: str, **more: Any) -> Callable[[Target, Target], dict[str, Any]]:
+    """An untrained head."""
+
+    def build(target: Target, reference: Target) -> dict[str, Any]:
+        torch.manual_seed(1)
+        head = build_head(kind, HEAD_OPTIONS.get(kind, {}), target.info)
+        head = head.to(target.device).to(target.dtype)
+        counts_V = torch.arange(target.info.vocab_size, device=target.device) + 1
+        head.initialize(target.modules, counts_V)
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, dtype=torch.float64)
+            parameter.data += 0.2 * noise.to(parameter.device, parameter.dtype)
+        return {"head": head.eval(), **more}
+
+    return build
+
+
+def draft_model(target: Target, reference: Target) -> dict[str, Any]:
+    """Nearly the target itself, so that drafts of all ranks and depths are accepted."""
+    model = copy.deepcopy(reference.model)
+    if target.stateful is not None:
+        model = lively(dense).to(target.dtype).eval()
+    torch.manual_seed(1)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter += 0.15 * parameter.std(correction=0) * torch.randn_like(parameter)
+    return {"drafter": type(target)(model.to(target.device))}
+
+
+def retrieval(target: Target, reference: Target) -> dict[str, Any]:
+    chance = random.Random(0)
+    texts = [[chance.randrange(VOCAB) for _ in range(30)] for _ in range(20)]
+    return {"drafter": PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(texts))}
+
+
+class OnesOwn(Drafter):
+    """A drafter of a user's own, made on the host, which mostly knows what will be written."""
+
+    def __init__(self) -> None:
+        self.oracle = PromptOracle(TREE_OF_ONES_OWN, {}, VOCAB, wrong=0.2)
+        self.max_nodes = self.oracle.max_nodes
+
+    def begin(self, context: DraftContext) -> None:
+        self.oracle = copy.copy(self.oracle)  # that of the rows which this one joins stays
+        self.oracle.begin(context)
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        self.oracle.prefill(chunk)
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        return self.oracle.propose(roots_B)
+
+    def observe(self, finished: Round) -> None:
+        self.oracle.observe(finished)
+
+    def select(self, rows_R: Tensor) -> None:
+        self.oracle.select(rows_R)
+
+    def replace(self, rows_R: Tensor, other: Any) -> None:
+        self.oracle.replace(rows_R, other.oracle)
+
+
+DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
+    "nothing": lambda *_: {},
+    **{kind: with_head(kind) for kind in sorted(HEADS)},
+    "prompt-lookup": lambda *_: {"drafter": "prompt-lookup"},
+    "lookahead": lambda *_: {"drafter": "lookahead"},
+    "retrieval": retrieval,
+    "n-grams": lambda *_: {"drafter": "ngram:2"},
+    "random": lambda *_: {"drafter": "random"},
+    "model": draft_model,
+    "head and lookup": with_head("eagle", drafter="prompt-lookup"),
+    "one's own": lambda *_: {"drafter": OnesOwn()},
+}
+
+# Trees and rules: arguments of `SpeculativeLM.from_pretrained`.
+
+TREES: dict[str, dict[str, Any]] = {
+    "own": {"adaptive": False},
+    "adaptive": {"adaptive": True},
+    "chain": {"tree": "chain:3", "adaptive": False},
+    "branches": {"tree": "branch:3x2", "adaptive": False},
+    "dynamic": {"tree": "dynamic:9:3:3", "adaptive": False},
+    "early exit": {"tree": "stop:0.1:chain:3", "adaptive": False},
+    "several": {"tree": "chain:2|branch:2x1", "adaptive": False},
+    "drawn chain": {"tree": "drawn:chain:3", "adaptive": False},
+    "drawn branches": {"tree": "drawn:branch:2x2", "adaptive": False},
+    "independent": {"tree": "independent:branch:2x2", "adaptive": False},
+}
+DRAWN = ("drawn chain", "drawn branches", "independent")
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {},
+    "typical": {"acceptance": "typical", "lossy": True},
+}
+
+# Batches: lengths of the prompts, the side of the padding, slots, and tokens that end a text.
+
+BATCHES: dict[str, tuple[list[int], str, int | None, list[int]]] = {
+    "one row": ([15], "left", None, []),
+    "padded left": ([3, 16, 7], "left", None, [5]),
+    "padded right": ([16, 1, 7], "right", None, [5]),
+    "slots": ([7, 3, 16, 5, 2], "left", 2, [5]),
+}
+CALLS: dict[str, list[tuple[int, list[int]]]] = {
+    "one call": [(0, [])],
+    "conversation": [(0, []), (0, [4, 2, 6]), (6, [3]), (40, [1, 5])],
+}
+"""For each call how many tokens of the text so far are taken back, and what is added."""
+
+AXES: dict[str, dict[str, Any]] = {
+    "drafter": DRAFTERS,
+    "engine": ENGINES,
+    "target": TARGETS,
+    "tree": TREES,
+    "rule": RULES,
+    "batch": BATCHES,
+    "calls": CALLS,
+}
+
+# What is not supported.
+
+NO_TREES = ("branches", "dynamic", "several", "drawn branches", "independent")
+NAMED = tuple(name for name, options in TREES.items() if "tree" in options)
+LOOKED_UP = ("prompt-lookup", "lookahead")
+MADE = ("retrieval", "one's own")
+WITH_HEADS = (*sorted(HEADS), "head and lookup")
+REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
+    (("encoder-decoder",), WITH_HEADS, "no draft heads"),
+    (("encoder-decoder", "chains only"), NO_TREES, "nodes of a tree cannot be placed"),
+    (("encoder-decoder",), ("padded left", "padded right", "slots"), "one row at a time"),
+    (("encoder-decoder",), ("conversation",), "cannot be continued"),
+    (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
+    (LOOKED_UP, NAMED, "takes no tree"),
+    (MADE, NAMED, "made already"),
+    (("head and lookup",), DRAWN, "sampled drafts cannot be joined"),
+]
+"""Two kinds of values, and words of the refusal."""
+
+
+def refusals() -> dict[frozenset[str], str]:
+    """The words of the refusal, by the two values."""
+    found = {}
+    for ones, others, words in REFUSED:
+        for pair in itertools.product(ones, others):
+            found[frozenset(pair)] = words
+    return found
+
+
+def pairs_of(case: Case) -> set[frozenset[str]]:
+    """All pairs of values that meet in a case."""
+    return {frozenset(pair) for pair in itertools.combinations(case.values(), 2)}
+
+
+def every_pair() -> set[frozenset[str]]:
+    """All pairs of values of two axes."""
+    found = set()
+    for one, other in itertools.combinations(AXES.values(), 2):
+        found |= {frozenset(pair) for pair in itertools.product(one, other)}
+    return found
+
+
+def completed(case: Case, missing: set[frozenset[str]], chance: random.Random) -> Case | None:
+    """The case with a value of each axis: of those that go together, the ones of most missing
+    pairs."""
+    open_axes = [axis for axis in AXES if axis not in case]
+    if not open_axes:
+        return case
+    axis = chance.choice(open_axes)
+    met = {value: {frozenset((value, other)) for other in case.values()} for value in AXES[axis]}
+    fitting = [value for value in met if not met[value] & refusals().keys()]
+    chance.shuffle(fitting)
+    for value in sorted(fitting, key=lambda value: -len(met[value] & missing)):
+        whole = completed({**case, axis: value}, missing, chance)
+        if whole is not None:
+            return whole
+    return None
+
+
+def axis_of(value: str) -> str:
+    """Names of values are unique."""
+    (axis,) = [axis for axis, values in AXES.items() if value in values]
+    return axis
+
+
+def cases(seed: int = SEED) -> Iterator[Case]:
+    """Cases in which every pair of values occurs that is supported."""
+    chance = random.Random(seed)
+    missing = every_pair() - refusals().keys()
+    while missing:
+        pair = chance.choice(sorted(map(sorted, missing)))
+        case = completed({axis_of(value): value for value in pair}, missing, chance)
+        assert case is not None, f"{pair} go together with no value of some axis"
+        missing -= pairs_of(case)
+        yield case
+
+
+def name_of(case: Case) -> str:
+    return "-".join(case[axis] for axis in AXES)
+
+
+def on_cpu(cases: list[Case]) -> list[Case]:
+    """Those of the cases whose engine runs on a CPU."""
+    return [case for case in cases if ENGINES[case["engine"]][0] == "cpu"]
+
+
+def refused_cases() -> Iterator[tuple[Case, str]]:
+    """A case on a CPU for each pair that is not supported, and the words of its refusal."""
+    for pair, words in refusals().items():
+        case = {axis_of(value): value for value in pair}
+        whole = completed({"engine": "eager", **case}, set(), random.Random(0))
+        assert whole is not None
+        yield whole, words
+
+
+# A case.
+
+
+class Raced(LogitsProcessor):
+    """Leaves the token that sampling chooses by the numbers of a row's seed."""
+
+    def __init__(self, seed: int, prompt: int) -> None:
+        self.seed = seed
+        self.prompt = prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = warped(input_ids, scores)
+        numbers = race_numbers(self.seed, input_ids.shape[1] - self.prompt, scores.shape[-1])
+        token = (numbers / scores[0].softmax(-1)).argmin()
+        return torch.full_like(scores, -torch.inf).index_fill(1, token[None], 0.0)
+
+
+class Along(LogitsProcessor):
+    """Leads `generate` along a text, and keeps the tokens that it could have drawn."""
+
+    def __init__(self, tokens: list[int], prompt: int) -> None:
+        self.tokens = tokens
+        self.prompt = prompt
+        self.possible: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        possible = warped(input_ids, scores)[0].isfinite()
+        self.possible.append(possible.nonzero().flatten().tolist())
+        token = self.tokens[input_ids.shape[1] - self.prompt]
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def warped(input_ids: Tensor, scores: Tensor) -> Tensor:
+    for warper in WARPERS:
+        scores = warper(input_ids, scores)
+    return scores
+
+
+def prompt_of(length: int, number: int) -> list[int]:
+    chance = torch.Generator().manual_seed(100 * number + length)
+    return torch.randint(1, VOCAB, (length,), generator=chance).tolist()
+
+
+def plain(model: tf.PreTrainedModel, prompt: list[int], **more: Any) -> list[int]:
+    """What transformers writes after a prompt by itself."""
+    ids = torch.tensor(prompt)
+    settings = {**SETTINGS, "do_sample": False, **more}
+    if not model.config.is_encoder_decoder:
+        return written_alone(model, ids, **settings)
+    return model.generate(ids[None], **settings)[0, 1:].tolist()
+
+
+def check(case: Case) -> None:
+    """Decode a case, and compare each row with transformers' `generate` for it alone."""
+    lengths, side, slots, ends = BATCHES[case["batch"]]
+    target, reference = target_of(case["target"], case["engine"])
+    model = reference.model
+    drafter = DRAFTERS[case["drafter"]](target, reference)
+    options = drafter | TREES[case["tree"]] | RULES[case["rule"]]
+    _, compiled, _ = ENGINES[case["engine"]]
+    lm = SpeculativeLM.from_pretrained(target, compile=compiled, **options)
+    past = Conversation() if case["calls"] == "conversation" else None
+    rows = [prompt_of(length, number) for number, length in enumerate(lengths)]
+    for turn, (back, added) in enumerate(CALLS[case["calls"]]):
+        rows = [[*row[: max(len(row) - back, 2 if turn else len(row))], *added] for row in rows]
+        padded, mask = padded_batch([torch.tensor(row) for row in rows], side)
+        settings: dict[str, Any] = {**SETTINGS, "eos_token_id": ends, "do_sample": False}
+        generator = torch.Generator().manual_seed(turn)
+        seeds = torch.randint(-(2**63), 2**63 - 1, (len(rows),), generator=generator).tolist()
+        start = [0 if model.config.is_encoder_decoder else len(row) for row in rows]
+        start = [max(length, 1) for length in start]
+        # 1. What is expected, if that is known.
+        expected = None
+        if case["rule"] == "greedy":
+            expected = [plain(model, row, eos_token_id=ends) for row in rows]
+        elif case["rule"] == "sampled" and case["tree"] not in DRAWN:
+            expected = [
+                plain(model, row, eos_token_id=ends, logits_processor=[Raced(seed, length)])
+                for row, seed, length in zip(rows, seeds, start, strict=True)
+            ]
+        # 2. One's own drafter is told.
+        if case["drafter"] == "one's own":
+            told = expected or [plain(model, row, eos_token_id=ends) for row in rows]
+            asked = [[0]] if model.config.is_encoder_decoder else rows
+            for row, text in zip(asked, told, strict=True):
+                drafter["drafter"].oracle.by_prompt[tuple(row)] = text
+        # 3. Ours.
+        if case["rule"] != "greedy":
+            settings |= SAMPLING
+        output = lm.generate(
+            padded.to(target.device),
+            attention_mask=mask.to(target.device),
+            max_batch_size=slots,
+            past_key_values=past,
+            generator=torch.Generator().manual_seed(turn),
+            **settings,
+        )
+        width = 1 if model.config.is_encoder_decoder else padded.shape[1]
+        found = output.sequences[:, width:].tolist()
+        texts = []
+        for number, row in enumerate(found):
+            length = 1 + sum(record.returned for record in output.stats.rows[number])
+            texts.append(row[:length])
+            assert not any(row[length:]), "something follows a text's end"
+            assert length == SETTINGS["max_new_tokens"] or row[length - 1] in ends
+            for record in output.stats.rows[number]:
+                assert record.returned <= record.accepted + 1 <= record.drafted + 1
+        # 4. Compared.
+        if expected is not None:
+            assert texts == expected
+            if case["drafter"] == "one's own" and case["tree"] == "own":
+                assert output.stats.acceptance_length > 1.3  # so drafts decided
+        else:
+            for row, text, length in zip(rows, texts, start, strict=True):
+                along = Along(text, length)
+                plain(
+                    model, row, eos_token_id=[], max_new_tokens=len(text), logits_processor=[along]
+                )
+                for token, possible in zip(text, along.possible, strict=True):
+                    assert token in possible
+        rows = [row + text for row, text in zip(rows, texts, strict=True)]

@@ -1,0 +1,27 @@
+"""Every two values of the axes of decoding, together, on a CPU; on an accelerator in tests/gpu."""
+
+from __future__ import annotations
+
+import axes
+import pytest
+
+pytestmark = [pytest.mark.isa, pytest.mark.whole, pytest.mark.filterwarnings("error:the drafter")]
+CASES = list(axes.cases())
+REFUSED = list(axes.refused_cases())
+REFUSED_NAMES = [axes.name_of(case) for case, _ in REFUSED]
+
+
+@pytest.mark.parametrize("case", axes.on_cpu(CASES), ids=axes.name_of)
+def test_the_text_is_that_of_generate(case: axes.Case) -> None:
+    axes.check(case)
+
+
+@pytest.mark.parametrize(("case", "words"), REFUSED, ids=REFUSED_NAMES)
+def test_what_does_not_go_together_is_refused_by_name(case: axes.Case, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        axes.check(case)
+
+
+def test_every_pair_of_values_occurs() -> None:
+    met = set().union(*map(axes.pairs_of, CASES))
+    assert met == axes.every_pair() - axes.refusals().keys()
