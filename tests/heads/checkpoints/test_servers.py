@@ -367,6 +367,11 @@ def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
     )
 
 
+def test_the_card_says_nothing_of_servers_that_read_the_head():
+    for kind, options in [("dflash", {}), ("dspark", {"markov_rank": 4})]:
+        assert not {"vllm", "llama.cpp"} & build_head(kind, options, INFO).unread_by.keys()
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "spoil", "reason"),
     [
