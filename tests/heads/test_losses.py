@@ -267,6 +267,11 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
         torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)
 
 
+def test_labels_alone_need_no_distribution_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses.TargetDistribution, "of", None)
+    build(answers(14)).solve({"ce": 1.0})
+
+
 def test_every_word_of_the_docstring_is_a_loss_and_the_other_way_round() -> None:
     lines = (losses.__doc__ or "").splitlines()
     words = [
