@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice, pairwise, zip_longest
 from pathlib import Path
 
@@ -227,13 +227,11 @@ def tests_of(fault: dict, copy: Path) -> list[str]:
     ranked = []
     for path in sorted((copy / "tests").rglob("test_*.py")):
         relative = path.relative_to(copy)
-        if relative.parts[1] in ("gpu", "census"):
-            continue
         text = path.read_text("utf-8")
         named = path.stem == f"test_{stem}" or path.stem.startswith(f"test_{stem}_")
         imports = bool(imported.search(text))
         mirrors = relative.parent == Path("tests") / module.parent
-        belongs = relative.parts[1] in (module.parts[0], "integration")
+        belongs = relative.parts[1] in (module.parts[0], "integration", "gpu")
         if named or imports or belongs:
             likely = 4 * named + 2 * imports + bool(function.search(text)) + mirrors + belongs
             ranked.append((-likely, str(relative)))
@@ -282,21 +280,33 @@ def run(copy: Path, action: Callable[[], int], seconds: float) -> tuple[int | No
         return os.waitstatus_to_exitcode(status) if ended else None, output.read()
 
 
-def run_tests(copy: Path, arguments: list[str], seconds: float) -> tuple[int | None, str]:
-    """Run tests for so many seconds; a test that was begun may end."""
+def run_tests(
+    copy: Path, tests: list[str], seconds: float, cases: int, options: Sequence[str] = ()
+) -> tuple[int | None, str]:
+    """Run tests for so many seconds; a test that was begun may end.
+
+    Those of tests/gpu, which need a process of their own, run on a simulated accelerator.
+    """
     cache = copy.parent / "cache"
     for path in cache.iterdir():  # kernels take long to compile and do not depend on the fault
         if not path.name.startswith("cpu_kernels-"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(copy / ".hypothesis", ignore_errors=True)
-    options = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--cases", "1"]
-    limits = [f"--timeout={SECONDS_FOR_A_TEST}", f"--session-timeout={seconds:.0f}"]
-    folder = [f"--basetemp={copy.parent / 'pytest'}"]
-    command = [*options, *limits, *folder, "-m", "not slow and not long", *arguments]
-    return run(copy, lambda: int(pytest.main(command)), seconds + 2 * SECONDS_FOR_A_TEST)
+    command = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+    command += [f"--timeout={SECONDS_FOR_A_TEST}", f"--session-timeout={seconds:.0f}"]
+    command += [f"--basetemp={copy.parent / 'pytest'}", *options, *tests]
+    if cases:
+        command += ["--cases", str(cases)]
+
+    def action() -> int:
+        if tests[0].startswith("tests/gpu"):
+            os.environ["HEADSTART_TEST_DEVICE"] = "sim"
+        return int(pytest.main(command))
+
+    return run(copy, action, seconds + 2 * SECONDS_FOR_A_TEST)
 
 
-def judge(fault: dict, copy: Path, seconds: float) -> dict:
+def judge(fault: dict, copy: Path, seconds: float, cases: int) -> dict:
     """Plant a fault, run its tests, take it out again; returns what noticed it."""
     path = copy / fault["path"]
     original = path.read_text("utf-8")
@@ -307,19 +317,31 @@ def judge(fault: dict, copy: Path, seconds: float) -> dict:
     began = time.monotonic()
     try:
         write(path, changed)
-        status, output = run_tests(copy, ["-x", *tests_of(fault, copy)], seconds)
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - |$)", output, re.M)
-        by = failed[1] if failed else None
-        if status is None or status < 0:
-            by = "hang" if status is None else f"signal {-status}"
-        elif status in (2, 3, 4):  # tests were not collected
-            module = "headstart." + ".".join(Path(fault["path"]).with_suffix("").parts)
-            imports = run(copy, lambda: bool(not importlib.import_module(module)), 120)[0] == 0
-            by = (by or "collecting the tests") if imports else "import"
+        tests = tests_of(fault, copy)
+        on_accelerator = [test for test in tests if test.startswith("tests/gpu")]
+        by = None
+        ended = False
+        for part in ([test for test in tests if test not in on_accelerator], on_accelerator):
+            status, output = run_tests(copy, part, seconds, cases, ["-x"])
+            failed = re.search(
+                r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - |$)", output, re.M
+            )
+            ended = ended or "session-timeout" in output
+            if status is None or status < 0:
+                by = "hang" if status is None else f"signal {-status}"
+            elif failed:
+                by = failed[1]
+            elif status in (2, 3, 4):
+                by = "collecting the tests"
+            if by:
+                break
         result = "caught" if by else "survived"
-        ended = "session-timeout" in output
+        if by and status in (2, 3, 4):  # no test was run
+            module = "headstart." + ".".join(Path(fault["path"]).with_suffix("").parts)
+            if run(copy, lambda: bool(not importlib.import_module(module)), 120)[0] != 0:
+                result = "not importable"
         return {
-            "result": "not importable" if by == "import" else result,
+            "result": result,
             "by": by or ("time was up" if ended else "all its tests pass"),
             "seconds": round(time.monotonic() - began),
         }
@@ -358,12 +380,18 @@ def prepare(copy: Path) -> None:
     print(run(copy, compile_kernels, 600)[1], end="")
 
 
-def recheck(rows: list[dict], copy: Path) -> list[str]:
+def recheck(rows: list[dict], copy: Path, cases: int) -> list[str]:
     """The tests that noticed a fault and fail without one, too."""
     tests = sorted({row["by"] for row in rows if str(row["by"]).startswith("tests/")})
     if not tests:
         return []
-    _, output = run_tests(copy, tests, 60 + 20 * len(tests))
+    output = ""
+    for part in (
+        [test for test in tests if not test.startswith("tests/gpu")],
+        [test for test in tests if test.startswith("tests/gpu")],
+    ):
+        if part:
+            output += run_tests(copy, part, 60 + 20 * len(part), cases)[1]
     return [
         test for test in tests if re.search(rf"^(FAILED|ERROR) {re.escape(test)}", output, re.M)
     ]
@@ -405,6 +433,7 @@ def main() -> None:
     )
     parser.add_argument("--survived", action="store_true", help="of --again, those not caught only")
     parser.add_argument("--limit-seconds", type=float, default=90, help="tests of one fault")
+    parser.add_argument("--cases", type=int, default=1, help="of each test function; 0 for all")
     options = parser.parse_args()
 
     def read(path: Path) -> list[dict]:
@@ -424,7 +453,7 @@ def main() -> None:
         def judged(fault: dict) -> dict:
             row = known.get(key(fault))
             if row is None:
-                row = fault | judge(fault, copy, options.limit_seconds)
+                row = fault | judge(fault, copy, options.limit_seconds, options.cases)
                 with options.output.open("a", encoding="utf-8") as output:
                     output.write(json.dumps(row, ensure_ascii=False) + "\n")
                 print(row["path"], row["line"], row["kind"], row["result"], row["by"], flush=True)
@@ -441,7 +470,7 @@ def main() -> None:
                 row = next(r for r in map(judged, drawn[area]) if r["result"] != "not importable")
                 rows.append(row)
         print(table(rows, before))
-        for test in recheck(rows, copy):
+        for test in recheck(rows, copy, options.cases):
             print(f"fails without a fault, too, and noticed nothing: {test}")
 
 

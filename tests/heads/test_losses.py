@@ -871,3 +871,8 @@ def test_what_is_fused_on_a_gpu_is_one_graph(objective):
             results.append([loss.detach(), *metrics, *torch.autograd.grad(loss, leaves)])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_a_truncated_target_and_reverse_kl_are_allowed_one_by_one() -> None:
+    Objective({"kl": 1.0}, target_top_k=8).check("eagle3")
+    Objective({"reverse_kl": 0.1}).check("eagle3")
