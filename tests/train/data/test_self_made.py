@@ -153,6 +153,14 @@ def test_a_seed_decides_the_file(config):
     assert made(config, output=config.output + "2", seed=2) != first
 
 
+def test_no_batch_of_a_seed_is_one_of_another(config):
+    each = {"conversations": 2, "batch_size": 1}
+    rows = [
+        rows_of(made(config, output=f"{config.output}{seed}", seed=seed, **each)) for seed in (1, 2)
+    ]
+    assert rows[0][1]["messages"] != rows[1][0]["messages"]
+
+
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("state_write", [1, 2, 3])
 def test_killed_around_a_write_of_the_state_the_file_comes_out_the_same(
