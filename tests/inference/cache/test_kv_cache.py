@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from itertools import product
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headstart.inference.cache import kv_cache
 from headstart.inference.cache.kv_cache import BUCKET, STEP, StateShape, TreeCache, slots_for
 
 NODES = 4
@@ -56,6 +59,13 @@ def test_the_cache_grows_in_buckets_and_keeps_what_it_holds():
             cache.bucketed_length < cache.capacity <= cache.bucketed_length + BUCKET
             and cache.capacity % BUCKET == 0
         )
+
+
+def test_the_free_memory_of_a_system_other_than_linux(monkeypatch, tmp_path):
+    monkeypatch.setattr(kv_cache, "MEMINFO", tmp_path / "none")
+    assert 0 < kv_cache._free_host_memory() < math.inf
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert kv_cache._free_host_memory() == math.inf
 
 
 def test_a_capacity_that_doubles_is_the_least_power_of_two():
