@@ -268,6 +268,11 @@ def test_logits_outside_the_draft_vocabulary_are_made_only_for_losses_that_need_
         torch.testing.assert_close(found, problem.solve({loss: 1.0}).loss, **EXACT)
 
 
+def test_labels_alone_need_no_distribution_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses.TargetDistribution, "of", None)
+    build(answers(14)).solve({"ce": 1.0})
+
+
 @pytest.mark.parametrize("weights", ["decay", "d_pace"])
 @pytest.mark.parametrize("shared", [True, False], ids=["one LM head", "an LM head each"])
 @pytest.mark.parametrize("drafted", [None, 15, 1], ids=["whole", "truncated", "one token"])
@@ -828,3 +833,8 @@ def test_what_is_fused_on_a_gpu_is_one_graph(objective):
             results.append([loss.detach(), *metrics, *torch.autograd.grad(loss, leaves)])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_a_truncated_target_and_reverse_kl_are_allowed_one_by_one() -> None:
+    Objective({"kl": 1.0}, target_top_k=8).check("eagle3")
+    Objective({"reverse_kl": 0.1}).check("eagle3")

@@ -453,6 +453,19 @@ def test_a_stopped_run_sees_the_same_batches_in_the_same_order(
     assert [tokens.tolist() for tokens in seen] == whole
 
 
+def test_short_batches_are_padded_until_every_depth_predicts_a_token(options, monkeypatch, changed):
+    seen = []
+    original = features.online_features
+    monkeypatch.setattr(
+        features,
+        "online_features",
+        lambda *given: seen.append(given[2].tokens_BT.shape) or original(*given),
+    )
+    head = {"type": "medusa", "num_heads": 45}  # more than the conversations have tokens
+    train(changed(options, head=head, loop={"max_steps": 1, "eval_every": 0}))
+    assert max(width for _, width in seen) == 47
+
+
 def test_a_run_that_began_before_there_were_these_options_goes_on(
     options, undisturbed, monkeypatch, stop_after
 ):

@@ -367,6 +367,15 @@ def test_what_the_card_says_is_so(server, kind, options, reason, tmp_path):
     )
 
 
+def test_the_card_says_nothing_of_servers_that_read_the_head():
+    for kind, options, servers in [
+        ("eagle3", {}, {"sglang", "vllm", "llama.cpp"}),
+        ("dflash", {}, {"vllm", "llama.cpp"}),
+        ("dspark", {"markov_rank": 4}, {"vllm", "llama.cpp"}),
+    ]:
+        assert not servers & build_head(kind, options, INFO).unread_by.keys()
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "spoil", "reason"),
     [

@@ -239,6 +239,26 @@ def test_a_temperature_that_makes_scores_infinite_is_refused():
         TreeLogitsProcessor(LogitsProcessorList([known.TemperatureLogitsWarper(1e-45)]), [0])
 
 
+def test_each_row_calls_its_own_processor_of_the_users():
+    called = []
+
+    class Numbered(LogitsProcessor):
+        def __init__(self, row=None):
+            self.row = row
+
+        def for_row(self, row):
+            return Numbered(row)
+
+        def __call__(self, input_ids, scores):
+            called.append(self.row)
+            return scores
+
+    texts = Texts()
+    process = TreeLogitsProcessor(LogitsProcessorList([Numbered()]), texts.paddings)
+    process(torch.zeros(2, 6, V), tree_of_two_rows(), texts.text, texts.active)
+    assert called == list(texts.active)
+
+
 def test_a_processor_of_the_users_own_may_write_to_the_scores():
     class InPlace(LogitsProcessor):
         def __call__(self, input_ids, scores):

@@ -139,3 +139,12 @@ def test_unknown_words_for_a_tree_are_refused_with_the_valid_ones(text):
         ValueError, match=f"unknown tree '{text}'; choose from auto, root, chain:LENGTH"
     ):
         tree_policy(text)
+
+
+def test_a_tree_takes_its_draft_probabilities_to_another_device():
+    tokens_BN = torch.tensor([[0, 4]])
+    tree = DraftTree(
+        tokens_BN, tokens_BN - 1, torch.tensor([2]), 1, "sampled_chain", torch.ones(1, 2, 5)
+    )
+    moved = tree.to(torch.device("meta"))
+    assert {moved.tokens_BN.device.type, moved.draft_probs_BNV.device.type} == {"meta"}

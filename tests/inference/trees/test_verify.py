@@ -185,6 +185,20 @@ def test_padding_beyond_a_rows_size_never_matches():
     assert result.next_tokens_B.tolist() == [2, 1]
 
 
+def test_of_equal_siblings_only_the_first_is_followed():
+    tree = DraftTree(
+        torch.tensor([[0, 4, 4, 5, 6]]),
+        torch.tensor([[-1, 0, 0, 1, 2]]),
+        torch.tensor([5]),
+        2,
+        "sampled_independent",
+    )
+    # Node 3 follows the first sibling, node 4 the second.
+    for choices, path in [([4, 5, 9, 1, 1], [0, 1, 3]), ([4, 9, 6, 1, 1], [0, 1])]:
+        result = follow(tree, torch.tensor([choices]))
+        assert result.path_BA[0, : int(result.lengths_B)].tolist() == path
+
+
 def test_emitted_tokens_are_the_path_without_its_root_and_then_the_bonus_token():
     tree = DraftTree(
         torch.tensor([[7, 5, 6, 4]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([4]), 2

@@ -24,6 +24,7 @@ from headstart.inference.trees.verify import (
     _normalized,
     choose_rule,
     emitted_tokens,
+    is_lossy_rule,
     with_replacement,
     without_replacement,
 )
@@ -387,3 +388,5 @@ def test_a_rule_that_would_change_the_distribution_is_refused(word, kind, messag
 
 def test_a_lossy_rule_is_taken_by_those_who_say_so():
     assert choose_rule("typical", "top_k", lossy=True) is RULES["typical"].verify
+    assert is_lossy_rule(choose_rule("typical:0.1:0.3", "top_k", lossy=True))
+    assert not is_lossy_rule(choose_rule("auto", "top_k", lossy=False))

@@ -108,6 +108,15 @@ def test_the_file_holds_whole_conversations_of_the_models_own(config, tokenizer)
     assert {row["finished"] for row in rows} == {True, False}  # both kinds were seen
 
 
+def test_a_file_is_written_in_four_parts_at_least(config, monkeypatch):
+    sizes, original = [], selfmade._batches
+    monkeypatch.setattr(
+        selfmade, "_batches", lambda *given: sizes.append(given[1]) or original(*given)
+    )
+    made(config, conversations=8, batch_size=1)
+    assert sizes == [2]
+
+
 @pytest.mark.parametrize("thinking", [None, False])
 def test_thinking_is_for_the_template_of_every_turn(config, monkeypatch, tmp_path, thinking):
     asked, encoded = [], selfmade.prompt_ids
@@ -140,6 +149,14 @@ def test_a_seed_decides_the_file(config):
     first = made(config, seed=1)
     assert made(config, **elsewhere(config), seed=1) == first
     assert made(config, output=config.output + "2", seed=2) != first
+
+
+def test_no_batch_of_a_seed_is_one_of_another(config):
+    each = {"conversations": 2, "batch_size": 1}
+    rows = [
+        rows_of(made(config, output=f"{config.output}{seed}", seed=seed, **each)) for seed in (1, 2)
+    ]
+    assert rows[0][1]["messages"] != rows[1][0]["messages"]
 
 
 @pytest.mark.parametrize("after", [False, True])
