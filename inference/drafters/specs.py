@@ -1,4 +1,4 @@
-"""Drafters without a head, as a Python program names them: `drafter=PromptLookup(nodes=24)`.
+"""Drafters without a head, as a Python program names them: `drafter=History(nodes=24)`.
 
 A command line writes each of them as text, see `SPECS`, which `drafter_spec` parses.
 """
@@ -11,41 +11,31 @@ from pathlib import Path
 from ...files import at_home
 
 SPECS = {
-    "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",
-    "retrieval": "retrieval:FOLDER[:NODES[:LENGTH[:NGRAM]]]",
+    "history": "history[:NODES[:LENGTH]]",
+    "prompt-lookup": "prompt-lookup[:NODES[:LENGTH]]",
+    "retrieval": "retrieval:FOLDER[:NODES[:LENGTH]]",
     "lookahead": "lookahead[:WIDTH[:NGRAM[:CANDIDATES]]]",
     "ngram": "ngram[:ORDER[:FOLDER]]",
     "random": "random",
     "model": "model:NAME",
 }
 """How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
-model."""
+model. prompt-lookup is a history of the text alone, retrieval one with a corpus."""
 
 
 @dataclass(frozen=True)
-class PromptLookup:
-    """Continuations of the newest tokens where these occurred before in the text."""
+class History:
+    """What followed the newest tokens before: in the text, in earlier answers, in a corpus."""
 
     nodes: int = 12
     """Nodes of a tree, at most."""
     length: int = 10
     """Tokens of a continuation, at most."""
-    ngram: int = 3
-    """Longest n-gram that is searched for."""
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """Continuations of the newest tokens in a datastore."""
-
-    folder: str | Path
-    """What `headstart datastore` made."""
-    nodes: int = 12
-    """Nodes of a tree, at most."""
-    length: int = 10
-    """Tokens of a continuation, at most."""
-    ngram: int = 8
-    """Longest n-gram that is searched for."""
+    earlier: bool = True
+    """Whether answers of earlier calls are searched. Drafts cannot change a text, but time could
+    tell somebody that another's answer was like his own: False keeps histories apart."""
+    folder: str | Path | None = None
+    """A corpus, as `headstart datastore` makes it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ class SmallerModel:
     """A folder or a Hub id."""
 
 
-DrafterSpec = PromptLookup | Retrieval | Lookahead | Ngram | RandomTokens | SmallerModel
+DrafterSpec = History | Lookahead | Ngram | RandomTokens | SmallerModel
 """A drafter without a head."""
 
 
@@ -95,13 +85,15 @@ def drafter_spec(text: str) -> DrafterSpec:
     """
     name, _, options = text.partition(":")
     name = name.replace("_", "-")
+    if name == "history":
+        return History(*_numbers(name, options, most=2))
     if name == "prompt-lookup":
-        return PromptLookup(*_numbers(name, options, most=3))
+        return History(*_numbers(name, options, most=2), earlier=False)
     if name == "retrieval":
-        folder, numbers = _path_and_numbers(options, most=3)
+        folder, numbers = _path_and_numbers(options, most=2)
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
-        return Retrieval(folder, *_numbers(name, numbers, most=3))
+        return History(*_numbers(name, numbers, most=2), folder=folder)
     if name == "lookahead":
         return Lookahead(*_numbers(name, options, most=3))
     if name == "ngram":
