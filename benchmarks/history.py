@@ -81,7 +81,9 @@ def epochs(
                 seed = torch.Generator().manual_seed(epoch * len(prompts) + number)
                 settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": True}
                 settings |= {"temperature": 1.0, "top_k": 0, "generator": seed}
-                stats.append(lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).stats)
+                stats.append(
+                    lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).stats
+                )
             rounds = Stats.merged(stats).rounds
             cells.append(f"{rounds:,}, {time.perf_counter() - began:.0f}")
         lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")

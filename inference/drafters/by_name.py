@@ -243,7 +243,9 @@ def assistants(drafter: BatchDrafter) -> list[Target]:
 
 
 def _from_source(
-    spec: DrafterSpec | Drafter | Target | PreTrainedModel, target: Target, tree: TreeSpec
+    spec: Lookahead | Ngram | RandomTokens | SmallerModel | Drafter | Target | PreTrainedModel,
+    target: Target,
+    tree: TreeSpec,
 ) -> BatchDrafter:
     """A drafter without a head, whose tree is `tree` if it has probabilities."""
     # 1. A smaller model, loaded or by its name, in the target's dtype and on its device.

@@ -86,14 +86,14 @@ def drafter_spec(text: str) -> DrafterSpec:
     name, _, options = text.partition(":")
     name = name.replace("_", "-")
     if name == "history":
-        return History(*_numbers(name, options, most=2))
+        return History(*_nodes_and_length(name, options))
     if name == "prompt-lookup":
-        return History(*_numbers(name, options, most=2), earlier=False)
+        return History(*_nodes_and_length(name, options), earlier=False)
     if name == "retrieval":
         folder, numbers = _path_and_numbers(options, most=2)
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
-        return History(*_numbers(name, numbers, most=2), folder=folder)
+        return History(*_nodes_and_length(name, numbers), folder=folder)
     if name == "lookahead":
         return Lookahead(*_numbers(name, options, most=3))
     if name == "ngram":
@@ -109,6 +109,13 @@ def drafter_spec(text: str) -> DrafterSpec:
             raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
         return SmallerModel(options)
     raise ValueError(f"unknown drafter {text!r}; choose from {', '.join(SPECS.values())}")
+
+
+def _nodes_and_length(name: str, options: str) -> tuple[int, int]:
+    numbers = _numbers(name, options, most=2)
+    nodes = numbers[0] if numbers else History.nodes
+    length = numbers[1] if len(numbers) > 1 else History.length
+    return nodes, length
 
 
 def _numbers(name: str, options: str, most: int) -> list[int]:
