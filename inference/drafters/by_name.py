@@ -27,7 +27,7 @@ from .adaptive import AdaptiveDrafter
 from .base import BatchDrafter, Drafter, NoDraft
 from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
-from .draft_model import AssistantModel
+from .draft_model import AssistantModel, mask_token
 from .early_exit import EarlyExitChain
 from .history import HistoryDrafter
 from .lookahead import LookaheadDrafter
@@ -53,6 +53,8 @@ DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
 smaller model."""
 MODEL_TREE = "chain:4"
 """What a second model drafts if no tree is named."""
+PARALLEL_TREE = "chain:8"
+"""What a parallel draft model drafts if no tree is named: as many tokens as PARD trains."""
 NGRAM_TREE = "chain:3"
 """What an n-gram model drafts if no tree is named."""
 
@@ -312,7 +314,8 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
             " (universal assisted generation): their probabilities would not be those of the"
             " tokens that are verified, and the output not exact"
         )
-    tree = MODEL_TREE if tree == "auto" else tree
+    if tree == "auto":
+        tree = MODEL_TREE if mask_token(model) is None else PARALLEL_TREE
     assistant = AssistantModel(model, target.info, _deepest(tree))
     return tree_drafter(assistant, tree, target.draft_modules)
 

@@ -67,7 +67,11 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class SmallerModel:
-    """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself."""
+    """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself.
+
+    One whose config says `spd_type: pard` drafts all tokens in one forward (PARD,
+    arXiv:2504.18583).
+    """
 
     name: str
     """A folder or a Hub id."""
@@ -108,6 +112,9 @@ def drafter_spec(text: str) -> DrafterSpec:
         if not options:
             raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
         return SmallerModel(options)
+    # A Hub id or a folder is a smaller model, as org/PARD-Qwen3-0.6B.
+    if "/" in text or Path(at_home(text)).is_dir():
+        return SmallerModel(text)
     raise ValueError(f"unknown drafter {text!r}; choose from {', '.join(SPECS.values())}")
 
 
