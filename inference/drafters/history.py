@@ -233,7 +233,7 @@ class HistoryDrafter(BatchDrafter):
         """Forget all answers."""
         self.rows = []
         if self.earlier is not None:
-            self.earlier = TextIndex(self.earlier.capacity)
+            self.earlier.clear()
 
     def begin(self, context: DraftContext) -> None:
         self._begin(context)

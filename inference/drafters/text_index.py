@@ -52,28 +52,41 @@ class TextIndex:
     """The newest tokens of one text, or of several with a `SEPARATOR` between them."""
 
     def __init__(self, capacity: int) -> None:
-        """An empty index that keeps so many tokens, in 20 bytes each, or up to 36."""
+        """An empty index that keeps so many tokens, in up to 52 bytes each."""
         self.capacity = capacity
         self.end = 0
         """Tokens that were added."""
-        self._ring = array("i", bytes(4 * capacity))
+        self._shift = 64
+        self._ring = array("i")
         """The token of position p at p % capacity."""
-        bits = max(capacity - 1, 1).bit_length()
-        self._shift = 64 - bits
-        self._newest = [array("q", [-1]) * (1 << bits) for _ in GRAMS]
+        self._newest: list[array[int]] = []
         """By the hash of an n-gram, for each of `GRAMS`: the newest position that ends with it."""
-        self._before = [array("q", bytes(8 * capacity)) for _ in GRAMS]
+        self._before: list[array[int]] = []
         """At p % capacity: the position before p whose n-gram has the same hash, or -1."""
+
+    def _allocate(self) -> None:
+        bits = max(self.capacity - 1, 1).bit_length()
+        self._shift = 64 - bits
+        self._ring = array("i", bytes(4 * self.capacity))
+        self._newest = [array("q", [-1]) * (1 << bits) for _ in GRAMS]
+        self._before = [array("q", bytes(8 * self.capacity)) for _ in GRAMS]
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.end = 0
 
     @classmethod
     def of(cls, tokens: np.ndarray) -> TextIndex:
         """An index that is full of these tokens."""
         index = cls(len(tokens))
+        index._allocate()
         index._add_many(tokens)
         return index
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text's end."""
+        if self.end == 0:
+            self._allocate()
         if len(tokens) >= MANY:
             # The ring keeps the last ones only.
             skipped = max(len(tokens) - self.capacity, 0)
@@ -131,6 +144,8 @@ class TextIndex:
 
         `tail` may be the end of this text itself, which then does not count.
         """
+        if self.end == 0:
+            return NO_MATCH
         oldest = max(self.end - self.capacity, 0)
         for gram, newest, before in zip(GRAMS, self._newest, self._before, strict=True):
             if len(tail) < gram:

@@ -188,11 +188,12 @@ def test_trees_of_single_calls_search_the_same_answers(target, head):
 
 def test_memory_does_not_grow_with_answers():
     history = HistoryDrafter(earlier=TextIndex(1000))
+    history.earlier.add([1])
     size = len(history.earlier._ring), [len(links) for links in history.earlier._before]
     chance = random.Random(0)
     for _ in range(300):
         history.earlier.add([chance.randrange(50) for _ in range(40)] + [-1])
-    assert history.earlier.end == 300 * 41
+    assert history.earlier.end == 1 + 300 * 41
     assert size == (len(history.earlier._ring), [len(links) for links in history.earlier._before])
     assert len(history.earlier.last(10**6)) == 1000
 
