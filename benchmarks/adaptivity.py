@@ -17,6 +17,8 @@ from typing import Any
 from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
+from headstart.inference.drafters.base import BatchDrafter
+from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 
@@ -28,12 +30,18 @@ SIDES = {
     "tree": "one tree",
     "tree-or-plain": "one tree, or plain",
     "trees": "trees by the round",
-    "default": "trees, or plain (default)",
+    "default": "history, trees, or plain (default)",
     "stop": "`stop:0.4:chain:5`",
     "lookup": "lookup, or plain",
-    "trees-and-lookup": "trees and lookup, or plain",
+    "heads-own": "the head's trees, or plain",
 }
 """The columns, by the names of --sides."""
+
+
+def without_history(lm: SpeculativeLM) -> BatchDrafter:
+    """What drafts beside the history."""
+    assert isinstance(lm.drafter, HistoryDrafter)
+    return lm.drafter.other
 
 
 def main() -> None:
@@ -61,7 +69,7 @@ def main() -> None:
         "default": head,
         "stop": lambda: head(tree="stop:0.4:chain:5", adaptive=False),
         "lookup": lambda: SpeculativeLM.from_pretrained(target, **lookup),
-        "trees-and-lookup": lambda: head(**lookup),
+        "heads-own": lambda: SpeculativeLM(target, without_history(head())),
     }
     engines = {"plain": SpeculativeLM.from_pretrained(target)}
     for side in args.sides:

@@ -145,12 +145,10 @@ def acceptance(
     kinds: dict[str, list[Tensor]],
     new_tokens: int,
     trees: dict[str, TreePolicy] = TREES,
-    drafter: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Acceptance length of a head by tree, then by kind, greedily on prompts of shape [1, T].
 
-    A dynamic tree is no deeper than the head can draft. What a `drafter` looks up is added to each
-    tree.
+    A dynamic tree is no deeper than the head can draft.
     """
     head = head.to(target.device, target.dtype).eval()
     prompts = {kind: [ids_1T[0] for ids_1T in rows] for kind, rows in kinds.items()}
@@ -158,9 +156,8 @@ def acceptance(
     def length(shape: TreePolicy, kind: str) -> float:
         if isinstance(shape, DynamicShape):
             shape = replace(shape, depth=min(shape.depth, head.max_depth))
-        return greedy_answers(
-            target, head, shape, prompts[kind], new_tokens, drafter=drafter
-        ).stats.acceptance_length
+        answers = greedy_answers(target, head, shape, prompts[kind], new_tokens)
+        return answers.stats.acceptance_length
 
     return {tree: {kind: length(shape, kind) for kind in kinds} for tree, shape in trees.items()}
 

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--lookup", action="store_true", help="also transformers' prompt lookup")
     parser.add_argument("--assistant", help="draft model for transformers' assisted generation")
     parser.add_argument(
-        "--beside", help="drafter whose branches join the head's tree, as prompt-lookup:6"
+        "--beside", help="history that takes turns with the head, as prompt-lookup:6"
     )
     parser.add_argument("--eager", action="store_true", help="without compiled kernels")
     args = parser.parse_args()

@@ -12,10 +12,8 @@ answers with each head and tree, so that another head costs its drafts alone. Pr
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from common import TARGET, TREES, acceptance, arguments, encoded, named_heads, replay_target, save
+from common import TARGET, acceptance, arguments, encoded, named_heads, replay_target, save
 from torch import Tensor
 
 from headstart.heads import DraftHead
@@ -23,9 +21,6 @@ from headstart.inference import load_tokenizer
 from headstart.inference.engines.cpu_decoder import packed_head
 from headstart.inference.replay import ReplayTarget
 from headstart.inference.targets.provenance import hardware
-
-LOOKED_UP = 8
-"""Nodes of the dynamic tree that a drafter beside the head may add instead of the head."""
 
 
 def main() -> None:
@@ -38,13 +33,6 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=20, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument(
-        "--beside",
-        nargs="+",
-        default=[],
-        metavar="DRAFTER",
-        help="prompt-lookup, or retrieval:FOLDER; a table each",
-    )
-    parser.add_argument(
         "--packed",
         action="store_true",
         help="draft in the kernels for CPUs, with weights of 8 bits",
@@ -55,19 +43,12 @@ def main() -> None:
         heads = {name: packed_head(head.float().eval()) for name, head in heads.items()}
     kinds = encoded(load_tokenizer(TARGET), args.prompts, args.limit)
     target = replay_target(kinds, args.new_tokens)
-    whole = TREES["dynamic tree of 32"]
     found: dict[str, dict[str, dict[str, float]]] = {"covered": {}}
     for name, head in heads.items():
         found["covered"][name] = {
             kind: covered(target, rows, args.new_tokens, head) for kind, rows in kinds.items()
         }
         lengths = acceptance(target, head, kinds, args.new_tokens)
-        for drafter in args.beside:
-            tree = replace(whole, size=whole.size - LOOKED_UP)
-            trees = {f"tree of {tree.size}, {LOOKED_UP} of {drafter}": tree}
-            lengths |= acceptance(
-                target, head, kinds, args.new_tokens, trees, f"{drafter}:{LOOKED_UP + 1}"
-            )
         for what, each in lengths.items():
             found.setdefault(what, {})[name] = each
     lines = [

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
-from headstart.inference.drafters.head_and_lookup import HeadAndLookup
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.datastore import DatastoreConfig, build_datastore
@@ -115,7 +114,7 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
         "random, adaptive": lm(drafter="random", adaptive=True),
         "head": fast,
         "head, adaptive": lm(head=head, adaptive=True),
-        "hybrid": lm(head=head, drafter="prompt-lookup:4"),
+        "head and history": lm(head=head, drafter="history"),
     }
     if cut:
         found["second model (4 layers)"] = lm(head=cut, tree="chain:3")
@@ -140,13 +139,6 @@ def table(
         length = stats[side].acceptance_length
         told = "-" if length != length else f"{length:.2f}"
         engine = engines.get(side)
-        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, HeadAndLookup):
-            shares = engine.drafter.accepted
-            told += (
-                " ("
-                + ", ".join(f"{who} {count / shares.total():.0%}" for who, count in shares.items())
-                + ")"
-            )
         if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, AdaptiveDrafter):
             told += f" ({stats[side].plain_rounds / stats[side].rounds:.0%} plain)"
         cells = [ratio(rates[side], rates[other]) for other in others]

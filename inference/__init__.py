@@ -3,7 +3,7 @@
 from .custom_generate import custom_generate, generate_from, refresh
 from .drafters.base import DraftContext, Drafter, PrefillChunk
 from .drafters.round import Round, Verdict
-from .drafters.specs import Lookahead, Ngram, PromptLookup, RandomTokens, Retrieval, SmallerModel
+from .drafters.specs import History, Lookahead, Ngram, RandomTokens, SmallerModel
 from .engines.target import Target
 from .output import GenerateDictOutput, GenerateOutput
 from .rounds.observers import ObservedCall, RoundObserver
@@ -28,13 +28,12 @@ __all__ = [
     "DynamicShape",
     "GenerateDictOutput",
     "GenerateOutput",
+    "History",
     "Lookahead",
     "Ngram",
     "ObservedCall",
     "PrefillChunk",
-    "PromptLookup",
     "RandomTokens",
-    "Retrieval",
     "Round",
     "RoundObserver",
     "SampledShape",

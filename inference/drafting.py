@@ -10,6 +10,8 @@ from typing import Any
 from ..heads.base import DraftHead
 from .drafters.base import BatchDrafter
 from .drafters.by_name import DrafterSource, make_drafter
+from .drafters.history import EARLIER_TOKENS
+from .drafters.text_index import TextIndex
 from .drafters.tree_policies import model_rows
 from .engines.target import Target
 from .rounds.verification import Verification
@@ -97,9 +99,15 @@ class Recipe:
         running_head = head
         if head is not None and self.compiled:
             running_head = self.target.engine.draft_head(head)
-        # 2. Its drafter. Single calls may make another one, with another tree.
+        # 2. Its drafter. Single calls may make another one, with another tree, that searches the
+        #    same earlier answers. A lossy rule lets drafts change the text: there, none are kept.
         with_tree = partial(
-            make_drafter, self.target, self.source, head=running_head, adaptive=self.adaptive
+            make_drafter,
+            self.target,
+            self.source,
+            head=running_head,
+            adaptive=self.adaptive,
+            earlier=None if self.lossy else TextIndex(EARLIER_TOKENS),
         )
         drafter = with_tree(self.tree)
         self.target.check_layers(drafter.feature_layers)

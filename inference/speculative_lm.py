@@ -34,6 +34,7 @@ from .drafters.adaptive import AdaptiveDrafter
 from .drafters.base import BatchDrafter, Drafter, NoDraft
 from .drafters.by_name import DrafterSource, assistants
 from .drafters.costs import measured_costs
+from .drafters.history import HistoryDrafter
 from .drafters.tree_policies import model_rows
 from .drafters.validated import validated
 from .drafting import Drafting, Recipe
@@ -215,14 +216,16 @@ class SpeculativeLM:
             lossy: allow a rule ("typical") that changes the output distribution.
             compile: how forwards run, see the method `compile`: True for our kernels on a CPU and
                 CUDA graphs on a GPU, False for transformers' own operations.
-            drafter: a drafter without a head: `PromptLookup()`, `Retrieval(folder)`, `Lookahead()`,
-                `Ngram()`, a smaller model, or one of them as a command line writes it, see
-                `drafters.specs.SPECS`; or a drafter of your own, whose errors cannot change the
-                output. With a head, its drafts are joined with the head's tree.
+            drafter: a drafter without a head: `History()`, `Lookahead()`, `Ngram()`, a smaller
+                model, or one of them as a command line writes it, see `drafters.specs.SPECS`; or a
+                drafter of your own, whose errors cannot change the output. Beside a head, a
+                history: in each round and row, whichever expects more accepted tokens drafts.
             adaptive: measure plain steps too, and take them where drafts cost more time than they
-                save; see `AdaptiveDrafter`. False to draft in every round: with the given tree, the
-                fastest of several, or the first that "auto" would choose from. A seed gives the
-                same text either way: sampling from sampled trees always uses the first one.
+                save; see `AdaptiveDrafter`. Beside a head, a `History()` then drafts where the text
+                repeats what came before. False to draft in every round, by the head alone: with
+                the given tree, the fastest of several, or the first that "auto" would choose from.
+                A seed gives the same text either way: sampling from sampled trees always uses the
+                first one.
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings
                 one, into the target, which then writes other text than the original; a loaded model
                 is changed in place. Without it such a head is refused.
@@ -392,6 +395,8 @@ class SpeculativeLM:
             for drafter in self.drafter.nested():
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.records.clear()
+                elif isinstance(drafter, HistoryDrafter):
+                    drafter.forget()
         return self
 
     def generate(

@@ -156,9 +156,10 @@ class SpeculativeOptions(DecodingOptions):
     lossy: bool = False
     """Confirm that a lossy acceptance rule (typical) may change the output."""
     drafter: str | None = None
-    """A source of drafts that needs no head: prompt-lookup, retrieval:FOLDER (of `headstart
-    datastore`), lookahead, ngram:ORDER, random, model:NAME (a smaller model); beside a head,
-    prompt-lookup or retrieval add to its tree."""
+    """A source of drafts that needs no head: history (what followed before, in the text and in
+    earlier answers), prompt-lookup (in the text alone), retrieval:FOLDER (in what `headstart
+    datastore` made, too), lookahead, ngram:ORDER, random, model:NAME (a smaller model); beside a
+    head, one of the first three."""
     adaptive: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""

@@ -27,9 +27,10 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWar
 from headstart.heads import HEADS, build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
+from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.drafters.ngram_index import Datastore
-from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter
 from headstart.inference.drafters.round import Round
+from headstart.inference.drafters.text_index import TextIndex
 from headstart.inference.engines import cpu_kernels
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 
@@ -275,7 +276,7 @@ def draft_model(target: Target, reference: Target) -> dict[str, Any]:
 def retrieval(target: Target, reference: Target) -> dict[str, Any]:
     chance = random.Random(0)
     texts = [[chance.randrange(VOCAB) for _ in range(30)] for _ in range(20)]
-    return {"drafter": PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(texts))}
+    return {"drafter": HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(texts).tokens))}
 
 
 class OnesOwn(Drafter):
@@ -314,7 +315,7 @@ DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
     "n-grams": lambda *_: {"drafter": "ngram:2"},
     "random": lambda *_: {"drafter": "random"},
     "model": draft_model,
-    "head and lookup": with_head("eagle", drafter="prompt-lookup"),
+    "head and history": with_head("eagle", drafter="history"),
     "one's own": lambda *_: {"drafter": OnesOwn()},
 }
 
@@ -369,7 +370,7 @@ NO_TREES = ("branches", "dynamic", "several", "drawn branches", "independent")
 NAMED = tuple(name for name, options in TREES.items() if "tree" in options)
 LOOKED_UP = ("prompt-lookup", "lookahead")
 MADE = ("retrieval", "one's own")
-WITH_HEADS = (*sorted(HEADS), "head and lookup")
+WITH_HEADS = (*sorted(HEADS), "head and history")
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("encoder-decoder",), WITH_HEADS, "no draft heads"),
     (("encoder-decoder", "chains only"), NO_TREES, "nodes of a tree cannot be placed"),
@@ -378,7 +379,7 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
     (LOOKED_UP, NAMED, "takes no tree"),
     (MADE, NAMED, "made already"),
-    (("head and lookup",), DRAWN, "sampled drafts cannot be joined"),
+    (("head and history",), DRAWN, "sampled drafts cannot take turns"),
 ]
 """Two kinds of values, and words of the refusal."""
 

@@ -12,7 +12,7 @@ from messages import refused
 from headstart.addons.record import record
 from headstart.files import at_home, cache_folder, write_whole
 from headstart.heads import load_head, save_head
-from headstart.inference import Retrieval, SpeculativeLM, load_tokenizer, tree_policy
+from headstart.inference import History, SpeculativeLM, load_tokenizer, tree_policy
 from headstart.inference.drafters.ngram_index import Datastore
 from headstart.inference.drafters.specs import drafter_spec
 from headstart.scripts.command_line import options
@@ -97,7 +97,7 @@ def test_what_python_loads_and_writes(home, target_folder, tools, monkeypatch):
     (home / "store").mkdir()
     Datastore.of([[1, 2, 3, 4]], "t").save(home / "store")
     assert Datastore.load("~/store").tokenizer == "t"
-    assert drafter_spec("retrieval:~/store:3") == Retrieval(f"{home}/store", 3)
+    assert drafter_spec("retrieval:~/store:3") == History(nodes=3, folder=f"{home}/store")
     with record(lm, "~/recorded", tokenizer=tokenizer):
         lm.generate(ROW, max_new_tokens=4, do_sample=False)
     assert list((home / "recorded").glob("recorded-*"))

@@ -354,11 +354,9 @@ def greedy_answers(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    drafter: str | None = None,
 ) -> GenerateOutput:
     """Answer prompts greedily with the head, as many at a time as memory should allow.
 
-    A `drafter` adds what it looks up to the head's drafts, as in `SpeculativeLM.from_pretrained`.
     With a `ReplayTarget`, prompts that it knows cost drafts alone.
     """
     # The target alone answers prompts that it does not know yet. BEYOND tokens past the answer's
@@ -369,7 +367,7 @@ def greedy_answers(
         ) as bar:
             target.learn(unknown, new_tokens, [TokensShown(bar)])
     with ProgressBar("acceptance, by tokens", len(prompts) * new_tokens) as bar:
-        return _answers(target, head, tree, prompts, new_tokens, drafter, [TokensShown(bar)])
+        return _answers(target, head, tree, prompts, new_tokens, [TokensShown(bar)])
 
 
 def _answers(
@@ -378,15 +376,12 @@ def _answers(
     tree: TreePolicy,
     prompts: list[Tensor],
     new_tokens: int,
-    drafter: str | None = None,
     observers: Sequence[RoundObserver] = (),
 ) -> GenerateOutput:
     """`greedy_answers` to prompts that a `ReplayTarget` knows."""
     # No fallback to plain decoding where drafts do not pay: acceptance is what is measured. Not
     # compiled: the head's weights change before the next evaluation.
-    lm = SpeculativeLM.from_pretrained(
-        target, head=head, tree=tree, drafter=drafter, adaptive=False, compile=False
-    )
+    lm = SpeculativeLM.from_pretrained(target, head=head, tree=tree, adaptive=False, compile=False)
     lm.observers += observers
     rows = max(1, NODES_AT_ONCE // tree.size)
     if not isinstance(target, ReplayTarget):

@@ -220,6 +220,16 @@ class AdaptiveDrafter(BatchDrafter):
         for length in lengths:
             self.answers.add(length, self._limit)
 
+    def tokens_a_plain_step(self, rows: int, device: torch.device) -> float:
+        """Tokens that each of some rows is expected to get in the time of a plain step."""
+        record = self._record(rows, device)
+        speed = max(record.speed(number) for number in range(len(record.candidates)))
+        if record.plain is not None:
+            return speed * record.seconds(record.plain)
+        costs = self.costs or RoundCosts.assumed(device)
+        first = record.candidates[0]
+        return speed * record.seconds(0) * costs.plain / first.expected_seconds
+
     def observe_ahead(self, finished: Round) -> None:
         self.reader.observe_ahead(finished)
 

@@ -27,25 +27,24 @@ from .adaptive import AdaptiveDrafter
 from .base import BatchDrafter, Drafter, NoDraft
 from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
-from .draft_model import AssistantModel
+from .draft_model import AssistantModel, mask_token
 from .early_exit import EarlyExitChain
-from .head_and_lookup import HeadAndLookup
+from .history import HistoryDrafter
 from .lookahead import LookaheadDrafter
 from .model_rows import DraftModel
 from .ngram_index import Datastore
 from .ngram_model import NgramModel
 from .on_host import HostDrafter
-from .prompt_lookup import PromptLookupDrafter
 from .specs import (
     DrafterSpec,
+    History,
     Lookahead,
     Ngram,
-    PromptLookup,
     RandomTokens,
-    Retrieval,
     SmallerModel,
     drafter_spec,
 )
+from .text_index import TextIndex
 from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
 from .validated import validated
 
@@ -54,6 +53,8 @@ DrafterSource = str | DrafterSpec | Drafter | Target | PreTrainedModel
 smaller model."""
 MODEL_TREE = "chain:4"
 """What a second model drafts if no tree is named."""
+PARALLEL_TREE = "chain:8"
+"""What a parallel draft model drafts if no tree is named: as many tokens as PARD trains."""
 NGRAM_TREE = "chain:3"
 """What an n-gram model drafts if no tree is named."""
 
@@ -65,31 +66,51 @@ def make_drafter(
     head: DraftHead | None = None,
     metadata: CheckpointMetadata | None = None,
     adaptive: bool = False,
+    earlier: TextIndex | None = None,
 ) -> BatchDrafter:
     """The drafter that a user names; `NoDraft` if nothing is named.
 
     Args:
         target: the model whose tokens are drafted.
-        source: a drafter without a head. With a head, what it looks up is joined with the head's
-            tree.
+        source: a drafter without a head; with a head, a history that takes turns with it. None
+            with a head and `adaptive` is such a history, too.
         tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
             random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
             trees to choose from, for which the cost of rounds is measured if it is not known.
         head: a head that fits the target.
         metadata: what the head's checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
+        earlier: the answers that histories search and add to; None for none.
     """
     check_chains(target, tree)
-    # 1. What drafts: a source, a head, or both in one tree.
-    if head is None:
-        drafter: BatchDrafter = NoDraft() if source is None else _from_source(source, target, tree)
-    else:
+    spec = drafter_spec(source) if isinstance(source, str) else source
+    # 1. What drafts: a source or a head, and plain steps as another choice of each round.
+    drafter: BatchDrafter = NoDraft()
+    if head is not None:
         metadata = metadata or head.metadata or CheckpointMetadata()
-        drafter = _head_drafter(target, head, metadata, tree, adaptive)
-        if source is not None:
-            drafter = HeadAndLookup(drafter, _from_source(source, target, "auto"))
-    # 2. Plain steps as another choice of each round.
-    if not adaptive or isinstance(drafter, NoDraft):
+        drafter = _with_plain_steps(_head_drafter(target, head, metadata, tree, adaptive), adaptive)
+    elif spec is not None and not isinstance(spec, History):
+        drafter = _with_plain_steps(_from_source(spec, target, tree), adaptive)
+    elif tree != "auto" and spec is not None:
+        raise ValueError(
+            f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
+        )
+    # 2. A history that takes turns with it.
+    if head is not None and spec is None and adaptive and drafter.kind == "top_k":
+        spec = History()
+    if isinstance(spec, History):
+        return _with_history(spec, drafter, target, adaptive, earlier, head)
+    if head is not None and spec is not None:
+        raise ValueError(
+            "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
+            " retrieval"
+        )
+    return drafter
+
+
+def _with_plain_steps(drafter: BatchDrafter, adaptive: bool) -> BatchDrafter:
+    """The drafter, or whichever is faster of it and plain steps."""
+    if not adaptive:
         return drafter
     if not isinstance(drafter, AdaptiveDrafter):
         return AdaptiveDrafter([drafter])
@@ -97,6 +118,29 @@ def make_drafter(
         return drafter
     # Several trees were named: the same choice, with plain steps.
     return AdaptiveDrafter(drafter.trees, True, drafter.costs, drafter.clock)
+
+
+def _with_history(
+    spec: History,
+    other: BatchDrafter,
+    target: Target,
+    adaptive: bool,
+    earlier: TextIndex | None,
+    head: DraftHead | None,
+) -> HistoryDrafter:
+    """A history that takes turns with another drafter."""
+    corpus = None
+    if spec.folder is not None:
+        corpus = TextIndex.of(_datastore(spec.folder, target).tokens)
+    return HistoryDrafter(
+        spec.nodes,
+        spec.length,
+        earlier if spec.earlier else None,
+        corpus,
+        other,
+        measured_costs(target, head) if adaptive else None,
+        path_only=chains_alone(target),
+    )
 
 
 def check_chains(target: Target, tree: TreeSpec) -> None:
@@ -200,9 +244,12 @@ def assistants(drafter: BatchDrafter) -> list[Target]:
     return [model.model for model in models if isinstance(model, AssistantModel)]
 
 
-def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> BatchDrafter:
+def _from_source(
+    spec: Lookahead | Ngram | RandomTokens | SmallerModel | Drafter | Target | PreTrainedModel,
+    target: Target,
+    tree: TreeSpec,
+) -> BatchDrafter:
     """A drafter without a head, whose tree is `tree` if it has probabilities."""
-    spec = drafter_spec(source) if isinstance(source, str) else source
     # 1. A smaller model, loaded or by its name, in the target's dtype and on its device.
     if isinstance(spec, PreTrainedModel):
         spec = Seq2SeqTarget(spec) if is_encoder_decoder(spec) else Target(spec)
@@ -218,31 +265,19 @@ def _from_source(source: DrafterSource, target: Target, tree: TreeSpec) -> Batch
         return _ngram_drafter(target, spec.order, corpus, tree)
     if isinstance(spec, RandomTokens):
         return _ngram_drafter(target, 0, None, tree)
-    # 3. Lookups, which have no probabilities to grow a tree by.
-    if isinstance(spec, PromptLookup | Retrieval | Lookahead):
+    # 3. Lookahead, which has no probabilities to grow a tree by.
+    if isinstance(spec, Lookahead):
         if tree != "auto":
             raise ValueError(
-                f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it"
-                " drafts"
+                f"the drafter {spec} takes no tree {tree!r}: its own options limit what it drafts"
             )
-        return _lookup_drafter(spec, target)
+        return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
     # 4. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
             f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
         )
     return validated(spec, target.info.vocab_size)
-
-
-def _lookup_drafter(spec: PromptLookup | Retrieval | Lookahead, target: Target) -> BatchDrafter:
-    if isinstance(spec, Lookahead):
-        return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
-    if isinstance(spec, PromptLookup):
-        return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram)
-    # In a corpus, single tokens occur everywhere and predict little.
-    corpus = _datastore(spec.folder, target)
-    shortest = min(2, spec.ngram)
-    return PromptLookupDrafter(spec.nodes, spec.length, spec.ngram, shortest, corpus)
 
 
 def _ngram_drafter(
@@ -279,7 +314,8 @@ def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
             " (universal assisted generation): their probabilities would not be those of the"
             " tokens that are verified, and the output not exact"
         )
-    tree = MODEL_TREE if tree == "auto" else tree
+    if tree == "auto":
+        tree = MODEL_TREE if mask_token(model) is None else PARALLEL_TREE
     assistant = AssistantModel(model, target.info, _deepest(tree))
     return tree_drafter(assistant, tree, target.draft_modules)
 

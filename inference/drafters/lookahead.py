@@ -19,22 +19,25 @@ of this tree; hence the window may be accepted, too, at no cost. With three colu
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Self
 
-from .base import DraftContext
-from .ngram_index import NgramIndex
-from .prompt_lookup import NgramDrafter, Trie
+from torch import Tensor
+
+from ..trees.tree import DraftTree
+from .base import BatchDrafter, DraftContext, PrefillChunk, replaced_rows, selected_rows
 from .round import Round
+from .tries import Trie, draft_tree
 
 KEPT_ROOTS = 4096
 """First tokens whose n-grams are kept, the most recently used ones."""
 
 
-class Window(NgramIndex):
+class Window:
     """A text with its trajectories and n-grams; its limits are those of `LookaheadDrafter`."""
 
     def __init__(self, width: int, gram: int, candidates: int) -> None:
-        super().__init__(longest=0)
+        self.tokens: list[int] = []
         self.width = width
         self.gram = gram
         self.candidates = candidates
@@ -45,12 +48,12 @@ class Window(NgramIndex):
         self.below: list[int] = []
         """Nodes of the newest row in the tree that was proposed last."""
 
-    def append(self, tokens: Iterable[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text; its n-grams are candidates, too (section 4)."""
         # The n-grams that end with a new token: with n-grams of 4 and 10 tokens so far, the first
         # begins at position 7, of which position 10 is the last token.
         first = max(len(self.tokens) - self.gram + 1, 0)
-        super().append(tokens)
+        self.tokens += tokens
         for start in range(first, len(self.tokens) - self.gram + 1):
             self.keep(tuple(self.tokens[start : start + self.gram]))
 
@@ -106,7 +109,7 @@ class Window(NgramIndex):
             self.grams.popitem(last=False)
 
 
-class LookaheadDrafter(NgramDrafter):
+class LookaheadDrafter(BatchDrafter):
     """Drafts each text's window and its n-grams."""
 
     reads_best_tokens = True
@@ -121,7 +124,9 @@ class LookaheadDrafter(NgramDrafter):
                 "lookahead needs a window of at least 1 column, n-grams of 2 tokens and 1"
                 f" candidate, not {width}, {gram} and {candidates}"
             )
-        super().__init__(1 + (width + candidates) * (gram - 1))
+        self.max_nodes = 1 + (width + candidates) * (gram - 1)
+        self.texts: list[Window] = []
+        """Each row's text."""
         self.width = width
         self.gram = gram
         self.most_candidates = candidates
@@ -129,19 +134,39 @@ class LookaheadDrafter(NgramDrafter):
         """Whether the target verifies one path only: then an n-gram of the text is drafted, and no
         window."""
 
-    def new_text(self) -> Window:
-        return Window(self.width, self.gram, self.most_candidates)
-
     def begin(self, context: DraftContext) -> None:
         self.chains_only = context.chains_only
-        super().begin(context)
+        self.texts = []
+        for _ in range(context.batch_size):
+            self.texts.append(Window(self.width, self.gram, self.most_candidates))
 
-    def candidates(self, text: Window) -> Trie:
-        return text.newest_gram() if self.chains_only else text.tree()
+    def prefill(self, chunk: PrefillChunk) -> None:
+        tokens_of_rows = chunk.tokens_BT.tolist()
+        following_of_rows = chunk.next_tokens_BT.tolist()
+        lengths = chunk.lengths_B.tolist()
+        for row, text in enumerate(self.texts):
+            # The first token of a prompt is no other token's successor.
+            if not text.tokens:
+                text.append(tokens_of_rows[row][:1])
+            text.append(following_of_rows[row][: lengths[row]])
+
+    def propose(self, roots_B: Tensor) -> DraftTree:
+        if self.chains_only:
+            tries = [text.newest_gram() for text in self.texts]
+        else:
+            tries = [text.tree() for text in self.texts]
+        return draft_tree(tries, roots_B.device)
 
     def observe(self, finished: Round) -> None:
         self._update_windows(finished)
-        super().observe(finished)
+        for text, tokens in zip(self.texts, finished.tokens, strict=True):
+            text.append(tokens)
+
+    def select(self, rows_R: Tensor) -> None:
+        self.texts = selected_rows(self.texts, rows_R)
+
+    def replace(self, rows_R: Tensor, other: Self) -> None:
+        self.texts = replaced_rows(self.texts, rows_R, other.texts)
 
     def _update_windows(self, finished: Round) -> None:
         """Update each window with the target's output at its nodes.

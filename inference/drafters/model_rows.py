@@ -242,10 +242,7 @@ class ModelRows:
 
     def prefill(self, chunk: PrefillChunk) -> None:
         """Read a chunk of the prompts, or keep it to be read later."""
-        # Steps of a conversation's previous turn precede this prompt: keep the order of the text.
-        if self.progress.steps:
-            self.progress.chunks.append(joined_chunks(self.progress.steps))
-            self.progress.steps = []
+        self._join_steps()  # steps of a conversation's previous turn
         self.progress.chunks.append(chunk)
         self.progress.pending += chunk.tokens_BT.shape[1]
         # Skipping may free enough; if not, even a lazy model reads now.
@@ -259,13 +256,11 @@ class ModelRows:
 
         Tokens of rounds without drafts are kept, to be read at once.
         """
-        # 1. A plain step: keep its pairs.
-        if not finished.drafted:
-            self.progress.steps.append(self.progress.noted or self._pairs(finished))
+        # 1. A round without the model's drafts: keep its pairs.
+        if not self._drafted(finished):
+            pairs = self.progress.noted or self._pairs(finished)
             self.progress.noted = None
-            self.progress.pending += 1
-            if self.progress.pending > PENDING_TOKENS:
-                self.catch_up()
+            self._keep(pairs, max(map(len, finished.tokens), default=1))
             return
         # 2. Read the round, unless the device does so already (`observe_ahead`).
         if self.progress.ahead is None:
@@ -276,12 +271,34 @@ class ModelRows:
         most = finished.verdict.emitted_BA.shape[1]
         self.progress.longest -= most - max(map(len, finished.tokens), default=most)
 
+    def _drafted(self, finished: Round) -> bool:
+        """Whether a round's drafts may be the model's: before it drafts, it reads what waits."""
+        return finished.drafted and self.progress.pending == 0
+
+    def _keep(self, pairs: PrefillChunk, most: int) -> None:
+        """Keep the pairs of a round, up to `most` of a row, to be read later."""
+        if most == 1:
+            self.progress.steps.append(pairs)
+        else:
+            # Rows with different numbers of tokens: a chunk, after the steps so far.
+            self._join_steps()
+            self.progress.chunks.append(cut_chunk(pairs, most))
+        self.progress.pending += most
+        if self.progress.pending > PENDING_TOKENS:
+            self.catch_up()
+
+    def _join_steps(self) -> None:
+        """Make a chunk of the steps, so that another may follow in the order of the text."""
+        if self.progress.steps:
+            self.progress.chunks.append(joined_chunks(self.progress.steps))
+            self.progress.steps = []
+
     def _pairs(self, finished: Round) -> PrefillChunk:
-        """The pairs of a plain step, one of each row."""
+        """The pairs of a round, as many of each row as it has accepted nodes."""
         verdict = finished.verdict
         # Copies: a replayed target overwrites its outputs.
         return PrefillChunk(
-            self.runner.keep(finished.verified.tokens_BN),
+            self.runner.keep(finished.verified.tokens_BN.gather(1, verdict.path_BA)),
             self.runner.keep(verdict.emitted_BA),
             self.runner.keep(verdict.features_BAF),
             self.runner.keep(verdict.lengths_B),
@@ -303,10 +320,9 @@ class ModelRows:
         """Run the model on what a round accepted, before its tokens are known on the host."""
         if not isinstance(self.model, DraftHead):
             return
-        if not finished.drafted:
+        if not self._drafted(finished):
             self.progress.noted = self._pairs(finished)
             return
-        self.catch_up()
         self.progress.ahead = finished.verdict.lengths_B, self.progress.longest
         self._commit(finished)
 
@@ -480,6 +496,16 @@ def without_first(chunk: PrefillChunk, counts_B: Tensor) -> PrefillChunk:
         chunk.next_tokens_BT[rows_B1, positions_BT],
         chunk.features_BTF[rows_B1, positions_BT],
         lengths_B,
+    )
+
+
+def cut_chunk(chunk: PrefillChunk, most: int) -> PrefillChunk:
+    """The first `most` tokens of each row of a chunk."""
+    return PrefillChunk(
+        chunk.tokens_BT[:, :most],
+        chunk.next_tokens_BT[:, :most],
+        chunk.features_BTF[:, :most],
+        chunk.lengths_B.clamp(max=most),
     )
 
 

@@ -8,7 +8,6 @@ arXiv:2311.08252); its files are memory-mapped.
 
 from __future__ import annotations
 
-import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -48,15 +47,6 @@ class NgramIndex:
             for length in range(min(self.longest, end) + 1):
                 self._positions[tuple(self.tokens[end - length :])].append(end)
             self.tokens.append(token)
-
-    def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
-        """Return up to `length` tokens after each occurrence of the n-gram.
-
-        Only the `most` newest occurrences count, the newest first.
-        """
-        # The last `most`, in reverse. `get`, so that a search adds no empty entry.
-        starts = self._positions.get(tuple(gram), [])[: -most - 1 : -1]
-        return [self.tokens[start : start + length] for start in starts]
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
@@ -132,21 +122,6 @@ class Datastore:
             )
         return cls(tokens, order, about["tokenizer"], vocab_size)
 
-    def continuations(self, gram: Sequence[int], most: int, length: int) -> list[list[int]]:
-        """Up to `length` tokens after `most` occurrences of the n-gram, to the end of their texts.
-
-        The occurrences are spread evenly over all: neighbours in the order continue alike.
-        """
-        # In the order, occurrences with the same continuation are neighbours.
-        first, last = self._range(gram)
-        chosen = np.linspace(first, last, min(most, last - first), endpoint=False).astype(np.int64)
-        starts = np.asarray(self.order[chosen]) + len(gram)
-        continuations = []
-        for start in starts.tolist():
-            tokens = self.tokens[start : start + length].tolist()
-            continuations.append(list(itertools.takewhile(self._is_token, tokens)))
-        return continuations
-
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""
         tokens = np.asarray(self.tokens)
@@ -158,9 +133,6 @@ class Datastore:
         if self.unigrams is None:
             self.unigrams = self._counted(tokens)
         return self.unigrams
-
-    def _is_token(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size
 
     def _counted(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The different tokens, and how often each occurs; separators of texts do not count."""

@@ -1,4 +1,4 @@
-"""Drafters without a head, as a Python program names them: `drafter=PromptLookup(nodes=24)`.
+"""Drafters without a head, as a Python program names them: `drafter=History(nodes=24)`.
 
 A command line writes each of them as text, see `SPECS`, which `drafter_spec` parses.
 """
@@ -11,41 +11,31 @@ from pathlib import Path
 from ...files import at_home
 
 SPECS = {
-    "prompt-lookup": "prompt-lookup[:NODES[:LENGTH[:NGRAM]]]",
-    "retrieval": "retrieval:FOLDER[:NODES[:LENGTH[:NGRAM]]]",
+    "history": "history[:NODES[:LENGTH]]",
+    "prompt-lookup": "prompt-lookup[:NODES[:LENGTH]]",
+    "retrieval": "retrieval:FOLDER[:NODES[:LENGTH]]",
     "lookahead": "lookahead[:WIDTH[:NGRAM[:CANDIDATES]]]",
     "ngram": "ngram[:ORDER[:FOLDER]]",
     "random": "random",
     "model": "model:NAME",
 }
 """How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
-model."""
+model. prompt-lookup is a history of the text alone, retrieval one with a corpus."""
 
 
 @dataclass(frozen=True)
-class PromptLookup:
-    """Continuations of the newest tokens where these occurred before in the text."""
+class History:
+    """What followed the newest tokens before: in the text, in earlier answers, in a corpus."""
 
     nodes: int = 12
     """Nodes of a tree, at most."""
     length: int = 10
     """Tokens of a continuation, at most."""
-    ngram: int = 3
-    """Longest n-gram that is searched for."""
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """Continuations of the newest tokens in a datastore."""
-
-    folder: str | Path
-    """What `headstart datastore` made."""
-    nodes: int = 12
-    """Nodes of a tree, at most."""
-    length: int = 10
-    """Tokens of a continuation, at most."""
-    ngram: int = 8
-    """Longest n-gram that is searched for."""
+    earlier: bool = True
+    """Whether answers of earlier calls are searched. Drafts cannot change a text, but time could
+    tell somebody that another's answer was like his own: False keeps histories apart."""
+    folder: str | Path | None = None
+    """A corpus, as `headstart datastore` makes it."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +67,17 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class SmallerModel:
-    """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself."""
+    """A smaller model with the target's vocabulary; a loaded one can be `drafter` itself.
+
+    One whose config says `spd_type: pard` drafts all tokens in one forward (PARD,
+    arXiv:2504.18583).
+    """
 
     name: str
     """A folder or a Hub id."""
 
 
-DrafterSpec = PromptLookup | Retrieval | Lookahead | Ngram | RandomTokens | SmallerModel
+DrafterSpec = History | Lookahead | Ngram | RandomTokens | SmallerModel
 """A drafter without a head."""
 
 
@@ -95,13 +89,15 @@ def drafter_spec(text: str) -> DrafterSpec:
     """
     name, _, options = text.partition(":")
     name = name.replace("_", "-")
+    if name == "history":
+        return History(*_nodes_and_length(name, options))
     if name == "prompt-lookup":
-        return PromptLookup(*_numbers(name, options, most=3))
+        return History(*_nodes_and_length(name, options), earlier=False)
     if name == "retrieval":
-        folder, numbers = _path_and_numbers(options, most=3)
+        folder, numbers = _path_and_numbers(options, most=2)
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
-        return Retrieval(folder, *_numbers(name, numbers, most=3))
+        return History(*_nodes_and_length(name, numbers), folder=folder)
     if name == "lookahead":
         return Lookahead(*_numbers(name, options, most=3))
     if name == "ngram":
@@ -116,7 +112,17 @@ def drafter_spec(text: str) -> DrafterSpec:
         if not options:
             raise ValueError(f"the drafter model needs a model: {SPECS[name]}")
         return SmallerModel(options)
+    # A Hub id or a folder is a smaller model, as org/PARD-Qwen3-0.6B.
+    if "/" in text or Path(at_home(text)).is_dir():
+        return SmallerModel(text)
     raise ValueError(f"unknown drafter {text!r}; choose from {', '.join(SPECS.values())}")
+
+
+def _nodes_and_length(name: str, options: str) -> tuple[int, int]:
+    numbers = _numbers(name, options, most=2)
+    nodes = numbers[0] if numbers else History.nodes
+    length = numbers[1] if len(numbers) > 1 else History.length
+    return nodes, length
 
 
 def _numbers(name: str, options: str, most: int) -> list[int]:

@@ -93,8 +93,7 @@ def nothing_ahead(decoding, drafter, sequences, cache, finished):
 def adaptive_by_turns(lm: SpeculativeLM) -> AdaptiveDrafter:
     """A drafter that changes between plain steps and two trees, by a clock that it moves itself."""
     seconds = itertools.count()
-    adaptive = lm.drafter
-    assert isinstance(adaptive, AdaptiveDrafter)
+    [adaptive] = [part for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter)]
     adaptive.clock = lambda: math.sqrt(next(seconds))  # later steps seem to be faster
     return adaptive
 

@@ -157,7 +157,7 @@ def made_trace(
         "version": 1,
         "target": "some/target",
         "head": "" if lookup else "some/head",
-        "drafter": "PromptLookupDrafter" if lookup else "StaticTree(Eagle3Head, 12 nodes, depth 4)",
+        "drafter": "HistoryDrafter" if lookup else "StaticTree(Eagle3Head, 12 nodes, depth 4)",
         "dtype": "float32",
         "rule": rule,
         "lossy": typical,

@@ -22,21 +22,20 @@ from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.drafters.head_and_lookup import HeadAndLookup
+from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.drafters.lookahead import LookaheadDrafter
 from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
 from headstart.inference.drafters.ngram_model import NgramModel
-from headstart.inference.drafters.prompt_lookup import PromptLookupDrafter, merged
 from headstart.inference.drafters.specs import (
     SPECS,
+    History,
     Lookahead,
     Ngram,
-    PromptLookup,
     RandomTokens,
-    Retrieval,
     SmallerModel,
     drafter_spec,
 )
+from headstart.inference.drafters.text_index import TextIndex
 from headstart.inference.targets.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
 from headstart.inference.trees.verify import choose_rule
@@ -62,15 +61,13 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
     if word == "itself":
         return make_drafter(target, target, tree)
     if word == "retrieval":
-        return PromptLookupDrafter(12, 6, 4, corpus=Datastore.of(corpus(vocab)))
+        return HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(corpus(vocab)).tokens))
     if word == "hybrid":
         torch.manual_seed(1)
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
         head.initialize(target.modules, torch.ones(vocab, dtype=torch.int64))
-        small = PromptLookupDrafter(2, 1, 1) if tree == "chain:1" else PromptLookupDrafter(6, 4, 2)
-        return HeadAndLookup(
-            SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False).drafter, small
-        )
+        other = SpeculativeLM.from_pretrained(target, head, tree=tree, adaptive=False).drafter
+        return HistoryDrafter(2 if tree == "chain:1" else 6, 4, TextIndex(99), other=other)
     return make_drafter(target, word, tree)
 
 
@@ -116,7 +113,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
         ("model", "drawn:branch:2", "traversal", 2),
         ("model", "chain:2", "auto", 2),
         ("ngram:1", "drawn:chain:1|drawn:chain:2", "auto", 2),
-        ("prompt-lookup:3:2:2", "auto", "auto", 3),
+        ("prompt-lookup:3:2", "auto", "auto", 3),
         ("lookahead:1:2:1", "auto", "auto", 3),
         ("hybrid", "chain:1", "auto", 3),
     ],
@@ -156,13 +153,11 @@ def test_a_datastore_finds_what_a_search_finds(tmp_path):
     for size in range(1, 6):
         for gram in itertools.islice(itertools.product(range(4), repeat=size), 300):
             naive = naive_places(texts, gram)
-            assert sorted(store.continuations(gram, 10**6, 50)) == sorted(naive)
             tokens, counts = store.following(gram)
             first = [rest[0] for rest in naive if rest]
             assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {
                 t: first.count(t) for t in set(first)
             }
-            assert len(store.continuations(gram, 3, 1)) == min(3, len(naive))
 
 
 def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
@@ -173,14 +168,12 @@ def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
     np.save(tmp_path / "tokens.npy", tokens)
     order = np.load(tmp_path / "order.npy")
     store = Datastore.load(tmp_path, vocab_size=12)
-    assert sorted(store.continuations([1, 2], 9, 4)) == [[], [], [5]]
     assert store.following([2])[0].tolist() == [5]
     assert store.following([])[0].max() < 12
     order[:-1] = 10**12  # in no order, and beyond all texts
     np.save(tmp_path / "order.npy", order)
     store = Datastore.load(tmp_path, vocab_size=12)
     for gram in ([1, 2], [2], [9], [5]):
-        assert all(token < 12 for text in store.continuations(gram, 9, 4) for token in text)
         assert (store.following(gram)[0] < 12).all()
 
 
@@ -200,26 +193,14 @@ def test_what_numpy_cannot_read_is_named(tmp_path, content):
         Datastore.load(tmp_path)
 
 
-def test_a_running_text_finds_what_a_search_finds_newest_first():
+def test_a_running_text_counts_what_a_search_finds():
     text = NgramIndex(3)
     tokens = random.Random(2).choices(range(3), k=60)
     text.append(tokens)
     for size in range(4):
         for gram in itertools.product(range(3), repeat=size):
             naive = [rest for rest in naive_places([tokens], gram) if rest]
-            assert text.continuations(gram, 99, 99) == naive[::-1]
             assert text.following(gram)[1].sum() == len(naive)
-    other = NgramIndex(0)
-    other.append([*tokens, 9, 9])
-    # which never stood there
-    assert PromptLookupDrafter(corpus=text).candidates(other).tokens == [9]
-
-
-def test_what_continuations_share_stays_and_newer_ones_come_first():
-    trie = merged(7, [[1, 2, 3], [4, 5], [4, 6], [1, 2, 8]], 5)
-    assert (trie.tokens, trie.parents) == ([7, 1, 2, 3, 4], [-1, 0, 1, 2, 0])
-    assert merged(7, [], 5).tokens == [7]
-    assert merged(7, [[1, 2, 3]], 3).tokens == [7, 1, 2]
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
@@ -284,40 +265,15 @@ def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tok
         assert len(set(said)) > 1
 
 
-def test_a_head_and_a_lookup_draft_together(target, tiny_target):
-    drafter = source("hybrid", target, tiny_target)
-    lm = SpeculativeLM(target, drafter)
-    settings = {"max_new_tokens": 50, "do_sample": False}
-    together = lm.generate(torch.tensor([[5, 6, 5, 6, 5]]), **settings).stats
-    alone = (
-        SpeculativeLM(target, drafter.head)
-        .generate(torch.tensor([[5, 6, 5, 6, 5]]), **settings)
-        .stats
-    )
-    assert together.acceptance_length > alone.acceptance_length
-    # A model that drafts for itself stays right in company: it is shown what was written.
-    company = HeadAndLookup(make_drafter(target, target, "chain:3"), PromptLookupDrafter(2, 1, 1))
-    stats = (
-        SpeculativeLM(target, company)
-        .generate(torch.tensor([[5, 6, 5]]), max_new_tokens=40, do_sample=False)
-        .stats
-    )
-    assert {record.returned for record in stats.rows[0][:-1]} == {4}
-    with pytest.raises(ValueError, match="must be one that looks things up"):
-        HeadAndLookup(drafter.head, LookaheadDrafter())
-    with pytest.raises(ValueError, match="cannot be joined"):
-        HeadAndLookup(make_drafter(target, "random", "drawn:chain:2"), PromptLookupDrafter())
-
-
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
-        ("prompt-lookup", PromptLookup()),
-        ("prompt_lookup:5", PromptLookup(5)),
-        ("prompt-lookup:7", PromptLookup(nodes=7)),
-        ("prompt-lookup:7:5:2", PromptLookup(nodes=7, length=5, ngram=2)),
-        ("retrieval:store", Retrieval("store")),
-        ("retrieval:a:b:9", Retrieval("a:b", nodes=9)),
+        ("history", History()),
+        ("history:7:5", History(nodes=7, length=5)),
+        ("prompt-lookup", History(earlier=False)),
+        ("prompt_lookup:5", History(5, earlier=False)),
+        ("retrieval:store", History(folder="store")),
+        ("retrieval:a:b:9", History(nodes=9, folder="a:b")),
         ("lookahead:3:2", Lookahead(width=3, ngram=2)),
         ("ngram", Ngram()),
         ("ngram:2:a:b", Ngram(order=2, folder="a:b")),
@@ -335,7 +291,7 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
     settings = {"max_new_tokens": 15, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     small = tiny_target(vocab_size=VOCAB, layers=1, seed=3)
     for drafter, expected in (
-        (PromptLookup(nodes=5), "prompt-lookup:5"),
+        (History(nodes=5, earlier=False), "prompt-lookup:5"),
         (Lookahead(width=3), "lookahead:3"),
         (Ngram(order=2), "ngram:2"),
         (RandomTokens(), "random"),
@@ -349,8 +305,8 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
             other = SpeculativeLM.from_pretrained(target, drafter=expected, adaptive=False)
             assert repr(other.drafter) == repr(lm.drafter)
             assert other.generate(prompt, **settings).stats.rounds == stats.rounds
-    with pytest.raises(ValueError, match=r"the drafter PromptLookup\(.*takes no tree 'chain:3'"):
-        SpeculativeLM.from_pretrained(target, drafter=PromptLookup(), tree="chain:3")
+    with pytest.raises(ValueError, match=r"the drafter History\(.*takes no tree 'chain:3'"):
+        SpeculativeLM.from_pretrained(target, drafter=History(), tree="chain:3")
 
 
 def test_several_trees_are_a_list_of_objects_or_text(target):
@@ -375,47 +331,46 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
             .sequences[0]
             .tolist()
         )
+        if isinstance(lm.drafter, HistoryDrafter):
+            text = lm.drafter.rows[0].text
+            assert text.last(text.end)[: len(written)] == written
+            continue
         texts = lm.drafter.rows.catch_up().texts if word == "ngram:2" else lm.drafter.texts
         assert texts[0].tokens[: len(written)] == written
 
 
 def test_a_fresh_drafter_is_independent(target, tiny_target):
     """Continuous batching reads a new prompt with it while the other rows continue."""
+
+    def state(drafter):
+        if word == "model":
+            cache = drafter.rows.progress.state.cache
+            return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
+        if isinstance(drafter, HistoryDrafter):
+            return [row.text.last(99) for row in drafter.rows]
+        texts = drafter.rows.progress.state.texts if word == "ngram:2" else drafter.texts
+        return [list(text.tokens) for text in texts]
+
     for word in ("prompt-lookup", "lookahead", "retrieval", "hybrid", "ngram:2", "model"):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
-        if word == "model":
-            cache = drafter.rows.progress.state.cache
-            before = [block.clone() for block in cache.blocks]
-            lengths = cache.lengths_B.clone()
-        else:
-            if word == "ngram:2":
-                texts = drafter.rows.progress.state.texts
-            else:
-                texts = (
-                    drafter.lookup.texts if isinstance(drafter, HeadAndLookup) else drafter.texts
-                )
-            before = [list(text.tokens) for text in texts]
+        before = state(drafter)
         SpeculativeLM(target, drafter.fresh()).generate(
             torch.tensor([[9]]), max_new_tokens=5, do_sample=False
         )
-        if word == "model":
-            assert torch.equal(cache.lengths_B, lengths)
-            assert all(map(torch.equal, cache.blocks, before))
-        else:
-            assert before == [list(text.tokens) for text in texts]
+        torch.testing.assert_close(state(drafter), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("prompt-lokup", "unknown drafter 'prompt-lokup'; choose from prompt-lookup"),
+        ("prompt-lokup", "unknown drafter 'prompt-lokup'; choose from history"),
         ("prompt-lookup:1", "at least 2 nodes"),
         ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
         ("lookahead:0", "window of at least 1 column"),
         ("ngram:99", "an order from 0 to 16, not 99"),
-        ("prompt-lookup:12:10:50", "n-grams of 1 to 16; not 12, 10, and 1 to 50"),
+        ("prompt-lookup:12:10:3", r"not understood; it is written prompt-lookup\[:NODES"),
         ("random:3", "not understood; it is written random"),
         ("retrieval", "needs a datastore"),
         ("retrieval:nowhere", "no datastore in 'nowhere'"),
@@ -521,7 +476,7 @@ def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     folder = tmp_path / name
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
     Datastore.of([[1, 2, 3, 4, 1, 2, 3]], hash_of).save(folder)
-    for options, nodes in (("", 12), (":7", 7), (":7:3", 7), (":7:3:4", 7)):
+    for options, nodes in (("", 12), (":7", 7), (":7:3", 7)):
         lm = SpeculativeLM.from_pretrained(
             target_folder, drafter=f"retrieval:{folder}{options}", adaptive=False
         )

@@ -83,7 +83,7 @@ def test_what_is_drawn_has_the_targets_distribution(tools, name):
     def run(branch):
         tree = "drawn:chain:2" if name == "smaller, drawn" else "chain:2"
         drafter = (
-            make_drafter(target, "prompt-lookup:2:1:1")
+            make_drafter(target, "prompt-lookup:2:1")
             if name == "lookup"
             else make_drafter(target, small, tree)
         )

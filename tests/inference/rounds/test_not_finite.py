@@ -23,9 +23,9 @@ from headstart.heads import HEADS, build_head
 from headstart.heads.layers.masked_attention import masked_attention
 from headstart.inference import Conversation, RoundObserver, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.by_name import make_drafter
-from headstart.inference.drafters.head_and_lookup import joined
-from headstart.inference.drafters.prompt_lookup import Trie, draft_tree, merged
+from headstart.inference.drafters.history import with_tries
 from headstart.inference.drafters.tree_policies import HeadDrafter
+from headstart.inference.drafters.tries import Trie, draft_tree
 from headstart.inference.engines.cpu import CpuEngine
 from headstart.inference.engines.cpu_decoder import is_packed, packed_head
 from headstart.inference.rounds.prefill import padded_prompts
@@ -461,10 +461,13 @@ def test_padding_is_a_token_of_the_text():
     """Which is read: another token might be one for which the target computes NaN."""
     rows = [torch.tensor([5, 6, 7]), torch.tensor([8])]
     assert padded_prompts(rows, torch.device("cpu")).tolist() == [[5, 6, 7], [8, 8, 8]]
-    tree = draft_tree([Trie([9]), merged(4, [[1, 2], [3]], 8)], torch.device("cpu"))
+    large = Trie([4])
+    large.add([1, 2])
+    large.add([3])
+    tree = draft_tree([Trie([9]), large], torch.device("cpu"))
     assert tree.tokens_BN[0].tolist() == [9] * 4 and tree.sizes_B.tolist() == [1, 4]
-    joint = joined(tree, [merged(9, [[1]], 4), merged(4, [[1, 2], [5, 6, 7]], 8)])
-    assert set(joint.tokens_BN[0].tolist()) == {9, 1}
+    plain = draft_tree([Trie([9]), Trie([4])], torch.device("cpu"))
+    assert with_tries(plain, [None, large], 6).tokens_BN[0].tolist() == [9] * 6
 
 
 # The target's own numbers

@@ -1,0 +1,142 @@
+"""A history beside a head: speed over plain steps where answers repeat what came before, greedy,
+and rounds where the same prompts are answered again and again, as in reinforcement learning.
+
+    python benchmarks/history.py --conversations conversations.jsonl --prompts gsm8k.jsonl \
+        mt_bench.jsonl runs/data/prompts-held-out/{translation,summaries,context}.jsonl
+
+The prompt files are those of benchmarks/adaptivity.py; from the conversations come code edits,
+second turns that ask for the first answer again, and an agent's calls, whose context grows.
+`--epochs 8` answers `--limit` prompts of the first file so often at temperature 1, with and without
+what was answered before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
+from torch import Tensor
+
+from headstart.inference import History, SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.inference.drafters.history import HistoryDrafter
+from headstart.inference.targets.provenance import hardware
+from headstart.inference.text.chat_template import prompt_ids
+from headstart.scripts.measuring.comparison import answer_settings
+from headstart.train.data.conversations import read_conversations
+
+CALLS = 10
+"""Calls of the agent's loop."""
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def first_turns(path: str, with_code: bool) -> Iterator[tuple[str, str]]:
+    """Questions with their answers, those with code or those without."""
+    for row in read_conversations(path):
+        texts = [message["content"] for message in row["messages"] if message["role"] != "system"]
+        if len(texts) > 1 and ("```python" in texts[1]) == with_code and len(texts[1]) > 200:
+            yield texts[0], texts[1]
+
+
+def kinds(path: str, limit: int) -> dict[str, list[list[dict[str, str]]]]:
+    """Prompts whose answers repeat what came before, by kind."""
+    edits = []
+    turns = []
+    calls = []
+    code = first_turns(path, with_code=True)
+    prose = first_turns(path, with_code=False)
+    for _ in range(limit):
+        _, answer = next(code)
+        edits.append([user(f"{answer}\n\nRewrite this code with a comment at every line.")])
+        question, answer = next(prose)
+        asked = [user(question), {"role": "assistant", "content": answer}]
+        turns.append([*asked, user("Write your answer again, with all its sentences.")])
+    # One loop: each call sees all earlier ones.
+    context: list[dict[str, str]] = []
+    for _ in range(CALLS):
+        question, answer = next(code)
+        context += [user(f"Explain step by step what this does, and quote it:\n\n{answer}")]
+        calls.append(list(context))
+        context.append({"role": "assistant", "content": answer})
+    return {"code edits": edits, "second turns": turns, "agent's calls": calls}
+
+
+def epochs(
+    lms: dict[str, SpeculativeLM], prompts: list[Tensor], count: int, new_tokens: int
+) -> list[str]:
+    """Rounds and seconds of each side in each epoch over the same prompts."""
+    lines = ["| epoch | " + " | ".join(f"{name}: rounds, seconds" for name in lms) + " |"]
+    lines.append("|---" * (len(lms) + 1) + "|")
+    for epoch in range(count):
+        cells = []
+        for lm in lms.values():
+            began = time.perf_counter()
+            stats = []
+            for number, ids in enumerate(prompts):
+                seed = torch.Generator().manual_seed(epoch * len(prompts) + number)
+                settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": True}
+                settings |= {"temperature": 1.0, "top_k": 0, "generator": seed}
+                stats.append(
+                    lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).stats
+                )
+            rounds = Stats.merged(stats).rounds
+            cells.append(f"{rounds:,}, {time.perf_counter() - began:.0f}")
+        lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Write the tables."""
+    parser = arguments(__doc__, "history.md")
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--head", default=HEAD)
+    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--conversations")
+    parser.add_argument("--limit", type=int, default=8, help="prompts of each kind")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=0)
+    args = parser.parse_args()
+    target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
+    head = SpeculativeLM.from_pretrained(target, args.head)
+    assert isinstance(head.drafter, HistoryDrafter)
+    heading = f"Hardware: {hardware()}. {args.limit} prompts, {args.new_tokens} new tokens."
+    if args.epochs:
+        prompts = encoded(tokenizer, args.prompts[:1], args.limit)
+        apart = History(earlier=False)
+        sides = {
+            "head": SpeculativeLM(target, head.drafter.other.fresh()),
+            "head and own text": SpeculativeLM.from_pretrained(target, args.head, drafter=apart),
+            "head and history": head,
+        }
+        [rows] = prompts.values()
+        save(args.output, [heading, "", *epochs(sides, rows, args.epochs, args.new_tokens)])
+        return
+    engines = {
+        "plain": SpeculativeLM.from_pretrained(target),
+        "head alone": SpeculativeLM(target, head.drafter.other.fresh()),
+        "history alone": SpeculativeLM.from_pretrained(target, drafter="history"),
+        "head and history (default)": head,
+    }
+    files = encoded(tokenizer, args.prompts, args.limit)
+    if args.conversations:
+        for kind, rows in kinds(args.conversations, args.limit).items():
+            files[kind] = [prompt_ids(tokenizer, messages) for messages in rows]
+    titles = [*engines][1:]
+    lines = [heading, "", f"| prompts | {' | '.join(titles)} | tokens a round |"]
+    lines.append("|---" * (len(titles) + 2) + "|")
+    for file, prompts in files.items():
+        sides = {name: ours(engine) for name, engine in engines.items()}
+        rates, stats = compared(sides, prompts, answer_settings(args.new_tokens, 0.0), file)
+        cells = [ratio(rates[name], rates["plain"]) for name in titles]
+        lengths = ", ".join(f"{stats[name].acceptance_length:.2f}" for name in titles)
+        lines.append(f"| {file} | {' | '.join(cells)} | {lengths} |")
+        save(args.output, lines)
+
+
+if __name__ == "__main__":
+    main()

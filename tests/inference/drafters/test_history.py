@@ -1,0 +1,289 @@
+"""A history: it finds what a search finds, learns what its matches are worth, and takes turns with
+other drafts by that."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import padded_batch, written_alone
+
+from headstart.heads import build_head
+from headstart.inference import History, SpeculativeLM
+from headstart.inference.drafters import text_index
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.history import FREE, Found, HistoryDrafter, Rates, best_tree
+from headstart.inference.drafters.text_index import CONTINUATIONS, LONGEST, Match, TextIndex
+from headstart.inference.tuning.round_costs import RoundCosts
+
+VOCAB = 20
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+@pytest.fixture
+def head(target):
+    torch.manual_seed(1)
+    head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
+    head.initialize(target.modules, torch.ones(VOCAB, dtype=torch.int64))
+    return head
+
+
+def searched(tokens, tail, length, capacity):
+    """The longest match and its continuations, by looking everywhere, the newest first."""
+    oldest = max(len(tokens) - capacity, 0)
+    longest, found = 0, []
+    for position in range(len(tokens) - 2, oldest - 1, -1):
+        common = 0
+        while (
+            common < len(tail)
+            and position - common >= oldest
+            and tokens[position - common] == tail[-1 - common]
+        ):
+            common += 1
+        if common < 2 or common < longest or tokens[position + 1] == -1:
+            continue
+        after = tokens[position + 1 : position + 1 + length]
+        after = after[: after.index(-1)] if -1 in after else after
+        found = [*found, after] if common == longest else [after]
+        longest = common
+    return Match(longest, found[:CONTINUATIONS])
+
+
+@pytest.mark.parametrize("many", [1, 4, 1000])
+@pytest.mark.parametrize("capacity", [7, 40, 500])
+def test_an_index_finds_what_a_search_finds(monkeypatch, many, capacity):
+    """However the tokens came, and whatever of them the ring still has."""
+    monkeypatch.setattr(text_index, "MANY", many)  # added one by one, or all at once
+    monkeypatch.setattr(text_index, "VISITED", 1000)
+    chance = random.Random(capacity)
+    for _ in range(40):
+        index, tokens = TextIndex(capacity), []
+        while len(tokens) < 90:
+            new = [chance.choice([*range(9), -1]) for _ in range(chance.randrange(1, 12))]
+            index.add(new)
+            tokens += new
+        assert index.last(500) == tokens[-capacity:]
+        tail = index.last(min(LONGEST, capacity))
+        tail = tail[len(tail) - ([*reversed(tail), -1].index(-1)) :]
+        found = index.search(tail, 5)
+        expected = searched(tokens, tail, 5, capacity)
+        # Four tokens or more are searched first, then two or three.
+        assert found == expected
+
+
+def test_rates_are_the_shares_that_were_foretold():
+    rates = Rates()
+    assert rates.of(2) < rates.of(3) < rates.of(LONGEST) < 1
+    match = Match(3, [[5, 6, 7], [5, 8]])
+    before = rates.of(6)
+    for _ in range(2000):
+        rates.learn(match, [5, 8])  # the second continuation to its end: nothing is known of more
+        rates.learn(match, [5, 9])
+    assert rates.of(3) > 0.95
+    assert rates.of(4) == pytest.approx(0.5, abs=0.05)
+    assert rates.of(6) == before
+    assert rates.most(match, 1) == pytest.approx(1 + rates.of(3))
+
+
+def tree_of(match, size=8, costs=FREE, path_only=False, rates=None):
+    found = Found(match, rates or Rates())
+    trie, tokens = best_tree(9, found, size, costs, 1, path_only)
+    return trie.tokens, trie.parents, tokens
+
+
+def test_the_nodes_that_most_continuations_share_are_drafted():
+    match = Match(LONGEST, [[1, 2, 3], [4, 5], [4, 6], [4, 5]])
+    tokens, _, expected = tree_of(match)
+    assert sorted(tokens) == [1, 2, 3, 4, 5, 6, 9]
+    # 4 has three of four continuations, 5 two of three of those
+    rate = Rates().of(LONGEST)
+    assert expected == pytest.approx(
+        1 + rate + rate**2 * (2 / 4 + 1 / 4 + 1 / 4) + rate**3 * (1 / 4)
+    )
+    assert tree_of(match, size=3)[:2] == ([9, 4, 5], [-1, 0, 1])
+    assert tree_of(match, path_only=True)[:2] == ([9, 4, 5], [-1, 0, 1])
+
+
+def test_no_more_nodes_are_drafted_than_pay():
+    steep = RoundCosts({1: 1.0, 2: 1.3}, draft=0.0)
+    path = Match(4, [[1, 2, 3, 4, 5, 6]])
+    assert len(tree_of(path)[0]) == 7
+    assert 1 < len(tree_of(path, costs=steep)[0]) < 7
+    hopeless = RoundCosts({1: 1.0, 2: 3.0}, draft=0.0)
+    assert tree_of(path, costs=hopeless)[2] < 1
+
+
+def wrong_by(rates):
+    """Rates that say nothing will be accepted."""
+    rates._right = [0.0] * len(rates._right)
+    return rates
+
+
+@pytest.mark.parametrize("given", ["history", "beside a head", "default"])
+@pytest.mark.parametrize("slots", [None, 2])
+def test_greedy_is_generate_for_each_row_alone_with_earlier_answers(target, head, given, slots):
+    options = {
+        "history": {"drafter": "history", "adaptive": False},
+        "beside a head": {"head": head, "drafter": "history:6", "tree": "branch:2x1"},
+        "default": {"head": head},
+    }[given]
+    lm = SpeculativeLM.from_pretrained(target, **options)
+    chance = random.Random(3)
+    rows = [torch.tensor([chance.randrange(VOCAB) for _ in range(4 + i)] * 2) for i in range(5)]
+    padded, mask = padded_batch(rows)
+    settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": [3], "pad_token_id": 0}
+    truths = [written_alone(target.model, row, **settings) for row in rows]
+    rounds = []
+    for _ in range(3):
+        output = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
+        for truth, found in zip(
+            truths, output.sequences[:, padded.shape[1] :].tolist(), strict=True
+        ):
+            assert found[: len(truth)] == truth and not any(found[len(truth) :])
+        rounds.append(output.stats.rounds)
+    assert rounds[2] < rounds[0]  # the same answers again
+
+
+def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
+    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    truth = SpeculativeLM(target).generate(prompt, **settings).sequences
+    rounds = {}
+    for earlier in (True, False):
+        source = History(earlier=earlier)
+        lm = SpeculativeLM.from_pretrained(target, drafter=source, adaptive=False)
+        outputs = [lm.generate(prompt, **settings) for _ in range(2)]
+        assert all(torch.equal(output.sequences, truth) for output in outputs)
+        rounds[earlier] = [output.stats.rounds for output in outputs]
+    assert rounds[True][1] < rounds[True][0] / 2
+    assert rounds[False][0] == rounds[False][1] == rounds[True][0]
+
+
+def test_a_lossy_rule_sees_no_earlier_answers(target, head):
+    """There drafts may change the text."""
+    lm = SpeculativeLM.from_pretrained(target, head, acceptance="typical", lossy=True)
+    assert lm.drafter.earlier is None
+    assert SpeculativeLM.from_pretrained(target, head).drafter.earlier is not None
+
+
+def test_trees_of_single_calls_search_the_same_answers(target, head):
+    lm = SpeculativeLM.from_pretrained(target, head)
+    prompt = torch.tensor([[4, 8, 15]])
+    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    lm.generate(prompt, tree="chain:2", **settings)
+    lm.generate(prompt, tree="chain:1", **settings)  # the first answer has ended
+    lm.generate(prompt, tree="chain:2", **settings)
+    lm.generate(prompt, **settings)
+    assert lm.drafter.earlier.end > 10
+    end = lm.drafter.earlier.end
+    lm.warmup()  # of which nothing is remembered
+    assert lm.drafter.earlier.end in (0, end)
+
+
+def test_memory_does_not_grow_with_answers():
+    history = HistoryDrafter(earlier=TextIndex(1000))
+    history.earlier.add([1])
+    size = len(history.earlier._ring), [len(links) for links in history.earlier._before]
+    chance = random.Random(0)
+    for _ in range(300):
+        history.earlier.add([chance.randrange(50) for _ in range(40)] + [-1])
+    assert history.earlier.end == 1 + 300 * 41
+    assert size == (len(history.earlier._ring), [len(links) for links in history.earlier._before])
+    assert len(history.earlier.last(10**6)) == 1000
+
+
+def test_whoever_expects_more_drafts(target, tools):
+    """The other drafter is always right by three tokens: a history of worthless matches is silent,
+    one whose matches are sure and longer takes its rounds."""
+    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
+    settings = {"max_new_tokens": 41, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    truth = SpeculativeLM(target).generate(prompt, **settings).sequences[0].tolist()
+
+    def rounds(prepare):
+        other = make_drafter(target, target, "chain:3")
+        lm = SpeculativeLM(target, HistoryDrafter(earlier=TextIndex(500), other=other))
+        prepare(lm.drafter)
+        output = lm.generate(prompt, **settings)
+        assert output.sequences[0].tolist() == truth
+        return output.stats.rounds
+
+    assert rounds(lambda drafter: [wrong_by(rates) for rates in drafter.rates]) == 10
+    assert rounds(lambda drafter: drafter.earlier.add([*truth, -1])) < 8
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_head_reads_what_a_history_wrote(target, head, lazy):
+    """Its drafts afterwards are those that it makes after the same text read as a prompt."""
+    prompt = torch.tensor([[4, 8, 15, 16, 2, 3]])
+    settings = {"do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    settings["no_repeat_ngram_size"] = 2  # so that the text does not go round in circles
+    lm = SpeculativeLM.from_pretrained(
+        target, head, tree="chain:3", adaptive=False, drafter="history:4:3"
+    )
+    chain = lm.drafter.other
+    chain.rows.lazy = lazy
+    drafts = []
+    propose = chain.propose
+
+    def noted(roots_B):
+        tree = propose(roots_B)
+        drafts.append((lm.drafter.rows[0].text.end, tree.tokens_BN[0].tolist()))
+        return tree
+
+    chain.propose = noted
+    text = lm.generate(prompt, max_new_tokens=60, **settings).sequences
+    # The history knows how the answer begins, and drafts before the head has read the prompt.
+    lm.drafter.forget()
+    lm.drafter.earlier.add([*text[0, :26].tolist(), -1])
+    lm.drafter._usual = 1.5
+    drafts.clear()
+    assert torch.equal(lm.generate(prompt, max_new_tokens=60, **settings).sequences, text)
+    assert drafts[0][0] > 20 and len(drafts) > 2 and len(set(text[0, 26:].tolist())) > 5
+    alone = SpeculativeLM.from_pretrained(target, head, tree="chain:3", adaptive=False)
+    expected = []
+    alone.drafter.propose = lambda roots_B: (
+        expected.append(type(alone.drafter).propose(alone.drafter, roots_B)) or expected[-1]
+    )
+    for length, tokens in drafts:
+        expected.clear()
+        # The prompt's last token is chosen by the target: one before the root.
+        read = text[:, : length - 1]
+        alone.generate(read, attention_mask=torch.ones_like(read), max_new_tokens=3, **settings)
+        assert expected[0].tokens_BN[0].tolist() == tokens
+
+
+def test_what_does_not_fit_is_refused(target, head):
+    with pytest.raises(ValueError, match="at least 2 nodes"):
+        HistoryDrafter(nodes=1)
+    with pytest.raises(ValueError, match="top-k"):
+        HistoryDrafter(other=make_drafter(target, "random", "drawn:chain:2"))
+    with pytest.raises(ValueError, match="one that looks things up"):
+        SpeculativeLM.from_pretrained(target, head, drafter="lookahead")
+    sampled = SpeculativeLM.from_pretrained(target, head, tree="drawn:chain:2")
+    assert not any(isinstance(part, HistoryDrafter) for part in sampled.drafter.nested())
+
+
+def test_rows_keep_their_own_texts(target):
+    """Batches that shrink and grow: each row's matches are those of its own text."""
+    lm = SpeculativeLM.from_pretrained(target, drafter=History(earlier=False), adaptive=False)
+    rows = [torch.tensor([1, 2, 3] * (i + 1)) for i in range(5)]
+    padded, mask = padded_batch(rows)
+    seen = []
+    drafter = lm.drafter
+    observe = drafter.observe
+
+    def watched(finished):
+        observe(finished)
+        for row in drafter.rows:
+            text = row.text.last(10**6)
+            seen.append(all(a >= 0 for a, _ in pairwise(text)))
+
+    drafter.observe = watched
+    lm.generate(padded, attention_mask=mask, max_batch_size=2, max_new_tokens=12, eos_token_id=[3])
+    assert seen and all(seen)

@@ -1,0 +1,101 @@
+"""A parallel draft model (PARD): all levels of a draft from one forward with mask tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import build_model, padded_batch, written_alone
+
+from headstart.inference import Conversation, RoundObserver, SmallerModel, SpeculativeLM, Target
+from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.specs import drafter_spec
+
+VOCAB, MASK = 20, 19
+
+
+@pytest.fixture
+def target(tiny_target):
+    return tiny_target(vocab_size=VOCAB)
+
+
+def parallel(seed=3, mask=MASK):
+    model = build_model(vocab_size=VOCAB, layers=1, seed=seed).requires_grad_(False)
+    model.config.spd_type = "pard"
+    model.config.pard_token = mask
+    return model
+
+
+def rows():
+    return [torch.tensor(row) for row in ([5, 6, 7], [1], [2, 3, 4, 5, 9, 2], [8, 8])]
+
+
+@pytest.mark.parametrize(
+    "tree", ["auto", "chain:3", "branch:2x2", "dynamic:6:3:2", "drawn:chain:3"]
+)
+@pytest.mark.parametrize("slots", [None, 2])
+def test_greedy_is_generate_for_each_row_alone(target, tree, slots):
+    lm = SpeculativeLM.from_pretrained(target, drafter=parallel(), tree=tree, adaptive=False)
+    padded, mask = padded_batch(rows())
+    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [3], "pad_token_id": 0}
+    found = lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings).sequences
+    for row, text in zip(rows(), found[:, padded.shape[1] :].tolist(), strict=True):
+        expected = written_alone(target.model, row, **settings)
+        assert text[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("slots", [None, 2])
+def test_drafts_are_the_models_own_after_the_text_and_masks(target, slots):
+    """In every round of a batch whose rows come, go, and accept different numbers of tokens."""
+    draft = parallel()
+    lm = SpeculativeLM.from_pretrained(target, drafter=draft, tree="chain:4", adaptive=False)
+    padded, mask = padded_batch(rows())
+    rounds = []
+    lm.observers.append(Watched(rounds))
+    settings = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    lm.generate(padded, attention_mask=mask, max_batch_size=slots, **settings)
+    assert len(rounds) > 8
+    for text, drafted in rounds:
+        ids = torch.tensor([text + [MASK] * 3])
+        expected = draft(ids).logits[0, len(text) - 1 :].argmax(-1).tolist()
+        assert drafted == expected
+
+
+class Watched(RoundObserver):
+    """Notes the text and the drafts of each row in each round."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def begin(self, call):
+        self.sequences = call.sequences
+
+    def round(self, finished):
+        for slot, number in enumerate(self.sequences.decoded):
+            if number is None or not finished.tokens[slot]:
+                continue
+            prompt = self.sequences.prompts[number].tolist()
+            before = self.sequences.rows[number][: -len(finished.tokens[slot])]
+            self.rounds.append(([*prompt, *before], finished.proposed.tokens_BN[slot, 1:].tolist()))
+
+
+def test_an_id_is_a_smaller_model_and_its_mask_is_checked(target, tmp_path):
+    assert drafter_spec("org/PARD-Qwen3-0.6B") == SmallerModel("org/PARD-Qwen3-0.6B")
+    assert drafter_spec(str(tmp_path)) == SmallerModel(str(tmp_path))
+    assert make_drafter(target, Target(parallel())).depth == 8
+    for wrong in (VOCAB, -1, None, "x"):
+        with pytest.raises(ValueError, match="pard_token"):
+            make_drafter(target, Target(parallel(mask=wrong)))
+
+
+def test_a_conversation_goes_on(target):
+    lm = SpeculativeLM.from_pretrained(target, drafter=parallel(), adaptive=False)
+    past = Conversation()
+    text = torch.tensor([[5, 6, 7, 8]])
+    settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
+    for turn in ([], [4, 4], [1]):
+        text = torch.cat([text, torch.tensor([turn], dtype=torch.int64)], dim=1)
+        ones = torch.ones_like(text)
+        expected = target.model.generate(text, attention_mask=ones, **settings)
+        output = lm.generate(text, attention_mask=ones, past_key_values=past, **settings)
+        text = output.sequences
+        assert torch.equal(text, expected)
