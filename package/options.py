@@ -62,8 +62,16 @@ LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 """Limits of numeric options: their words, and whether a value keeps them."""
 
 
+class TakesOldNames(type):
+    """The class of option classes that take old names of their options as keywords, with a
+    warning for each."""
+
+    def __call__(cls, *values: Any, **options: Any) -> Any:
+        return super().__call__(*values, **by_new_names(options))
+
+
 @dataclass(frozen=True)
-class CommandOptions:
+class CommandOptions(metaclass=TakesOldNames):
     """Options of a command, checked when they are created.
 
     A ValueError names the invalid option, its value and what is valid.

@@ -13,6 +13,7 @@ from ..files import text_shards
 from ..options import (
     CommandOptions,
     Dtype,
+    TakesOldNames,
     by_new_names,
     check_type,
     did_you_mean,
@@ -329,7 +330,7 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(metaclass=TakesOldNames):
     """Real acceptance on held-out conversations, through the decoder itself."""
 
     prompts: int = limited(16, minimum=1)

@@ -263,3 +263,24 @@ def test_a_head_is_named_by_its_type(words):
 def test_a_head_that_is_not_named_is_eagle3():
     data = DataConfig(sources=["d.jsonl"])
     assert TrainConfig(target="t", output="o", data=data).head == {"type": "eagle3"}
+
+
+def test_old_names_are_taken_as_keywords_too() -> None:
+    with pytest.warns(FutureWarning, match="new_tokens is called max_new_tokens now"):
+        judged = EvalConfig(new_tokens=7)
+    with pytest.warns(FutureWarning, match="target_dtype is called dtype now"):
+        config = TrainConfig(
+            target="t",
+            data=DataConfig(sources=["a.jsonl"]),
+            output="o",
+            target_dtype="auto",
+            eval=judged,
+        )
+    assert (config.dtype, config.eval.max_new_tokens) == ("auto", 7)
+    with pytest.warns(FutureWarning):
+        made = SelfMadeConfig(
+            target="t", prompts="p", output="o", answer_tokens=9, target_dtype="auto"
+        )
+    assert (made.max_new_tokens, made.dtype) == (9, "auto")
+    with pytest.raises(TypeError, match="new_token"):
+        EvalConfig(new_token=7)
