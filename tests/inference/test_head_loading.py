@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target, custom_generate, generate_from
-from headstart.inference.drafters import costs
+from headstart.inference.drafters import by_name, costs
 from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.head_loading import load_fitting_head, merge_adapter_of
 from headstart.inference.trees.tree_spec import TreeShape
@@ -111,6 +111,7 @@ def test_rounds_are_timed_once_when_a_decoder_must_choose_its_trees(
     target, saved, monkeypatch, nothing_measured
 ):
     measured, original = [], costs._measured
+    monkeypatch.setattr(by_name, "measured_costs", costs.measured_costs)
     monkeypatch.setattr(
         costs, "_measured", lambda *given: measured.append(given) or original(*given)
     )
