@@ -50,6 +50,9 @@ REMEMBERED = 256
 """Tokens that an acceptance rate is averaged over, about."""
 AVERAGED_ROUNDS = 32
 """Rounds over which the tokens of other drafts are averaged, about."""
+MOST_ROWS = 16
+"""Rows of a batch up to which matches are searched: in a larger one a round has little room for
+drafts, and the search of all rows would be felt."""
 FREE = RoundCosts({1: 1.0, 2: 1.0}, draft=0.0)
 """Costs of rounds that all take the same time."""
 
@@ -318,7 +321,7 @@ class HistoryDrafter(BatchDrafter):
         """Find the longest match of each row: of equal ones that in its own text."""
         for row in self.rows:
             row.found = None
-            if row.ended:
+            if row.ended or len(self.rows) > MOST_ROWS:
                 continue
             tail = row.text.last(LONGEST)
             longest = 0

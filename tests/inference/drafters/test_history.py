@@ -12,7 +12,7 @@ from helpers import padded_batch, written_alone
 
 from headstart.heads import build_head
 from headstart.inference import History, SpeculativeLM
-from headstart.inference.drafters import text_index
+from headstart.inference.drafters import history, text_index
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.history import FREE, Found, HistoryDrafter, Rates, best_tree
 from headstart.inference.drafters.text_index import CONTINUATIONS, LONGEST, Match, TextIndex
@@ -165,6 +165,17 @@ def test_earlier_answers_are_drafted_and_an_option_keeps_them_apart(target):
     assert rounds[False][0] == rounds[False][1] == rounds[True][0]
 
 
+def test_large_batches_are_not_searched(target, monkeypatch):
+    lm = SpeculativeLM.from_pretrained(target, drafter=History(earlier=False), adaptive=False)
+    rows = torch.tensor([[1, 2, 1, 2, 1]] * 3)
+    settings = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 30, "do_sample": False}
+    few = lm.generate(rows, pad_token_id=0, **settings)
+    monkeypatch.setattr(history, "MOST_ROWS", 2)
+    many = lm.generate(rows, pad_token_id=0, **settings)
+    assert torch.equal(few.sequences, many.sequences)
+    assert few.stats.acceptance_length > 1 == many.stats.acceptance_length
+
+
 def test_a_lossy_rule_sees_no_earlier_answers(target, head):
     """There drafts may change the text."""
     lm = SpeculativeLM.from_pretrained(target, head, acceptance="typical", lossy=True)
@@ -187,15 +198,15 @@ def test_trees_of_single_calls_search_the_same_answers(target, head):
 
 
 def test_memory_does_not_grow_with_answers():
-    history = HistoryDrafter(earlier=TextIndex(1000))
-    history.earlier.add([1])
-    size = len(history.earlier._ring), [len(links) for links in history.earlier._before]
+    earlier = TextIndex(1000)
+    earlier.add([1])
+    size = len(earlier._ring), [len(links) for links in earlier._before]
     chance = random.Random(0)
     for _ in range(300):
-        history.earlier.add([chance.randrange(50) for _ in range(40)] + [-1])
-    assert history.earlier.end == 1 + 300 * 41
-    assert size == (len(history.earlier._ring), [len(links) for links in history.earlier._before])
-    assert len(history.earlier.last(10**6)) == 1000
+        earlier.add([chance.randrange(50) for _ in range(40)] + [-1])
+    assert earlier.end == 1 + 300 * 41
+    assert size == (len(earlier._ring), [len(links) for links in earlier._before])
+    assert len(earlier.last(10**6)) == 1000
 
 
 def test_whoever_expects_more_drafts(target, tools):
