@@ -7,6 +7,7 @@ would mix with them. Files have the names and contents that accelerate's `load_s
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from accelerate.utils import (
     RNG_STATE_NAME,
     SAFE_WEIGHTS_NAME,
     clean_state_dict_for_safetensors,
+    patch_environment,
 )
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -35,6 +37,35 @@ from torch.optim import Optimizer
 
 from .lost_processes import of_other_processes
 from .machines import GROUPS
+
+INDEX_FILE = ".metadata"
+"""The index of a folder of shards, a pickle."""
+IN_INDEX = {
+    "pathlib": ("PosixPath",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.serialization": ("_get_layout",),
+}
+"""What an index may name, by module."""
+
+
+class IndexReader(pickle.Unpickler):
+    """Reads the index of shards, and nothing that torch does not write there."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in IN_INDEX.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        return super().find_class(module, name)
 
 
 @dataclass
@@ -52,9 +83,14 @@ class Sharded:
 
     def load(self, models: Any, folder: str) -> None:
         """Read the shards; accelerate calls it as a hook of `load_state`."""
+        # Pickles run code: nothing but what torch writes may stand in the index and the shards.
+        shards = Path(folder) / self.FOLDER
+        with (shards / INDEX_FILE).open("rb") as index:
+            IndexReader(index).load()
         # The states tell the loader which part of each tensor this process needs.
         states = self.states()
-        load_shards(states, checkpoint_id=Path(folder) / self.FOLDER)
+        with patch_environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+            load_shards(states, checkpoint_id=shards)
         set_state_dict(
             self.module,
             self.optimizer,

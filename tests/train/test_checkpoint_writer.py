@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,14 @@ from safetensors.torch import load_file
 
 from headstart.stopping import Stopped
 from headstart.train import Callback, loop, train
-from headstart.train.checkpoint_writer import TrainingState, together
+from headstart.train.checkpoint_writer import (
+    INDEX_FILE,
+    Sharded,
+    TrainingState,
+    save_shards,
+    together,
+)
+from headstart.train.run_folder import Unreadable, reading_checkpoint
 
 STEPS = 16
 EVERY = 5
@@ -269,3 +277,39 @@ def test_a_fault_that_is_no_full_disk_keeps_its_own_name():
 
     with pytest.raises(KeyError):
         together(broken, None)
+
+
+class Planted:
+    """What runs code where a pickle is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "index", "shard"])
+def test_shards_run_no_code(tmp_path, where):
+    module = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sharded = Sharded(module, optimizer)
+    folder = tmp_path / Sharded.FOLDER
+    states = sharded.states()
+    if where == "shard":
+        groups = states["optimizer"]["param_groups"]
+        groups[0]["lr"] = Planted(tmp_path / "ran")
+    save_shards(states, checkpoint_id=folder)
+    if where == "index":
+        (folder / INDEX_FILE).write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    if where == "nowhere":
+        before = module.weight.clone()
+        module.weight.data.zero_()
+        sharded.load(None, str(tmp_path))
+        assert torch.equal(module.weight, before)
+    else:
+        with pytest.raises(Unreadable), reading_checkpoint(tmp_path):
+            sharded.load(None, str(tmp_path))
+    assert not (tmp_path / "ran").exists()
