@@ -84,27 +84,28 @@ def make_drafter(
     """
     check_chains(target, tree)
     spec = drafter_spec(source) if isinstance(source, str) else source
-    # 1. What drafts: a source or a head, and plain steps as another choice of each round.
+    # 1. What does not go together.
+    if head is not None and spec is not None and not isinstance(spec, History):
+        raise ValueError(
+            "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
+            " retrieval"
+        )
+    if head is None and isinstance(spec, History) and tree != "auto":
+        raise ValueError(
+            f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
+        )
+    # 2. A head or a source, and plain steps as another choice of each round.
     drafter: BatchDrafter = NoDraft()
     if head is not None:
         metadata = metadata or head.metadata or CheckpointMetadata()
         drafter = _with_plain_steps(_head_drafter(target, head, metadata, tree, adaptive), adaptive)
     elif spec is not None and not isinstance(spec, History):
         drafter = _with_plain_steps(_from_source(spec, target, tree), adaptive)
-    elif tree != "auto" and spec is not None:
-        raise ValueError(
-            f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
-        )
-    # 2. A history that takes turns with it.
+    # 3. A history that takes turns with it, beside a head also where none is named.
     if head is not None and spec is None and adaptive and drafter.kind == "top_k":
         spec = History()
     if isinstance(spec, History):
         return _with_history(spec, drafter, target, adaptive, earlier, head)
-    if head is not None and spec is not None:
-        raise ValueError(
-            "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
-            " retrieval"
-        )
     return drafter
 
 
