@@ -395,9 +395,16 @@ class SpeculativeLM:
             for drafter in self.drafter.nested():
                 if isinstance(drafter, AdaptiveDrafter):
                     drafter.records.clear()
-                elif isinstance(drafter, HistoryDrafter):
-                    drafter.forget()
+        self.forget()
         return self
+
+    def forget(self) -> None:
+        """Forget the texts of earlier calls, in which a `History` looks for drafts."""
+        with self.target.lock:
+            for drafting in (self.drafting, *self._of_calls.values()):
+                for drafter in drafting.drafter.nested():
+                    if isinstance(drafter, HistoryDrafter):
+                        drafter.forget()
 
     def generate(
         self,

@@ -107,7 +107,10 @@ def push_head(config: PushConfig) -> None:
         # 3. Upload it.
         if config.dry_run:
             log.info(card)
-        if config.dry_run or config.output is not None:
+        if config.output is not None:
+            log.info(f"{config.output}: written; nothing was uploaded")
+            return
+        if config.dry_run:
             log.info("nothing was uploaded")
             return
         log.info(

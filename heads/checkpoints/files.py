@@ -306,6 +306,12 @@ def new_folder(final: str | Path, contents: Contents) -> Iterator[Path]:
     try:
         # 2. The caller writes.
         yield partial
+        # The files may be read by whom the umask lets read: safetensors writes them for their
+        # owner alone.
+        allowed = partial.stat().st_mode & 0o666
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(path.stat().st_mode | allowed)
         # 3. Two renames. Killed between them, `finish_replacing` undoes the first.
         _refuse(final, contents)  # once more: somebody may have put a file there meanwhile
         shutil.rmtree(replaced, ignore_errors=True)

@@ -162,7 +162,7 @@ def best_tree(
 
 
 def _one_path(order: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Of nodes in this order those that continue the path of the ones before."""
+    """The nodes, in this order, that continue the path of the ones before."""
     path = [0]
     for node in order:
         if parents[node] == path[-1]:

@@ -25,15 +25,15 @@ model. prompt-lookup is a history of the text alone, retrieval one with a corpus
 
 @dataclass(frozen=True)
 class History:
-    """What followed the newest tokens before: in the text, in earlier answers, in a corpus."""
+    """Tokens that followed the newest ones before: in the text, in earlier ones, in a corpus."""
 
     nodes: int = 12
     """Nodes of a tree, at most."""
     length: int = 10
     """Tokens of a continuation, at most."""
     earlier: bool = True
-    """Whether answers of earlier calls are searched. Drafts cannot change a text, but time could
-    tell somebody that another's answer was like his own: False keeps histories apart."""
+    """Whether answers of earlier calls, and the ends of their prompts, are searched. Drafts cannot
+    change a text, but speed tells that a passage was written before: False keeps users apart."""
     folder: str | Path | None = None
     """A corpus, as `headstart datastore` makes it."""
 

@@ -198,7 +198,7 @@ class TextIndex:
         return following < self.end and self._ring[following % self.capacity] != SEPARATOR
 
     def _continuation(self, position: int, length: int) -> list[int]:
-        """What followed a position, up to the end of its text."""
+        """The tokens after a position, up to the end of its text."""
         tokens = self._between(position + 1, min(position + 1 + length, self.end))
         if SEPARATOR in tokens:
             return tokens[: tokens.index(SEPARATOR)]

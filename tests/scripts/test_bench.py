@@ -101,6 +101,7 @@ def config(target_folder, head_folder, tmp_path):
         limit=3,
         max_new_tokens=9,
         dtype="float32",
+        adaptive=False,
         output=str(tmp_path / "deep" / "report.json"),
         profile=True,
     )

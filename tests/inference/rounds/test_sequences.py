@@ -111,11 +111,9 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind):
 def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
     """Drafts are asked for in the third turn first, whose state is that of a head that has read all
     at once."""
-    lm, eager, past = (
-        decoder(target, kind, "chain:3", adaptive=True),
-        decoder(target, kind, "chain:3"),
-        Conversation(),
-    )
+    lm = SpeculativeLM(target, decoder(target, kind, "chain:3", adaptive=True).drafter.other)
+    eager = decoder(target, kind, "chain:3")
+    past = Conversation()
     choices = itertools.chain([0] * (2 * NEW - 2), itertools.repeat(1))
     monkeypatch.setattr(adaptive, "choose", lambda record: Choice(next(choices)))
     text = [3, 1, 4, 1, 5]
