@@ -38,14 +38,14 @@ from torch.profiler import record_function
 
 from ..console import ProgressBar, log
 from ..heads.base import CheckpointMetadata, DraftHead, HeadOutput
-from ..heads.by_name import build_head, head_name
+from ..heads.by_name import build_head
 from ..heads.checkpoints.save_load import save_head
 from ..inference.outer_modules import OuterTarget
 from ..inference.probe import probe_drafts
 from ..inference.targets.dtypes import dtype_named
 from ..inference.targets.provenance import provenance
 from ..stopping import StopFlag, Stopped, stop_on_signals
-from .config import TrainConfig
+from .config import TrainConfig, head_options
 from .data.batches import Batch, Share, Step, Steps, loaded, worker_deaths_explained
 from .engines import (
     actual_engine,
@@ -649,7 +649,8 @@ def copied_head(state: TrainState) -> tuple[DraftHead, StoredFeatures | None]:
     inputs = state.inputs
     target = inputs.target
     head = inputs.head
-    copy = build_head(head_name(head), dataclasses.asdict(head.config), head.target)
+    name, _ = head_options(state.config)  # FSDP2 gives the head's class another name
+    copy = build_head(name, dataclasses.asdict(head.config), head.target)
     trained = state.averaged.module if state.averaged else inputs.head
     # An engine may have sharded the weights, so that all processes gather them here.
     copy.load_state_dict(
