@@ -20,10 +20,10 @@ from helpers import INFO
 from safetensors.torch import save_file
 
 from headstart.heads import CheckpointMetadata, build_head
-from headstart.heads.base import SERVERS
 from headstart.heads.checkpoints.files import read_weights
 from headstart.heads.checkpoints.model_card import Listing
 from headstart.heads.checkpoints.save_load import publishable, save_head
+from headstart.heads.checkpoints.tables import SERVERS
 
 Shapes = dict[str, tuple[int, ...]]
 
