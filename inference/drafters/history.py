@@ -278,16 +278,17 @@ class HistoryDrafter(BatchDrafter):
         tries = self._tries(roots_B.device)
         if not any(tries):
             return self.other.propose(roots_B)
-        # Where all rows draft from the history, the other drafter has nothing to do.
-        if all(trie or row.ended for trie, row in zip(tries, self.rows, strict=True)):
-            if isinstance(self.other, AdaptiveDrafter):
-                self.other.choice = None
-            others: DraftTree = NoDraft().propose(roots_B)
-        else:
-            others = self.other.propose(roots_B)
         # Recorded forwards serve one size: where rounds are recorded, on GPUs, there is one.
         size = 0 if roots_B.device.type == "cpu" else self.nodes
-        self._proposed = with_tries(others, tries, size)
+        pairs = list(zip(tries, self.rows, strict=True))
+        if all(trie or row.ended for trie, row in pairs):
+            # All rows draft from the history: the other drafter has nothing to do.
+            if isinstance(self.other, AdaptiveDrafter):
+                self.other.choice = None
+            ours = [trie or Trie(row.text.last(1)) for trie, row in pairs]
+            self._proposed = draft_tree(ours, roots_B.device, size)
+        else:
+            self._proposed = with_tries(self.other.propose(roots_B), tries, size)
         return self._proposed
 
     def propose_ahead(self, roots_B: Tensor) -> DraftTree | None:

@@ -62,6 +62,7 @@ class HostDrafter(BatchDrafter):
         emitted_BA = pad_sequence(rows, batch_first=True)
         verdict = replace(
             finished.verdict,
+            path_BA=torch.zeros_like(emitted_BA),
             lengths_B=torch.tensor([len(tokens) for tokens in finished.tokens]),
             emitted_BA=emitted_BA,
             # it reads none

@@ -118,7 +118,11 @@ def test_every_source_drafts_what_it_drafts_on_the_cpu(on_cpu, there, device, wo
     expected = text(here, repeating)
     found = text(away, repeating.to(device))
     assert torch.equal(found.sequences.cpu(), expected.sequences)
-    assert found.stats.acceptance_length == expected.stats.acceptance_length
+    if word == "prompt-lookup":
+        # A match that follows a step that was launched ahead is drafted from one round later.
+        assert 1 < found.stats.acceptance_length <= expected.stats.acceptance_length
+    else:
+        assert found.stats.acceptance_length == expected.stats.acceptance_length
     there.compile(False)
 
 

@@ -16,6 +16,7 @@ from helpers import DEVICE, EachRound, head_for
 
 from headstart.heads import HEADS
 from headstart.inference import SpeculativeLM, Target
+from headstart.inference.drafters.adaptive import AdaptiveDrafter
 from headstart.inference.drafters.by_name import make_drafter
 from headstart.inference.drafters.draft_model import AssistantModel
 from headstart.inference.engines.model_engine import ModelEngine
@@ -83,7 +84,8 @@ def counts_of(
     prompts = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]).to(lm.target.device)
     settings |= {"attention_mask": torch.ones_like(prompts)}
     # each uploads its shape once, whenever the clock chooses it first
-    for tree in getattr(lm.drafter, "trees", ()):
+    adaptive = (part for part in lm.drafter.nested() if isinstance(part, AdaptiveDrafter))
+    for tree in (tree for part in adaptive for tree in part.trees):
         lm.generate(prompts, max_new_tokens=8, tree=tree.shape, **settings)
     with simulated.counted() as counts:
 
