@@ -276,7 +276,7 @@ def draft_model(target: Target, reference: Target) -> dict[str, Any]:
 def retrieval(target: Target, reference: Target) -> dict[str, Any]:
     chance = random.Random(0)
     texts = [[chance.randrange(VOCAB) for _ in range(30)] for _ in range(20)]
-    return {"drafter": HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(texts).tokens))}
+    return {"drafter": HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(texts).texts()))}
 
 
 class OnesOwn(Drafter):

@@ -90,7 +90,7 @@ def make_drafter(
             "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
             " retrieval"
         )
-    if head is None and isinstance(spec, History) and tree != "auto":
+    if head is None and isinstance(spec, History | Lookahead) and tree != "auto":
         raise ValueError(
             f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
         )
@@ -132,7 +132,7 @@ def _with_history(
     """A history that takes turns with another drafter."""
     corpus = None
     if spec.folder is not None:
-        corpus = TextIndex.of(_datastore(spec.folder, target).tokens)
+        corpus = TextIndex.of(_datastore(spec.folder, target).texts())
     return HistoryDrafter(
         spec.nodes,
         spec.length,
@@ -268,10 +268,6 @@ def _from_source(
         return _ngram_drafter(target, 0, None, tree)
     # 3. Lookahead, which has no probabilities to grow a tree by.
     if isinstance(spec, Lookahead):
-        if tree != "auto":
-            raise ValueError(
-                f"the drafter {spec} takes no tree {tree!r}: its own options limit what it drafts"
-            )
         return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
     # 4. A drafter of the user's own.
     if tree != "auto":

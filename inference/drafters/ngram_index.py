@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ...files import BROKEN, at_home, read_json, require_regular
+from .text_index import SEPARATOR
 
 SORTED_TOKENS = 16
 """Tokens by which a datastore's positions are sorted; the longest n-gram that can be searched
@@ -25,8 +26,6 @@ for."""
 MANIFEST_FILE = "datastore.json"
 TOKENS_FILE = "tokens.npy"
 ORDER_FILE = "order.npy"
-SEPARATOR = -1
-"""Token id between the texts of a datastore."""
 
 
 class NgramIndex:
@@ -121,6 +120,11 @@ class Datastore:
                 " datastore again"
             )
         return cls(tokens, order, about["tokenizer"], vocab_size)
+
+    def texts(self) -> np.ndarray:
+        """All texts, with `SEPARATOR` in place of whatever is no token of the target; int64."""
+        tokens = np.asarray(self.tokens, dtype=np.int64)
+        return np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, SEPARATOR)
 
     def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that follow the n-gram, and how often each does."""

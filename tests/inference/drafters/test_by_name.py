@@ -61,7 +61,7 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
     if word == "itself":
         return make_drafter(target, target, tree)
     if word == "retrieval":
-        return HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(corpus(vocab)).tokens))
+        return HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(corpus(vocab)).texts()))
     if word == "hybrid":
         torch.manual_seed(1)
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
@@ -168,6 +168,7 @@ def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
     np.save(tmp_path / "tokens.npy", tokens)
     order = np.load(tmp_path / "order.npy")
     store = Datastore.load(tmp_path, vocab_size=12)
+    assert TextIndex.of(store.texts()).search([1, 2], 4).continuations == [[5]]
     assert store.following([2])[0].tolist() == [5]
     assert store.following([])[0].max() < 12
     order[:-1] = 10**12  # in no order, and beyond all texts
@@ -175,6 +176,8 @@ def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
     store = Datastore.load(tmp_path, vocab_size=12)
     for gram in ([1, 2], [2], [9], [5]):
         assert (store.following(gram)[0] < 12).all()
+        found = TextIndex.of(store.texts()).search(gram, 4)
+        assert all(0 <= token < 12 for text in found.continuations for token in text)
 
 
 @pytest.mark.parametrize("order", [[], [99], [-1], [0] * 99])
