@@ -14,11 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
+from common import (
+    HEAD,
+    TARGET,
+    arguments,
+    compared,
+    encoded,
+    ours,
+    ratio,
+    save,
+    without_history,
+)
 
 from headstart.inference import SpeculativeLM, Target, load_tokenizer
-from headstart.inference.drafters.base import BatchDrafter
-from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.targets.provenance import hardware
 from headstart.scripts.measuring.comparison import answer_settings
 
@@ -36,12 +44,6 @@ SIDES = {
     "heads-own": "the head's trees, or plain",
 }
 """The columns, by the names of --sides."""
-
-
-def without_history(lm: SpeculativeLM) -> BatchDrafter:
-    """What drafts beside the history."""
-    assert isinstance(lm.drafter, HistoryDrafter)
-    return lm.drafter.other
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def main() -> None:
         "default": head,
         "stop": lambda: head(tree="stop:0.4:chain:5", adaptive=False),
         "lookup": lambda: SpeculativeLM.from_pretrained(target, **lookup),
-        "heads-own": lambda: SpeculativeLM(target, without_history(head())),
+        "heads-own": lambda: without_history(head()),
     }
     engines = {"plain": SpeculativeLM.from_pretrained(target)}
     for side in args.sides:

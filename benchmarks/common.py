@@ -19,6 +19,7 @@ from headstart.files import write_whole
 from headstart.heads import DraftHead
 from headstart.heads.checkpoints.save_load import load_head
 from headstart.inference import DynamicShape, SpeculativeLM, Stats, Target, TreePolicy, TreeShape
+from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.replay import ReplayTarget
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.inference.text.prompt_files import read_prompts
@@ -86,6 +87,12 @@ def ours(lm: SpeculativeLM) -> Side:
         return output.sequences, output.stats
 
     return answer
+
+
+def without_history(lm: SpeculativeLM) -> SpeculativeLM:
+    """A decoder with the drafter that takes turns with another decoder's history."""
+    assert isinstance(lm.drafter, HistoryDrafter)
+    return SpeculativeLM(lm.target, lm.drafter.other.fresh())
 
 
 def compared(

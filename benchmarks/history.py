@@ -17,11 +17,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import HEAD, TARGET, arguments, compared, encoded, ours, ratio, save
+from common import (
+    HEAD,
+    TARGET,
+    arguments,
+    compared,
+    encoded,
+    ours,
+    ratio,
+    save,
+    without_history,
+)
 from torch import Tensor
 
 from headstart.inference import History, SpeculativeLM, Stats, Target, load_tokenizer
-from headstart.inference.drafters.history import HistoryDrafter
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.measuring.comparison import answer_settings
@@ -103,13 +112,12 @@ def main() -> None:
     args = parser.parse_args()
     target, tokenizer = Target.from_pretrained(args.target), load_tokenizer(args.target)
     head = SpeculativeLM.from_pretrained(target, args.head)
-    assert isinstance(head.drafter, HistoryDrafter)
     heading = f"Hardware: {hardware()}. {args.limit} prompts, {args.new_tokens} new tokens."
     if args.epochs:
         prompts = encoded(tokenizer, args.prompts[:1], args.limit)
         apart = History(earlier=False)
         sides = {
-            "head": SpeculativeLM(target, head.drafter.other.fresh()),
+            "head": without_history(head),
             "head and own text": SpeculativeLM.from_pretrained(target, args.head, drafter=apart),
             "head and history": head,
         }
@@ -118,7 +126,7 @@ def main() -> None:
         return
     engines = {
         "plain": SpeculativeLM.from_pretrained(target),
-        "head alone": SpeculativeLM(target, head.drafter.other.fresh()),
+        "head alone": without_history(head),
         "history alone": SpeculativeLM.from_pretrained(target, drafter="history"),
         "head and history (default)": head,
     }

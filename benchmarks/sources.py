@@ -139,7 +139,8 @@ def table(
         length = stats[side].acceptance_length
         told = "-" if length != length else f"{length:.2f}"
         engine = engines.get(side)
-        if isinstance(engine, SpeculativeLM) and isinstance(engine.drafter, AdaptiveDrafter):
+        parts = engine.drafter.nested() if isinstance(engine, SpeculativeLM) else ()
+        if any(isinstance(part, AdaptiveDrafter) for part in parts):
             told += f" ({stats[side].plain_rounds / stats[side].rounds:.0%} plain)"
         cells = [ratio(rates[side], rates[other]) for other in others]
         lines.append(f"| {side} | " + " | ".join(cells) + f" | {told} |")

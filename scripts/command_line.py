@@ -245,10 +245,15 @@ def options(
     spelled_arguments = spelled_out(arguments, lists, flags)
     if dict in kinds.get("head", ()):  # `--head eagle3`: its type alone
         spelled_arguments = with_head_type(spelled_arguments)
-    spelled_arguments = with_configs(spelled_arguments, config_path)
-    configs = config_files(spelled_arguments)
-    for path in configs:
+    configs: list[str] = []
+
+    def checked_config(name: str) -> str:
+        path = config_path(name)
         check_config(path, types)
+        configs.append(path)
+        return path
+
+    spelled_arguments = with_configs(spelled_arguments, checked_config)
     spelled_arguments = with_configs(spelled_arguments, with_new_names)
     try:
         parsed = parser.instantiate(parser.parse_args(spelled_arguments))
@@ -323,12 +328,6 @@ def config_path(name: str) -> str:
     if name not in shipped:
         raise ValueError(f"no config at {name!r}{did_you_mean(name, shipped)}")
     return shipped[name]
-
-
-def config_files(arguments: list[str]) -> list[str]:
-    """Return the files that `--config` names among spelled-out arguments."""
-    given = [value for option, value in itertools.pairwise(arguments) if option == "--config"]
-    return [*given, *(argument[9:] for argument in arguments if argument.startswith("--config="))]
 
 
 def check_config(path: str, types: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Check a head against its target: `headstart verify HEAD --target MODEL`.
 
-A layer counted from the wrong end, a missing norm or ids off by one raise no error; the head is
-only never right. So the target answers a few built-in prompts, and the head drafts along the
+A layer counted from the wrong end, a missing norm or ids off by one raise no error; the drafts are
+simply always rejected. So the target answers a few built-in prompts, and the head drafts along the
 answers: as it is, and as it would if one of the usual misreadings were undone. A head of ours is
 also compared with the drafts recorded when it was saved (`inference/probe.py`).
 """

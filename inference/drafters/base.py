@@ -67,6 +67,18 @@ class PrefillChunk:
     chunk."""
 
 
+def tokens_added(chunk: PrefillChunk, empty: Sequence[bool]) -> list[list[int]]:
+    """The tokens that a chunk adds to each row's text; `empty` says which texts have none yet."""
+    tokens_of_rows = chunk.tokens_BT.tolist()
+    following_of_rows = chunk.next_tokens_BT.tolist()
+    added = []
+    for row, length in enumerate(chunk.lengths_B.tolist()):
+        # The first token of a prompt is no other token's successor.
+        first = tokens_of_rows[row][:1] if empty[row] else []
+        added.append([*first, *following_of_rows[row][:length]])
+    return added
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """A source of draft trees, to be written by a user: `max_nodes` and two methods.

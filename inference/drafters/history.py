@@ -37,6 +37,7 @@ from .base import (
     PrefillChunk,
     replaced_rows,
     selected_rows,
+    tokens_added,
 )
 from .round import Round
 from .text_index import LONGEST, SEPARATOR, Match, TextIndex
@@ -226,7 +227,6 @@ class HistoryDrafter(BatchDrafter):
         self.rows: list[Row] = []
         self._searched = False
         """Whether the matches of all rows are those of their newest tokens."""
-        self._paths = path_only
         self._usual = 1.0 if isinstance(self.other, NoDraft) else math.inf
         """Mean tokens that a row got in rounds of the other drafter; inf before the first."""
         self._proposed: DraftTree | None = None
@@ -249,7 +249,6 @@ class HistoryDrafter(BatchDrafter):
 
     def _begin(self, context: DraftContext) -> None:
         self._take_rows([Row(TextIndex(context.capacity)) for _ in range(context.batch_size)])
-        self._paths = self.path_only or context.chains_only
 
     def saved_state(self) -> Any:
         """The other drafter's; a history reads its text again."""
@@ -260,16 +259,10 @@ class HistoryDrafter(BatchDrafter):
         self.other.prefill(chunk)
 
     def _read(self, chunk: PrefillChunk) -> None:
-        tokens_of_rows = chunk.tokens_BT.tolist()
-        following_of_rows = chunk.next_tokens_BT.tolist()
-        lengths = chunk.lengths_B.tolist()
-        for row, of_row in enumerate(self.rows):
-            if lengths[row] == 0:
-                continue
-            # The first token of a prompt is no other token's successor.
-            first = tokens_of_rows[row][:1] if of_row.text.end == 0 else []
-            of_row.text.add(first + following_of_rows[row][: lengths[row]])
-            of_row.answer = of_row.text.end - 1  # the newest token is the answer's first
+        added = tokens_added(chunk, [row.text.end == 0 for row in self.rows])
+        for row, tokens in zip(self.rows, added, strict=True):
+            row.text.add(tokens)
+            row.answer = max(row.text.end - 1, 0)  # the newest token is the answer's first
         self._searched = False
 
     def propose(self, roots_B: Tensor) -> DraftTree:
@@ -311,7 +304,7 @@ class HistoryDrafter(BatchDrafter):
             if found is not None and found.rates.most(found.match, self.nodes - 1) > usual:
                 root = row.text.last(1)[0]
                 trie, tokens = best_tree(
-                    root, found, self.nodes, self.costs or FREE, len(self.rows), self._paths
+                    root, found, self.nodes, self.costs or FREE, len(self.rows), self.path_only
                 )
                 if tokens <= usual:
                     trie = None

@@ -25,7 +25,14 @@ from typing import Self
 from torch import Tensor
 
 from ..trees.tree import DraftTree
-from .base import BatchDrafter, DraftContext, PrefillChunk, replaced_rows, selected_rows
+from .base import (
+    BatchDrafter,
+    DraftContext,
+    PrefillChunk,
+    replaced_rows,
+    selected_rows,
+    tokens_added,
+)
 from .round import Round
 from .tries import Trie, draft_tree
 
@@ -141,14 +148,9 @@ class LookaheadDrafter(BatchDrafter):
             self.texts.append(Window(self.width, self.gram, self.most_candidates))
 
     def prefill(self, chunk: PrefillChunk) -> None:
-        tokens_of_rows = chunk.tokens_BT.tolist()
-        following_of_rows = chunk.next_tokens_BT.tolist()
-        lengths = chunk.lengths_B.tolist()
-        for row, text in enumerate(self.texts):
-            # The first token of a prompt is no other token's successor.
-            if not text.tokens:
-                text.append(tokens_of_rows[row][:1])
-            text.append(following_of_rows[row][: lengths[row]])
+        added = tokens_added(chunk, [not text.tokens for text in self.texts])
+        for text, tokens in zip(self.texts, added, strict=True):
+            text.append(tokens)
 
     def propose(self, roots_B: Tensor) -> DraftTree:
         if self.chains_only:
