@@ -298,6 +298,15 @@ def test_code_fits_the_column_of_the_site(page):
         assert [line for line in block.splitlines() if len(line) > 80] == []
 
 
+def test_the_site_lists_every_page():
+    # `make docs` is strict: a page that its navigation lacks fails the build.
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    figures = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.md")}
+    written = pages | figures
+    assert written <= set(listed), sorted(written - set(listed))
+
+
 def test_supported_families_are_those_of_the_tests():
     families = (ROOT / "tests" / "integration" / "test_families.py").read_text("utf-8")
     assert (
