@@ -38,9 +38,6 @@ def main() -> None:
     """One table for each file."""
     parser = arguments(__doc__, "sources.md")
     parser.add_argument("--head", required=True)
-    parser.add_argument(
-        "--cut", help="checkpoint of a cut head (configs/smollm2-cut.yaml), for the second model"
-    )
     parser.add_argument("--conversations", required=True)
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20)
@@ -66,7 +63,7 @@ def main() -> None:
             "".join(json.dumps(row) + "\n" for row in others), encoding="utf-8"
         )
         build_datastore(DatastoreConfig(TARGET, [f"{scratch}/others.jsonl"], f"{scratch}/store"))
-        sides = engines(args.head, args.cut, f"{scratch}/store")
+        sides = engines(args.head, f"{scratch}/store")
         unknown = sorted(set(args.only or ()) - set(sides))
         if unknown:
             parser.error(f"unknown source {unknown[0]!r}; choose from {', '.join(sides)}")
@@ -95,7 +92,7 @@ def copying(conversations: list[dict[str, Any]], limit: int) -> list[list[dict[s
     return asked[:limit]
 
 
-def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM | Target]:
+def engines(head: str, store: str) -> dict[str, SpeculativeLM | Target]:
     """Decoders by name; all share one target."""
     target = Target.from_pretrained(TARGET, torch.bfloat16)
 
@@ -116,8 +113,6 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
         "head, adaptive": lm(head=head, adaptive=True),
         "head and history": lm(head=head, drafter="history"),
     }
-    if cut:
-        found["second model (4 layers)"] = lm(head=cut, tree="chain:3")
     return found
 
 

@@ -21,7 +21,6 @@ from .eagle3 import Eagle3Config, Eagle3Head
 from .hydra import HydraConfig, HydraHead, HydraPlusPlusConfig, HydraPlusPlusHead
 from .medusa import MedusaConfig, MedusaHead
 from .mtp import MtpConfig, MtpHead
-from .truncated import TruncatedConfig, TruncatedHead
 
 __all__ = [
     "HEADS",
@@ -48,8 +47,6 @@ __all__ = [
     "TargetFeatures",
     "TargetInfo",
     "TargetModules",
-    "TruncatedConfig",
-    "TruncatedHead",
     "build_head",
     "load_head",
     "push_head",

@@ -20,10 +20,8 @@ from .hydra import HydraHead, HydraPlusPlusHead
 from .medusa import MedusaHead
 from .mtp import MtpHead
 from .objective import Objective
-from .truncated import TruncatedHead
 
 HEADS: dict[str, type[DraftHead]] = {
-    "cut": TruncatedHead,
     "dflash": DFlashHead,
     "dspark": DSparkHead,
     "eagle": EagleHead,

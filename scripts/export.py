@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headstart.console import log
 from headstart.options import CommandOptions
@@ -45,8 +45,8 @@ class ExportConfig(CommandOptions):
     to: str = ""
     """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is.
     Or merged: the target with the head's adapter (Medusa-2) merged in, and the head for it. Or
-    model: a truncated head as a model by itself. Or checkpoint: the target's own checkpoint with
-    an MTP head in the place of the one that it brings."""
+    checkpoint: the target's own checkpoint with an MTP head in the place of the one that it
+    brings."""
     output: str = ""
     """Folder to write."""
     target: str | None = None
@@ -66,7 +66,7 @@ def export_foreign(config: ExportConfig) -> None:
     from headstart.scripts.load_target import embedding_of, target_of
 
     # Results that are not another project's format have functions of their own.
-    ours = {"merged": export_merged, "model": export_model, "checkpoint": export_checkpoint}
+    ours = {"merged": export_merged, "checkpoint": export_checkpoint}
     if config.to == "gguf":
         raise ValueError(
             "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given"
@@ -160,47 +160,3 @@ def export_merged(head: DraftHead, metadata: CheckpointMetadata, config: ExportC
         f"{final / 'target'}: the model with the adapter merged in; {final / 'head'}: the head"
         " for it"
     )
-
-
-def export_model(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:
-    """Write a truncated head as a model by itself, in transformers' format."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from headstart.heads import TruncatedHead
-    from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
-    from headstart.inference import load_tokenizer
-    from headstart.scripts.load_target import embedding_of, given_target, target_of
-
-    if not isinstance(head, TruncatedHead):
-        raise ValueError(
-            f"{config.head!r} holds a {type(head).__name__}, which reads its target's features: no"
-            " model"
-        )
-    # An earlier export looks like any other model, so that none is replaced.
-    files = Contents("a model", MODEL_FILES, lambda _: False)
-    refuse_foreign(config.output, files)
-    dtype = next(head.parameters()).dtype
-    target = target_of(head, config.target, dtype)
-    tokenizer = load_tokenizer(given_target(head, config.target))
-
-    # A Llama model of the head's blocks, with the target's embedding and LM head.
-    keys = {
-        key: value for key, value in head.server_config().items() if not key.startswith("rope_")
-    }
-    embedding_VD = embedding_of(target)
-    lm_head_VD = target.modules.lm_head.weight.cpu()
-    # The embedding of a target may be scaled on its way out: then it is no longer the LM head.
-    tied = bool(target.config.tie_word_embeddings) and torch.equal(embedding_VD, lm_head_VD)
-    keys |= {"tie_word_embeddings": tied, "rope_parameters": head.target.rope_parameters}
-    model: Any = LlamaForCausalLM._from_config(LlamaConfig(**keys), dtype=dtype)
-    weights = {f"model.{name}": tensor for name, tensor in head.state_dict().items()}
-    weights["model.embed_tokens.weight"] = embedding_VD
-    weights["lm_head.weight"] = lm_head_VD
-    model.load_state_dict(weights)
-    model.generation_config = target.model.generation_config
-    with new_folder(config.output, files) as partial:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-    size = sum(weight.numel() for weight in model.parameters())
-    log.info(f"{config.output}: a model of {size:,} parameters, for transformers, vLLM and SGLang")

@@ -232,7 +232,6 @@ def target_of(name: str, engine: str) -> tuple[Target, Target]:
 # Drafters: arguments of `SpeculativeLM.from_pretrained`, by the target and its copy on the CPU.
 
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {
-    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
     "dflash": {"block_size": 4},
     "dspark": {"block_size": 3, "markov_rank": 4},
     "eagle": {"depth": 3},

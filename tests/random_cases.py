@@ -33,7 +33,6 @@ TOKENIZER = build_tokenizer()
 CHARACTERS = TOKENIZER.decode(range(1, VOCAB))
 """One for each token."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "cut": {"depth": 3, "num_layers": 1, "start": "random"},
     "eagle": {"depth": 3},
     "eagle3": {"depth": 4, "feature_layers": [0, -1], "draft_vocab_size": 20},
     "hydra": {"num_heads": 3, "draft_vocab_size": 20},

@@ -214,19 +214,6 @@ def test_the_figures_of_a_head_on_its_own_page_are_those_that_were_measured(page
     assert shown == expected
 
 
-def test_the_figures_of_the_truncated_model_are_those_that_were_measured():
-    shown = rows_of(PAGES["heads/truncated.md"].partition("\n## Figures\n")[2])
-    files = {
-        "MT-bench": "mt_bench",
-        "GSM8K": "gsm8k",
-        "HumanEval": "humaneval",
-        "copying": "copying",
-    }
-    for prompts, file in files.items():
-        measured = section("sources.md", f"### {file}")["second model (4 layers)"]
-        assert shown[prompts] == [measured[2].split()[0], measured[0].split()[0]]
-
-
 def test_every_head_has_a_page_with_its_options_and_a_picture():
     comments = re.findall(r"<!-- options: (\S+) -->", "\n".join(HEAD_PAGES.values()))
     variants = {"hydra"}  # on the page of hydra++

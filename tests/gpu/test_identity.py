@@ -160,7 +160,7 @@ def test_a_model_over_two_devices(on_cpu, device, kind):
         assert torch.equal(text(lm, PADDED.to(first)).sequences.cpu(), expected)
 
 
-@pytest.mark.parametrize("kind", ["cut", "eagle3", "hydra++", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "hydra++", "medusa"])
 def test_a_conversation(on_cpu, there, device, mode, kind):
     here, away = both(on_cpu, there, mode, kind, tree="branch:2x2", adaptive=False)
     prompt, past = torch.tensor([[3, 1, 2, 5, 6]]), Conversation()

@@ -52,7 +52,6 @@ def a_head(target, kind="eagle3", seed=0, **options):
     options = {
         "eagle3": {"depth": 4, "feature_layers": [0, -1]},
         "medusa": {"num_heads": 3},
-        "cut": {"depth": 4},
     }[kind] | options
     head = build_head(kind, options, target.info).to(target.dtype)
     head.initialize(target.modules, torch.arange(VOCAB) + 1)
@@ -324,7 +323,7 @@ def test_thresholds_that_are_none_are_named(tiny_target, acceptance):
         )
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "cut"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 @pytest.mark.parametrize("reader", ["target", "head"])
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_prompts_read_in_chunks_are_prompts_read_at_once(

@@ -14,7 +14,7 @@ from headstart.inference.replay import BEYOND, ReplayTarget
 VOCAB, ANSWER = 12, 24
 LENGTHS = (3, 9, 1, 6, 14)
 TREES = ("chain:3", "dynamic:8:3:3", [[0], [1], [0, 0], [1, 0], [0, 0, 0]], "stop:0.02:chain:3")
-KINDS = ("medusa", "hydra++", "eagle", "eagle3", "dflash", "dspark", "cut")
+KINDS = ("medusa", "hydra++", "eagle", "eagle3", "dflash", "dspark")
 
 
 def prompts():

@@ -71,10 +71,6 @@ QWEN3_NEXT = SIZES | {
 """Attention with a gate, norms whose weight is the gain less 1, positions in a part of each
 head."""
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "cut": {
-        "plain": {"depth": DEPTH},
-        "three blocks": {"depth": DEPTH, "num_layers": 3, "start": "random"},
-    },
     "dflash": {
         "plain": {"block_size": DEPTH + 1},
         "from the anchor": {"block_size": DEPTH, "sample_from_anchor": True, "num_layers": 1},
@@ -422,8 +418,6 @@ def decoding_logits(
             features_BAF[row, :count] = features.features_BTF[row, start : start + count]
             next_BA[row, :count] = tokens_BT[row, start + 1 : start + count + 1]
         counts_B = torch.tensor(commit)
-        if head.reads_from_start and number == 0:
-            next_BA, counts_B = torch.cat([tokens_BT[:, :1], next_BA], dim=1), counts_B + 1
         state = head.observe(state, features_BAF, next_BA, counts_B)
         lengths = [start + count for start, count in zip(lengths, commit)]
         grown = state
@@ -480,7 +474,7 @@ def test_the_loss_is_computed_from_the_logits_that_decoding_drafts_with(
     depths = {depth for *_, depth in trained}
     steps = (
         options.get("train_steps", 1)
-        if name in ("cut", "eagle")
+        if name == "eagle"
         else options.get("train_steps") or head.max_depth
     )
     assert depths == set(range(steps if training else head.max_depth))
@@ -512,9 +506,7 @@ def test_a_row_that_ended_full_leaves_the_others_alone(
     trained = training_logits(head, features, monkeypatch)
     largest = max(float(logits_V.abs().max()) for logits_V in trained.values())
     commits = [[10, 3], [3, 1], [0, 4], [0, 2], [0, 3]]
-    for place, logits_V in decoding_logits(
-        head, features, commits, capacity=13 + head.reads_from_start
-    ):
+    for place, logits_V in decoding_logits(head, features, commits, capacity=13):
         assert float((logits_V - trained[place]).abs().max()) <= 1e-5 * largest, place
 
 

@@ -46,7 +46,6 @@ fall."""
 CONFIDENT = Objective({"ce": 1.0, "confidence": 1.0})
 """That of a head that estimates its acceptance rate."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "cut": {},
     "dflash": {"block_size": 4, "feature_layers": [0]},
     "dspark": {"block_size": 3, "feature_layers": [0], "markov_rank": 8},
     "eagle3": {"feature_layers": [0, -1]},
@@ -221,7 +220,7 @@ def test_a_new_head_is_one_class_and_one_row(
     ):
         build_head("bigram", {"heads": 1}, target.info)
     with pytest.raises(
-        ValueError, match="unknown head 'bigrams'; choose from bigram, cut, dflash, dspark, eagle"
+        ValueError, match="unknown head 'bigrams'; choose from bigram, dflash, dspark, eagle"
     ):
         build_head("bigrams", {}, target.info)
 

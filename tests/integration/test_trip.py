@@ -17,7 +17,6 @@ OPTIONS = {
     "medusa": {"num_heads": 2, "lm_head": "shared"},
     "hydra": {"num_heads": 2},
     "hydra++": {"num_heads": 2},
-    "cut": {"depth": 2},
     "dspark": {
         "block_size": 3,
         "num_layers": 1,

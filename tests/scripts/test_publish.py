@@ -21,7 +21,6 @@ from headstart.scripts.load_target import original_target
 from headstart.scripts.push import PushConfig, push_head
 
 OPTIONS = {
-    "cut": {},
     "eagle": {},
     "eagle3": {"feature_layers": [0], "draft_vocab_size": 50},
     "medusa": {"num_layers": 2},
@@ -70,31 +69,6 @@ def test_what_is_exported_and_imported_decodes_as_before(
     before, after = written(taught, folder), written(taught, tmp_path / "back")
     assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
     assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
-
-
-def test_a_cut_head_is_a_model_by_itself(taught, made, tmp_path, capsys):
-    """It drafts as a second model just what it drafts as a head."""
-    _, folder = made("cut")
-    export_foreign(ExportConfig(str(folder), "model", str(tmp_path / "model"), str(taught)))
-    assert "a model of" in capsys.readouterr().out
-    settings = {"max_new_tokens": 24, "do_sample": False}
-    ids = torch.tensor([[65, 66, 67, 68]])
-    as_head = SpeculativeLM.from_pretrained(
-        str(taught), str(folder), torch.float32, tree="chain:3", adaptive=False
-    )
-    as_model = SpeculativeLM.from_pretrained(
-        str(taught),
-        dtype=torch.float32,
-        tree="chain:3",
-        drafter=f"model:{tmp_path / 'model'}",
-        adaptive=False,
-    )
-    one, other = (lm.generate(ids, **settings) for lm in (as_head, as_model))
-    assert torch.equal(one.sequences, other.sequences) and one.stats.rows == other.stats.rows
-    assert one.stats.acceptance_length > 1
-    _, folder = made("medusa")
-    with refused("MedusaHead"):
-        export_foreign(ExportConfig(str(folder), "model", str(tmp_path / "other"), str(taught)))
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
@@ -220,11 +194,11 @@ def test_a_push_names_what_it_leaves_out(made, monkeypatch, capsys):
     assert ".env" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["import", "speculators", "model"])
+@pytest.mark.parametrize("command", ["import", "speculators"])
 def test_a_folder_of_something_else_is_refused_before_anything_is_loaded(
     command, taught, made, tmp_path
 ):
-    _, folder = made("cut" if command == "model" else "eagle3")
+    _, folder = made("eagle3")
     output = tmp_path / "documents"
     (output / "thesis").mkdir(parents=True)
     (output / "thesis" / "chapter.tex").write_text("text")
@@ -262,11 +236,9 @@ def test_an_export_names_no_local_path(taught, made, tmp_path):
     assert str(taught) not in text and taught.name in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "to"), [("eagle", "speculators"), ("eagle", "safeailab"), ("cut", "model")]
-)
-def test_an_export_opens_no_target_that_a_checkpoint_names(kind, to, taught, made, tmp_path):
-    _, folder = made(kind)
+@pytest.mark.parametrize("to", ["speculators", "safeailab"])
+def test_an_export_opens_no_target_that_a_checkpoint_names(to, taught, made, tmp_path):
+    _, folder = made("eagle")
     with refused("--target config.json taught0'"):
         export_foreign(ExportConfig(str(folder), to, str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

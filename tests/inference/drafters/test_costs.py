@@ -44,7 +44,6 @@ def a_head(target, kind="medusa", **options):
         "medusa": {"num_heads": 2},
         "hydra++": {"num_heads": 2},
         "eagle": {"depth": 5},
-        "cut": {"depth": 3},
     }
     eagle3 = {"depth": 5, "feature_layers": [0, -1]}
     head = build_head(
@@ -68,7 +67,7 @@ def test_seconds_are_straight_between_the_sizes_and_go_on_beyond(nodes, depth, e
     assert TABLE.seconds(nodes, depth) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra++", "eagle", "eagle3", "cut"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra++", "eagle", "eagle3"])
 def test_costs_of_every_head_are_measured_once(tiny_target, monkeypatch, measured, kind):
     target = tiny_target(dtype=torch.float32)
     head = a_head(target, kind)

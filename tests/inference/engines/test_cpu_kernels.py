@@ -344,7 +344,6 @@ HEADS = {
     "eagle3": {"depth": 3, "feature_layers": [0, 1, -1]},
     "eagle": {"depth": 3},
     "mtp": {"depth": 3},
-    "cut": {"depth": 3},
     "medusa": {"num_heads": 3},
     "hydra++": {"num_heads": 3},
 }

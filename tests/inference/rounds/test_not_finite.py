@@ -394,7 +394,7 @@ def test_a_head_keeps_nothing_of_rejected_nan(kind, compile):
         {"feature_layers": [0, 1]}
         if kind == "eagle3"
         else {"num_layers": 2}
-        if kind in ("eagle", "cut")
+        if kind == "eagle"
         else {}
     )
     head = head_of(target, kind, **options)

@@ -24,7 +24,6 @@ HEADS = {
     "eagle": {"depth": 3},
     "eagle3": {"depth": 3, "feature_layers": [0, -1]},
     "mtp": {"depth": 3, "num_layers": 3},
-    "cut": {"depth": 3, "num_layers": 1},
 }
 SOURCES = ("prompt-lookup", "lookahead", "ngram:2")
 TURNS = [
@@ -107,7 +106,7 @@ def test_every_turn_is_that_of_a_fresh_call(target, monkeypatch, kind):
     assert kind is None or best > 1.1
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "cut"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_what_a_head_was_not_shown_yet_goes_along(target, monkeypatch, kind):
     """Drafts are asked for in the third turn first, whose state is that of a head that has read all
     at once."""
