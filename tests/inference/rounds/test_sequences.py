@@ -26,7 +26,7 @@ HEADS = {
     "mtp": {"depth": 3, "num_layers": 3},
     "cut": {"depth": 3, "num_layers": 1},
 }
-SOURCES = ("prompt-lookup", "lookahead", "ngram:2")
+SOURCES = ("prompt-lookup", "ngram:2")
 TURNS = [
     ("goes on", [4, 5, 6, 7]),
     ("goes on", [1]),
