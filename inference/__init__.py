@@ -3,7 +3,7 @@
 from .custom_generate import custom_generate, generate_from, refresh
 from .drafters.base import DraftContext, Drafter, PrefillChunk
 from .drafters.round import Round, Verdict
-from .drafters.specs import History, Lookahead, Ngram, RandomTokens, SmallerModel
+from .drafters.specs import History, Ngram, SmallerModel
 from .engines.target import Target
 from .output import GenerateDictOutput, GenerateOutput
 from .rounds.observers import ObservedCall, RoundObserver
@@ -29,11 +29,9 @@ __all__ = [
     "GenerateDictOutput",
     "GenerateOutput",
     "History",
-    "Lookahead",
     "Ngram",
     "ObservedCall",
     "PrefillChunk",
-    "RandomTokens",
     "Round",
     "RoundObserver",
     "SampledShape",

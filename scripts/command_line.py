@@ -158,8 +158,8 @@ class SpeculativeOptions(DecodingOptions):
     drafter: str | None = None
     """A source of drafts that needs no head: history (what followed before, in the text and in
     earlier answers), prompt-lookup (in the text alone), retrieval:FOLDER (in what `headstart
-    datastore` made, too), lookahead, ngram:ORDER, random, model:NAME (a smaller model); beside a
-    head, one of the first three."""
+    datastore` made, too), ngram:ORDER, model:NAME (a smaller model); beside a head, one of the
+    first three."""
     adaptive: bool = True
     """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
     draft always."""

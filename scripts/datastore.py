@@ -1,27 +1,22 @@
 """Index a corpus: `headstart datastore --target MODEL --sources FILE.jsonl --output FOLDER`.
 
-Its texts as tokens of the target, with a suffix array: `--drafter retrieval:FOLDER` of the other
-commands then drafts what followed the newest tokens there, and `ngram:3:FOLDER` counts n-grams in
-it.
+Its texts as tokens of the target: `--drafter retrieval:FOLDER` of the other commands then drafts
+what followed the newest tokens there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headstart.console import log
 from headstart.options import CommandOptions
 from headstart.scripts.command_line import options
 
-if TYPE_CHECKING:
-    from headstart.inference.drafters.ngram_index import Datastore
-
 
 @dataclass(frozen=True)
 class DatastoreConfig(CommandOptions):
-    """A corpus, sorted so that the continuations of any n-gram are found at once."""
+    """A corpus, as tokens of the model that it helps to draft for."""
 
     required = ("target", "sources", "output")
     most_used = ("target", "sources", "output")
@@ -41,23 +36,18 @@ def main(arguments: list[str]) -> None:
     build_datastore(options(DatastoreConfig, "datastore", __doc__, arguments))
 
 
-def build_datastore(config: DatastoreConfig) -> Datastore:
-    """Encode, sort and write the corpus, whole or not at all."""
+def build_datastore(config: DatastoreConfig) -> None:
+    """Encode and write the corpus, whole or not at all."""
     from headstart.heads.checkpoints.files import Contents, new_folder, refuse_foreign
     from headstart.inference import load_tokenizer
-    from headstart.inference.drafters.ngram_index import (
-        MANIFEST_FILE,
-        ORDER_FILE,
-        TOKENS_FILE,
-        Datastore,
-    )
+    from headstart.inference.drafters.datastore import FILES, MANIFEST_FILE, write_datastore
     from headstart.inference.targets.loading import tokenizer_provenance
     from headstart.inference.text.chat_template import check_tokenizer, render
     from headstart.inference.text.prompt_files import without_compression
-    from headstart.train.data.conversations import FILES, read_conversations
+    from headstart.train.data.conversations import FILES as ROWS
+    from headstart.train.data.conversations import read_conversations
 
-    files = (MANIFEST_FILE, TOKENS_FILE, ORDER_FILE)
-    contents = Contents("a datastore", files, lambda folder: (folder / MANIFEST_FILE).is_file())
+    contents = Contents("a datastore", FILES, lambda folder: (folder / MANIFEST_FILE).is_file())
     refuse_foreign(config.output, contents)
     tokenizer = load_tokenizer(config.target)
 
@@ -68,7 +58,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
     texts: list[list[int]] = []
     for source in config.sources:
         # A text file is one text; any other source has rows.
-        if Path(source).is_file() and not without_compression(source).endswith(FILES):
+        if Path(source).is_file() and not without_compression(source).endswith(ROWS):
             try:
                 texts.append(tokens_of(Path(source).read_text(encoding="utf-8")))
             except UnicodeDecodeError as error:
@@ -82,8 +72,7 @@ def build_datastore(config: DatastoreConfig) -> Datastore:
             if not tokens:
                 tokens = tokens_of(render(tokenizer, row["messages"], tools=row.get("tools")))
             texts.append(tokens)
-    store = Datastore.of(texts, tokenizer_provenance(tokenizer)["tokenizer"])
+    name = tokenizer_provenance(tokenizer)["tokenizer"]
     with new_folder(config.output, contents) as partial:
-        store.save(partial)
+        write_datastore(partial, texts, name)
     log.info(f"{config.output}: {sum(map(len, texts)):,} tokens of {len(texts):,} texts")
-    return store

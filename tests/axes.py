@@ -28,9 +28,8 @@ from headstart.heads import HEADS, build_head
 from headstart.inference import Conversation, Drafter, DraftTree, SpeculativeLM, Target, TreeShape
 from headstart.inference.drafters.base import DraftContext, PrefillChunk
 from headstart.inference.drafters.history import HistoryDrafter
-from headstart.inference.drafters.ngram_index import Datastore
 from headstart.inference.drafters.round import Round
-from headstart.inference.drafters.text_index import TextIndex
+from headstart.inference.drafters.text_index import SEPARATOR, TextIndex
 from headstart.inference.engines import cpu_kernels
 from headstart.inference.engines.encoder_decoder import Seq2SeqTarget
 
@@ -274,8 +273,10 @@ def draft_model(target: Target, reference: Target) -> dict[str, Any]:
 
 def retrieval(target: Target, reference: Target) -> dict[str, Any]:
     chance = random.Random(0)
-    texts = [[chance.randrange(VOCAB) for _ in range(30)] for _ in range(20)]
-    return {"drafter": HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(texts).texts()))}
+    corpus = TextIndex(1000)
+    for _ in range(20):
+        corpus.add([*[chance.randrange(VOCAB) for _ in range(30)], SEPARATOR])
+    return {"drafter": HistoryDrafter(12, 6, corpus=corpus)}
 
 
 class OnesOwn(Drafter):
@@ -309,10 +310,8 @@ DRAFTERS: dict[str, Callable[[Target, Target], dict[str, Any]]] = {
     "nothing": lambda *_: {},
     **{kind: with_head(kind) for kind in sorted(HEADS)},
     "prompt-lookup": lambda *_: {"drafter": "prompt-lookup"},
-    "lookahead": lambda *_: {"drafter": "lookahead"},
     "retrieval": retrieval,
     "n-grams": lambda *_: {"drafter": "ngram:2"},
-    "random": lambda *_: {"drafter": "random"},
     "model": draft_model,
     "head and history": with_head("eagle", drafter="history"),
     "one's own": lambda *_: {"drafter": OnesOwn()},
@@ -367,7 +366,6 @@ AXES: dict[str, dict[str, Any]] = {
 
 NO_TREES = ("branches", "dynamic", "several", "drawn branches", "independent")
 NAMED = tuple(name for name, options in TREES.items() if "tree" in options)
-LOOKED_UP = ("prompt-lookup", "lookahead")
 MADE = ("retrieval", "one's own")
 WITH_HEADS = (*sorted(HEADS), "head and history")
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
@@ -376,7 +374,7 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     (("encoder-decoder",), ("padded left", "padded right", "slots"), "one row at a time"),
     (("encoder-decoder",), ("conversation",), "cannot be continued"),
     (("conversation",), ("padded left", "padded right", "slots"), "one row, not a batch"),
-    (LOOKED_UP, NAMED, "takes no tree"),
+    (("prompt-lookup",), NAMED, "takes no tree"),
     (MADE, NAMED, "made already"),
     (("head and history",), DRAWN, "sampled drafts cannot take turns"),
 ]

@@ -13,7 +13,7 @@ from headstart.addons.record import record
 from headstart.files import at_home, cache_folder, write_whole
 from headstart.heads import load_head, save_head
 from headstart.inference import History, SpeculativeLM, load_tokenizer, tree_policy
-from headstart.inference.drafters.ngram_index import Datastore
+from headstart.inference.drafters.datastore import read_datastore, write_datastore
 from headstart.inference.drafters.specs import drafter_spec
 from headstart.scripts.command_line import options
 from headstart.scripts.generate import GenerateConfig
@@ -58,11 +58,11 @@ def test_an_unknown_home_is_refused(monkeypatch):
 
 
 def test_options_of_a_file_of_a_command_line_and_of_python(home):
-    (home / "c.yaml").write_text("target: ~/target\ndrafter: lookahead\nprompt: ~/hello\n")
+    (home / "c.yaml").write_text("target: ~/target\ndrafter: history\nprompt: ~/hello\n")
     read = options(GenerateConfig, "generate", "", ["--config=~/c.yaml", "--head=~/head"])
     assert (read.target, read.head) == (f"{home}/target", f"{home}/head")
     assert read.prompt == "~/hello"
-    assert TraceConfig(target="~/t", drafter="lookahead", prompt="~").prompt == "~"
+    assert TraceConfig(target="~/t", drafter="history", prompt="~").prompt == "~"
     config = TrainConfig(
         target="~/target",
         output="~/run",
@@ -94,9 +94,8 @@ def test_what_python_loads_and_writes(home, target_folder, tools, monkeypatch):
     tokenizer = load_tokenizer("~/target")
     (home / "tree.json").write_text(json.dumps([[0], [0, 0]]))
     assert repr(tree_policy("~/tree.json")) == repr(tree_policy("[[0], [0, 0]]"))
-    (home / "store").mkdir()
-    Datastore.of([[1, 2, 3, 4]], "t").save(home / "store")
-    assert Datastore.load("~/store").tokenizer == "t"
+    write_datastore(home / "store", [[1, 2, 3, 4]], "t")
+    assert read_datastore("~/store")[1] == "t"
     assert drafter_spec("retrieval:~/store:3") == History(nodes=3, folder=f"{home}/store")
     with record(lm, "~/recorded", tokenizer=tokenizer):
         lm.generate(ROW, max_new_tokens=4, do_sample=False)

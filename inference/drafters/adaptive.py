@@ -78,7 +78,6 @@ class AdaptiveDrafter(BatchDrafter):
         self.costs = costs
         self.clock = clock
         self.feature_layers = self.reader.feature_layers
-        self.reads_best_tokens = self.reader.reads_best_tokens
         self.kind = self.reader.kind
         self.max_nodes = max(tree.max_nodes for tree in trees)
         if plain and isinstance(self.reader, HeadDrafter):

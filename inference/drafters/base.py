@@ -49,9 +49,6 @@ class DraftContext:
     """Tokens of the longest prompt of these rows; 0 if unknown."""
     new_tokens: int | None = None
     """Most tokens that each row may get; None if unknown."""
-    chains_only: bool = False
-    """Whether the target verifies chains only: of a tree it reads the longest path, the first of
-    several."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +159,6 @@ class BatchDrafter(Drafter):
 
     feature_layers: tuple[int, ...] = ()
     """The target's layers whose features it reads."""
-    reads_best_tokens = False
-    """Whether `observe` reads `Round.best_tokens`."""
     kind: TreeKind = "top_k"
     """How the children of a node are made, which decides the acceptance rules that are exact."""
     parts: Sequence[BatchDrafter] = ()

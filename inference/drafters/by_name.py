@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from ...heads.base import CheckpointMetadata, DraftHead, TargetModules
@@ -27,24 +28,15 @@ from .adaptive import AdaptiveDrafter
 from .base import BatchDrafter, Drafter, NoDraft
 from .candidate_trees import candidate_chains, candidate_trees
 from .costs import measured_costs
+from .datastore import read_datastore
 from .draft_model import AssistantModel, mask_token
 from .early_exit import EarlyExitChain
 from .history import HistoryDrafter
-from .lookahead import LookaheadDrafter
 from .model_rows import DraftModel
-from .ngram_index import Datastore
 from .ngram_model import NgramModel
 from .on_host import HostDrafter
-from .specs import (
-    DrafterSpec,
-    History,
-    Lookahead,
-    Ngram,
-    RandomTokens,
-    SmallerModel,
-    drafter_spec,
-)
-from .text_index import TextIndex
+from .specs import DrafterSpec, History, Ngram, SmallerModel, drafter_spec
+from .text_index import SEPARATOR, TextIndex
 from .tree_policies import DynamicTree, HeadDrafter, StaticTree, model_rows
 from .validated import validated
 
@@ -75,7 +67,7 @@ def make_drafter(
         source: a drafter without a head; with a head, a history that takes turns with it. None
             with a head and `adaptive` is such a history, too.
         tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
-            random tokens, a smaller model). "auto" for the head's fastest tree on this machine, or
+            a smaller model). "auto" for the head's fastest tree on this machine, or
             trees to choose from, for which the cost of rounds is measured if it is not known.
         head: a head that fits the target.
         metadata: what the head's checkpoint says of trees; None for the head's own.
@@ -90,7 +82,7 @@ def make_drafter(
             "beside a head, a drafter must be one that looks things up: history, prompt-lookup or"
             " retrieval"
         )
-    if head is None and isinstance(spec, History | Lookahead) and tree != "auto":
+    if head is None and isinstance(spec, History) and tree != "auto":
         raise ValueError(
             f"the drafter {source!r} takes no tree {tree!r}: its own options limit what it drafts"
         )
@@ -132,7 +124,7 @@ def _with_history(
     """A history that takes turns with another drafter."""
     corpus = None
     if spec.folder is not None:
-        corpus = TextIndex.of(_datastore(spec.folder, target).texts())
+        corpus = TextIndex.of(_corpus(spec.folder, target))
     return HistoryDrafter(
         spec.nodes,
         spec.length,
@@ -246,7 +238,7 @@ def assistants(drafter: BatchDrafter) -> list[Target]:
 
 
 def _from_source(
-    spec: Lookahead | Ngram | RandomTokens | SmallerModel | Drafter | Target | PreTrainedModel,
+    spec: Ngram | SmallerModel | Drafter | Target | PreTrainedModel,
     target: Target,
     tree: TreeSpec,
 ) -> BatchDrafter:
@@ -260,30 +252,18 @@ def _from_source(
         spec = kind.load(spec.name, target.dtype, target.device, options=hub)
     if isinstance(spec, Target):
         return _assistant(spec, target, tree)
-    # 2. Models that count; random tokens are n-grams of order 0, the uniform distribution.
+    # 2. A model that counts, on the host.
     if isinstance(spec, Ngram):
-        corpus = None if spec.folder is None else _datastore(spec.folder, target)
-        return _ngram_drafter(target, spec.order, corpus, tree)
-    if isinstance(spec, RandomTokens):
-        return _ngram_drafter(target, 0, None, tree)
-    # 3. Lookahead, which has no probabilities to grow a tree by.
-    if isinstance(spec, Lookahead):
-        return LookaheadDrafter(spec.width, spec.ngram, spec.candidates)
-    # 4. A drafter of the user's own.
+        tree = NGRAM_TREE if tree == "auto" else tree
+        counting = NgramModel(target.info, spec.order, _deepest(tree))
+        drafter = tree_drafter(counting, tree, target.draft_modules)
+        return drafter if target.device.type == "cpu" else HostDrafter(drafter)
+    # 3. A drafter of the user's own.
     if tree != "auto":
         raise ValueError(
             f"tree {tree!r} was given with a drafter that is made already; make it with that tree"
         )
     return validated(spec, target.info.vocab_size)
-
-
-def _ngram_drafter(
-    target: Target, order: int, corpus: Datastore | None, tree: TreeSpec
-) -> BatchDrafter:
-    tree = NGRAM_TREE if tree == "auto" else tree
-    model = NgramModel(target.info, order, _deepest(tree), corpus)
-    drafter = tree_drafter(model, tree, target.draft_modules)
-    return drafter if target.device.type == "cpu" else HostDrafter(drafter)
 
 
 def _assistant(model: Target, target: Target, tree: TreeSpec) -> BatchDrafter:
@@ -322,19 +302,19 @@ def _deepest(tree: TreeSpec) -> int:
     return max(policy.depth for policy in tree_policies(tree))
 
 
-def _datastore(folder: str | Path, target: Target) -> Datastore:
-    store = Datastore.load(folder, target.info.vocab_size)
+def _corpus(folder: str | Path, target: Target) -> np.ndarray:
+    """The tokens of a datastore, which must be the target's."""
+    tokens, theirs = read_datastore(folder)
     tokenizer = tokenizer_provenance(target.tokenizer)["tokenizer"]
-    if store.tokenizer != tokenizer:
+    if theirs != tokenizer:
         raise ValueError(
-            f"the datastore {str(folder)!r} was made with tokenizer {store.tokenizer}, the target"
-            f" has {tokenizer}: make it again for this target"
+            f"the datastore {str(folder)!r} was made with tokenizer {theirs}, the target has"
+            f" {tokenizer}: make it again for this target"
         )
-    # The positions are sorted by their tokens, so the last one has the largest.
-    largest = int(store.tokens[store.order[-1]])
-    if largest >= target.info.vocab_size:
-        raise ValueError(
-            f"the datastore {str(folder)!r} holds token {largest}; the target has"
-            f" {target.info.vocab_size}"
-        )
-    return store
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not SEPARATOR <= token < target.info.vocab_size:
+            raise ValueError(
+                f"the datastore {str(folder)!r} holds token {token}; the target has"
+                f" {target.info.vocab_size}"
+            )
+    return tokens

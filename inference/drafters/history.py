@@ -220,7 +220,6 @@ class HistoryDrafter(BatchDrafter):
         self.path_only = path_only
         self.parts = (self.other,)
         self.feature_layers = self.other.feature_layers
-        self.reads_best_tokens = self.other.reads_best_tokens
         self.max_nodes = max(nodes, self.other.max_nodes)
         self.rates = (Rates(), Rates(), Rates())
         """Of a row's own text, of earlier answers, of the corpus."""

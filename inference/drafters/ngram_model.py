@@ -15,7 +15,8 @@ Letters in tensor names: B batch, A accepted, W frontier, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,34 @@ from torch import Tensor
 
 from ...heads.base import TargetInfo, TargetModules
 from .base import replaced_rows, selected_rows
-from .ngram_index import SORTED_TOKENS, Corpus, NgramIndex
+
+LONGEST_GRAM = 16
+"""Tokens of the longest n-gram that is counted."""
+
+
+class NgramIndex:
+    """A text that grows, with an index of its n-grams."""
+
+    def __init__(self, longest: int) -> None:
+        """An empty text; `longest` is the length of the n-grams that can be searched for."""
+        self.longest = longest
+        self.tokens: list[int] = []
+        self._positions: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        """Positions after each n-gram, the newest last."""
+
+    def append(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            # The new token follows every n-gram at the text's end, the empty one included: after
+            # 5 7, a new token at position 2 follows (), (7) and (5, 7).
+            end = len(self.tokens)
+            for length in range(min(self.longest, end) + 1):
+                self._positions[tuple(self.tokens[end - length :])].append(end)
+            self.tokens.append(token)
+
+    def following(self, gram: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that follow the n-gram, and how often each does."""
+        following = [self.tokens[i] for i in self._positions.get(tuple(gram), [])]
+        return np.unique(np.array(following, dtype=np.int64), return_counts=True)
 
 
 @dataclass(frozen=True)
@@ -49,21 +77,15 @@ class NgramModel:
     feature_layers: tuple[int, ...] = ()
     reads_from_start = True
 
-    def __init__(
-        self, target: TargetInfo, order: int, max_depth: int, corpus: Corpus | None = None
-    ) -> None:
-        """Count n-grams of up to `order` tokens, in `corpus` too.
-
-        The model drafts up to `max_depth` tokens of a target.
-        """
-        if not 0 <= order <= SORTED_TOKENS:
+    def __init__(self, target: TargetInfo, order: int, max_depth: int) -> None:
+        """Count n-grams of up to `order` tokens, to draft up to `max_depth` tokens of a target."""
+        if not 0 <= order <= LONGEST_GRAM:
             raise ValueError(
-                f"an n-gram model needs an order from 0 to {SORTED_TOKENS}, not {order}"
+                f"an n-gram model needs an order from 0 to {LONGEST_GRAM}, not {order}"
             )
         self.target = target
         self.order = order
         self.max_depth = max_depth
-        self.corpus = corpus
         self.draft_vocab_size = target.vocab_size
 
     def begin(
@@ -111,22 +133,19 @@ class NgramModel:
         return contexts
 
     def probabilities(self, text: NgramIndex, context: Sequence[int]) -> np.ndarray:
-        """Return next-token probabilities [V] after a context, counted in text and corpus."""
+        """Return next-token probabilities [V] after a context, counted in the text."""
         # From the shortest context, none at all, to the longest: `probs` is P(. | h') before each
         # step and P(. | h) after it.
         probs = np.full(self.target.vocab_size, 1 / self.target.vocab_size)
         for size in range(min(len(context) + 1, self.order)):
             gram = context[len(context) - size :]
-            for counted in (self.corpus, text):
-                if counted is None:
-                    continue
-                tokens, counts = counted.following(gram)
-                types = len(tokens)
-                # An n-gram that never occurred says nothing.
-                if types > 0:
-                    total = counts.sum() + types
-                    probs *= types / total
-                    probs[tokens] += counts / total
+            tokens, counts = text.following(gram)
+            types = len(tokens)
+            # An n-gram that never occurred says nothing.
+            if types > 0:
+                total = counts.sum() + types
+                probs *= types / total
+                probs[tokens] += counts / total
         return probs
 
     def target_tokens(self, draft_tokens: Tensor) -> Tensor:

@@ -85,9 +85,6 @@ class Round:
     from finite scores. An idle row emits none."""
     cut: Sequence[bool] = ()
     """On the host: `Verdict.cut_B`."""
-    best_tokens: Sequence[list[int]] = ()
-    """On the host: the target's best token after each verified node, for drafters that read
-    them."""
     ahead: Ahead | None = None
     """What was launched of the next round; None if nothing was, or if its roots are others."""
 
@@ -102,11 +99,7 @@ class Round:
         return self.verified.max_depth > 0
 
 
-def read_by_host(
-    finished: Round,
-    meanwhile: Callable[[], Ahead | None] | None = None,
-    with_best_tokens: bool = False,
-) -> Round:
+def read_by_host(finished: Round, meanwhile: Callable[[], Ahead | None] | None = None) -> Round:
     """A round with its tokens on the host.
 
     `meanwhile` launches what needs none of them, so that the device goes on while the host reads
@@ -114,10 +107,8 @@ def read_by_host(
     """
     verdict = finished.verdict
     # 1. One copy for everything that the host needs. The columns of a row: its number of emitted
-    #    tokens, whether its path was cut, A emitted tokens, N best tokens.
+    #    tokens, whether its path was cut, A emitted tokens.
     columns = [verdict.lengths_B[:, None], verdict.cut_B[:, None], verdict.emitted_BA]
-    if with_best_tokens:
-        columns.append(finished.output.logits_BNV.argmax(-1))
     download = Download(torch.cat(columns, dim=1))
     # 2. The device gets more work before the host waits for the copy.
     ahead = None
@@ -131,12 +122,10 @@ def read_by_host(
         ahead = None
         last_B1 = (verdict.lengths_B - 1).clamp(min=0)[:, None]
         verdict = replace(verdict, next_tokens_B=verdict.emitted_BA.gather(1, last_B1)[:, 0])
-    most = verdict.emitted_BA.shape[1]
     return replace(
         finished,
         verdict=verdict,
         tokens=[row[2 : 2 + row[0]] for row in rows],
         cut=cut,
-        best_tokens=[row[2 + most :] for row in rows],
         ahead=ahead,
     )

@@ -14,13 +14,16 @@ SPECS = {
     "history": "history[:NODES[:LENGTH]]",
     "prompt-lookup": "prompt-lookup[:NODES[:LENGTH]]",
     "retrieval": "retrieval:FOLDER[:NODES[:LENGTH]]",
-    "lookahead": "lookahead[:WIDTH[:NGRAM[:CANDIDATES]]]",
-    "ngram": "ngram[:ORDER[:FOLDER]]",
-    "random": "random",
+    "ngram": "ngram[:ORDER]",
     "model": "model:NAME",
 }
 """How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
 model. prompt-lookup is a history of the text alone, retrieval one with a corpus."""
+REMOVED = {
+    "lookahead": "history, which drafts more for less",
+    "random": "ngram:0, tokens drawn uniformly",
+}
+"""Drafters of earlier versions, and what takes their place."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +42,11 @@ class History:
 
 
 @dataclass(frozen=True)
-class Lookahead:
-    """N-grams that the target generates itself while it verifies others."""
-
-    width: int = 5
-    """Columns of the window."""
-    ngram: int = 4
-    """Length of the n-grams."""
-    candidates: int = 5
-    """N-grams that are verified in a round, at most."""
-
-
-@dataclass(frozen=True)
 class Ngram:
     """An n-gram model of the text."""
 
     order: int = 3
-    """Length of its n-grams."""
-    folder: str | Path | None = None
-    """A datastore whose n-grams are counted, too."""
-
-
-@dataclass(frozen=True)
-class RandomTokens:
-    """Tokens that are drawn uniformly: the acceptance that chance alone gives."""
+    """Length of its n-grams; 0 for tokens that are drawn uniformly, which chance alone accepts."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ class SmallerModel:
     """A folder or a Hub id."""
 
 
-DrafterSpec = History | Lookahead | Ngram | RandomTokens | SmallerModel
+DrafterSpec = History | Ngram | SmallerModel
 """A drafter without a head."""
 
 
@@ -98,16 +82,16 @@ def drafter_spec(text: str) -> DrafterSpec:
         if not folder:
             raise ValueError(f"the drafter retrieval needs a datastore: {SPECS[name]}")
         return History(*_nodes_and_length(name, numbers), folder=folder)
-    if name == "lookahead":
-        return Lookahead(*_numbers(name, options, most=3))
     if name == "ngram":
-        # ORDER comes first here, and the folder is everything after it.
-        order, _, folder = options.partition(":")
-        orders = _numbers(name, order, most=1)
-        return Ngram(orders[0] if orders else Ngram.order, folder or None)
-    if name == "random":
-        _numbers(name, options, most=0)
-        return RandomTokens()
+        folder = options.partition(":")[2]
+        if folder:
+            raise ValueError(
+                f"the drafter {text!r} is gone: n-grams of a corpus are no longer counted; take"
+                f" retrieval:{folder}, which drafts what followed the newest tokens there"
+            )
+        return Ngram(*_numbers(name, options, most=1))
+    if name in REMOVED:
+        raise ValueError(f"the drafter {text!r} is gone; take {REMOVED[name]}")
     if name == "model":
         if not options:
             raise ValueError(f"the drafter model needs a model: {SPECS[name]}")

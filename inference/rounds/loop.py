@@ -322,7 +322,7 @@ def verify_round(
     if runner.replays:
         meanwhile = partial(launch_ahead, decoding, drafter, sequences, cache, finished)
     with stats.timed("host"):
-        finished = read_by_host(finished, meanwhile, drafter.reads_best_tokens)
+        finished = read_by_host(finished, meanwhile)
     if repeated:
         return finished
     # Idle rows (None) emit nothing, which is not a failure.

@@ -171,7 +171,6 @@ def prefill(
         rows,
         prompt_tokens=max(lengths),
         new_tokens=sequences.new_tokens,
-        chains_only=target.engine.chains_only,
     )
     # 2. What a conversation knows already of the text: the first `known` tokens, a single row's.
     if past is not None and target.segments is not None and target.segments.by_last:

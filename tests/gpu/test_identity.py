@@ -31,7 +31,7 @@ DRAWN = {
     "stop:0.05:drawn:chain:3": ("block",),
     "dynamic:8:3:2": ("point_mass", "typical"),
 }
-SOURCES = ("prompt-lookup", "lookahead", "ngram:2", "random")
+SOURCES = ("prompt-lookup", "ngram:2", "ngram:0")
 SETTINGS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9},

@@ -236,7 +236,7 @@ def default_dtype():
 
 
 @pytest.mark.parametrize(("compile", "default"), [(False, torch.float64), (True, torch.bfloat16)])
-@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "lookahead", "ngram"])
+@pytest.mark.parametrize("kind", [*HEADS, "prompt-lookup", "ngram"])
 def test_torchs_default_dtype_changes_no_token(default_dtype, tools, kind, compile, default):
     given = {"attention_mask": torch.ones_like(ROW), **PLAIN}
     sampled = given | {"do_sample": True}
@@ -298,7 +298,6 @@ DRAFTERS = {
     "adaptive": {"head": "eagle3", "adaptive": True},
     "lookup": {"drafter": "prompt-lookup"},
     "counts": {"drafter": "ngram"},
-    "lookahead": {"drafter": "lookahead"},
     "head and lookup": {"head": "eagle3", "tree": "chain:2", "drafter": "prompt-lookup"},
 }
 

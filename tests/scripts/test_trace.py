@@ -38,7 +38,7 @@ def embedded(page):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.8}, {"drafter": "random", "tree": "branch:2x2"}]
+    "options", [{}, {"temperature": 0.8}, {"drafter": "ngram:0", "tree": "branch:2x2"}]
 )
 def test_the_page_shows_the_prompt_beside_plain_decoding(config, tmp_path, options):
     (trace,) = trace_prompts(config(**options))

@@ -225,7 +225,7 @@ def test_every_head_gives_its_probabilities(tools, tiny_target, tokenizer, promp
     assert "expand" not in vars(heads[0])
 
 
-@pytest.mark.parametrize("source", ["prompt-lookup", "lookahead", "ngram:2", "random"])
+@pytest.mark.parametrize("source", ["prompt-lookup", "ngram:2", "ngram:0"])
 def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
     target = tiny_target()
     prompt = torch.tensor([[1, 2, 3, 4, 5] * 4])
@@ -233,7 +233,7 @@ def test_every_source_is_recorded(tools, tiny_target, tokenizer, source):
         lm = SpeculativeLM(target, make_drafter(target, source, adaptive=adaptive))
         output, data = traced(lm, prompt, tokenizer)
         assert torch.equal(output.sequences, generated(lm, prompt).sequences)
-        known = source in ("ngram:2", "random")
+        known = source.startswith("ngram")
         nodes = [node for found in data["rounds"] for node in found["nodes"][1:]]
         assert all((node["q"] is not None) == known for node in nodes)
         plain = [found["fallback"] for found in data["rounds"]]

@@ -284,7 +284,7 @@ def test_a_seeded_text_does_not_hang_on_the_clock(target, pay, slots):
             rows, generator=torch.Generator().manual_seed(4), max_batch_size=slots, **settings
         )
 
-    lm = SpeculativeLM.from_pretrained(target, drafter="random", tree="chain:2|branch:3x2")
+    lm = SpeculativeLM.from_pretrained(target, drafter="ngram:0", tree="chain:2|branch:3x2")
     lm.drafter.clock = clock = Wound(lm.drafter, pay)
     found = text(lm)
     assert torch.equal(found.sequences, text(SpeculativeLM(target)).sequences)
@@ -310,9 +310,9 @@ class Wound:
 def test_of_drawn_trees_sampling_takes_the_first_each_round(target, tree):
     """Their text hangs on their shape, so the clock may not choose; greedy decoding picks, and
     may."""
-    lm = SpeculativeLM.from_pretrained(target, drafter="random", tree=tree)
+    lm = SpeculativeLM.from_pretrained(target, drafter="ngram:0", tree=tree)
     alone = SpeculativeLM.from_pretrained(
-        target, drafter="random", tree="drawn:chain:2", adaptive=False
+        target, drafter="ngram:0", tree="drawn:chain:2", adaptive=False
     )
     row = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 40, "do_sample": True}

@@ -22,20 +22,18 @@ from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM
 from headstart.inference.drafters.by_name import make_drafter
+from headstart.inference.drafters.datastore import TOKENS_FILE, read_datastore, write_datastore
 from headstart.inference.drafters.history import HistoryDrafter
-from headstart.inference.drafters.lookahead import LookaheadDrafter
-from headstart.inference.drafters.ngram_index import Datastore, NgramIndex
-from headstart.inference.drafters.ngram_model import NgramModel
+from headstart.inference.drafters.ngram_model import NgramIndex, NgramModel
 from headstart.inference.drafters.specs import (
+    REMOVED,
     SPECS,
     History,
-    Lookahead,
     Ngram,
-    RandomTokens,
     SmallerModel,
     drafter_spec,
 )
-from headstart.inference.drafters.text_index import TextIndex
+from headstart.inference.drafters.text_index import SEPARATOR, TextIndex
 from headstart.inference.targets.loading import load_tokenizer, tokenizer_provenance
 from headstart.inference.trees.tree_spec import DynamicShape, TreeShape
 from headstart.inference.trees.verify import choose_rule
@@ -61,7 +59,10 @@ def source(word, target, tiny_target, tree="auto", vocab=VOCAB):
     if word == "itself":
         return make_drafter(target, target, tree)
     if word == "retrieval":
-        return HistoryDrafter(12, 6, corpus=TextIndex.of(Datastore.of(corpus(vocab)).texts()))
+        index = TextIndex(1000)
+        for text in corpus(vocab):
+            index.add([*text, SEPARATOR])
+        return HistoryDrafter(12, 6, corpus=index)
     if word == "hybrid":
         torch.manual_seed(1)
         head = build_head("medusa", {"num_heads": 3}, target.info).to(target.dtype)
@@ -107,14 +108,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, tree, slots):
         ("ngram:2", "drawn:chain:2", "auto", 3),
         ("ngram:3", "drawn:chain:1", "token", 3),
         ("ngram:2", "drawn:branch:2", "auto", 2),
-        ("random", "drawn:chain:2", "token", 3),
-        ("random", "drawn:branch:2", "without_replacement", 2),
+        ("ngram:0", "drawn:chain:2", "token", 3),
+        ("ngram:0", "drawn:branch:2", "without_replacement", 2),
         ("model", "drawn:chain:2", "auto", 3),
         ("model", "drawn:branch:2", "traversal", 2),
         ("model", "chain:2", "auto", 2),
         ("ngram:1", "drawn:chain:1|drawn:chain:2", "auto", 2),
         ("prompt-lookup:3:2", "auto", "auto", 3),
-        ("lookahead:1:2:1", "auto", "auto", 3),
         ("hybrid", "chain:1", "auto", 3),
     ],
 )
@@ -146,54 +146,27 @@ def naive_places(texts, gram):
     ]
 
 
-def test_a_datastore_finds_what_a_search_finds(tmp_path):
-    texts = corpus(vocab=4)
-    Datastore.of(texts, "words").save(tmp_path / "store")
-    store = Datastore.load(tmp_path / "store")
-    for size in range(1, 6):
-        for gram in itertools.islice(itertools.product(range(4), repeat=size), 300):
-            naive = naive_places(texts, gram)
-            tokens, counts = store.following(gram)
-            first = [rest[0] for rest in naive if rest]
-            assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == {
-                t: first.count(t) for t in set(first)
-            }
-
-
-def test_a_datastore_of_others_drafts_tokens_of_the_target_alone(tmp_path):
-    Datastore.of([[1, 2, 3, 1, 2, 4], [9, 1, 2, 5]]).save(tmp_path)
-    tokens = np.load(tmp_path / "tokens.npy")
-    tokens[tokens == 3] = 10**9
-    tokens[tokens == 4] = -7
-    np.save(tmp_path / "tokens.npy", tokens)
-    order = np.load(tmp_path / "order.npy")
-    store = Datastore.load(tmp_path, vocab_size=12)
-    assert TextIndex.of(store.texts()).search([1, 2], 4).continuations == [[5]]
-    assert store.following([2])[0].tolist() == [5]
-    assert store.following([])[0].max() < 12
-    order[:-1] = 10**12  # in no order, and beyond all texts
-    np.save(tmp_path / "order.npy", order)
-    store = Datastore.load(tmp_path, vocab_size=12)
-    for gram in ([1, 2], [2], [9], [5]):
-        assert (store.following(gram)[0] < 12).all()
-        found = TextIndex.of(store.texts()).search(gram, 4)
-        assert all(0 <= token < 12 for text in found.continuations for token in text)
-
-
-@pytest.mark.parametrize("order", [[], [99], [-1], [0] * 99])
-def test_a_datastore_in_another_order_is_refused(tmp_path, order):
-    Datastore.of([[1, 2, 3]]).save(tmp_path)
-    np.save(tmp_path / "order.npy", np.array(order, dtype=np.int64))
-    with pytest.raises(ValueError, match="make the datastore again"):
-        Datastore.load(tmp_path)
-
-
 @pytest.mark.parametrize("content", [b"\x93NUMPY\1\0\3\0(((", b"PK\3\4", b"", b"x"])
 def test_what_numpy_cannot_read_is_named(tmp_path, content):
-    Datastore.of([[1, 2, 3]]).save(tmp_path)
-    (tmp_path / "order.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=r"order\.npy cannot be read"):
-        Datastore.load(tmp_path)
+    write_datastore(tmp_path, [[1, 2, 3]], "words")
+    (tmp_path / TOKENS_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokens\.npy cannot be read"):
+        read_datastore(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [[], [[1, 2]], [0.5]])
+def test_tokens_that_are_no_list_of_ids_are_refused(tmp_path, tokens):
+    write_datastore(tmp_path, [[1, 2, 3]], "words")
+    np.save(tmp_path / TOKENS_FILE, np.array(tokens))
+    with pytest.raises(ValueError, match="make the datastore again"):
+        read_datastore(tmp_path)
+
+
+def test_a_datastore_holds_its_texts_one_after_the_other(tmp_path):
+    write_datastore(tmp_path, [[1, 2], [], [3]], "words")
+    np.save(tmp_path / "order.npy", np.arange(5))  # of an earlier version
+    tokens, tokenizer = read_datastore(tmp_path)
+    assert tokens.tolist() == [1, 2, SEPARATOR, 3, SEPARATOR] and tokenizer == "words"
 
 
 def test_a_running_text_counts_what_a_search_finds():
@@ -207,24 +180,20 @@ def test_a_running_text_counts_what_a_search_finds():
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
-@pytest.mark.parametrize("stored", [False, True])
-def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
-    store = Datastore.of(corpus()) if stored else None
-    model = NgramModel(target.info, order, 3, store)
+def test_n_gram_probabilities_are_those_of_the_formula(target, order):
+    model = NgramModel(target.info, order, 3)
     text = NgramIndex(max(order - 1, 0))
     text.append(corpus()[3] * 2)
-    counted = [*([store] if store else []), text]
 
     def slow(context, token):
         """From the longest context down to 1 / V."""
         if context is None:
             return 1 / VOCAB
         shorter = slow(context[1:] if context else None, token)
-        for each in counted:
-            tokens, counts = each.following(context)
-            if len(tokens):
-                here = int(counts[tokens.tolist().index(token)]) if token in tokens else 0
-                shorter = (here + len(tokens) * shorter) / (counts.sum() + len(tokens))
+        tokens, counts = text.following(context)
+        if len(tokens):
+            here = int(counts[tokens.tolist().index(token)]) if token in tokens else 0
+            return (here + len(tokens) * shorter) / (counts.sum() + len(tokens))
         return shorter
 
     for end in range(len(text.tokens) - 4, len(text.tokens)):
@@ -233,39 +202,6 @@ def test_n_gram_probabilities_are_those_of_the_formula(target, order, stored):
         assert probs.sum() == pytest.approx(1) and (probs > 0).all()
         expected = [slow(context if order else None, token) for token in range(VOCAB)]
         np.testing.assert_allclose(probs, expected)
-
-
-@pytest.mark.parametrize("new_tokens", [5, 8, 10, 12, 60])
-def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tokens):
-    """Every remembered n-gram is a trajectory: the target said each token after what stood before
-    it in the tree."""
-    drafter = LookaheadDrafter(3, 3, 2)
-    trees = []
-    original = drafter.propose
-    drafter.propose = lambda roots: trees.append(original(roots)) or trees[-1]
-    lm = SpeculativeLM(target, drafter)
-    output = lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=new_tokens, do_sample=False)
-    window = drafter.texts[0]
-    assert len(window.rows) == 2 and all(len(row) == 3 for row in window.rows)
-    assert max(tree.tokens_BN.shape[1] for tree in trees) <= drafter.max_nodes
-    assert all(len(known) <= 2 for known in window.grams.values())
-    ids, committed = (
-        output.sequences[0].tolist(),
-        3 + 1 + sum(r.returned for r in output.stats.rows[0][:-1]),
-    )
-    tree = trees[-1]
-    paths = {0: ids[:committed]}
-    for node in range(1, tree.tokens_BN.shape[1]):
-        paths[node] = paths[int(tree.parents_BN[0, node])] + [int(tree.tokens_BN[0, node])]
-    said = [
-        int(target.model(torch.tensor([paths[node]])).logits[0, -1].argmax())
-        for node in window.below
-    ]
-    assert said == window.rows[-1]
-    if new_tokens == 60:  # a random model soon repeats itself, and so do its trajectories
-        assert output.stats.acceptance_length > 1.2
-    else:
-        assert len(set(said)) > 1
 
 
 @pytest.mark.parametrize(
@@ -277,11 +213,8 @@ def test_lookahead_learns_what_the_target_says_of_its_own_drafts(target, new_tok
         ("prompt_lookup:5", History(5, earlier=False)),
         ("retrieval:store", History(folder="store")),
         ("retrieval:a:b:9", History(nodes=9, folder="a:b")),
-        ("lookahead:3:2", Lookahead(width=3, ngram=2)),
         ("ngram", Ngram()),
-        ("ngram:2:a:b", Ngram(order=2, folder="a:b")),
-        ("ngram::store", Ngram(folder="store")),
-        ("random", RandomTokens()),
+        ("ngram:0", Ngram(order=0)),
         ("model:org/small", SmallerModel("org/small")),
     ],
 )
@@ -295,9 +228,8 @@ def test_objects_draft_what_their_text_does(target, tiny_target, tmp_path):
     small = tiny_target(vocab_size=VOCAB, layers=1, seed=3)
     for drafter, expected in (
         (History(nodes=5, earlier=False), "prompt-lookup:5"),
-        (Lookahead(width=3), "lookahead:3"),
         (Ngram(order=2), "ngram:2"),
-        (RandomTokens(), "random"),
+        (Ngram(order=0), "ngram:0"),
         (small, None),
         (small.model, None),
     ):
@@ -324,7 +256,7 @@ def test_several_trees_are_a_list_of_objects_or_text(target):
     assert make_drafter(target, "ngram:2", [[0], [0, 0]]).max_nodes == 3
 
 
-@pytest.mark.parametrize("word", ["prompt-lookup", "lookahead", "retrieval", "ngram:2"])
+@pytest.mark.parametrize("word", ["prompt-lookup", "retrieval", "ngram:2"])
 def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
     """From the prompt's first token on, prompts of one token too."""
     lm = SpeculativeLM(target, source(word, target, tiny_target))
@@ -338,7 +270,7 @@ def test_what_is_looked_up_in_is_the_whole_text(target, tiny_target, word):
             text = lm.drafter.rows[0].text
             assert text.last(text.end)[: len(written)] == written
             continue
-        texts = lm.drafter.rows.catch_up().texts if word == "ngram:2" else lm.drafter.texts
+        texts = lm.drafter.rows.catch_up().texts
         assert texts[0].tokens[: len(written)] == written
 
 
@@ -351,10 +283,9 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
             return [block.clone() for block in cache.blocks], cache.lengths_B.clone()
         if isinstance(drafter, HistoryDrafter):
             return [row.text.last(99) for row in drafter.rows]
-        texts = drafter.rows.progress.state.texts if word == "ngram:2" else drafter.texts
-        return [list(text.tokens) for text in texts]
+        return [list(text.tokens) for text in drafter.rows.progress.state.texts]
 
-    for word in ("prompt-lookup", "lookahead", "retrieval", "hybrid", "ngram:2", "model"):
+    for word in ("prompt-lookup", "retrieval", "hybrid", "ngram:2", "model"):
         drafter = source(word, target, tiny_target)
         lm = SpeculativeLM(target, drafter)
         lm.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
@@ -371,10 +302,11 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
         ("prompt-lokup", "unknown drafter 'prompt-lokup'; choose from history"),
         ("prompt-lookup:1", "at least 2 nodes"),
         ("prompt-lookup:a", r"not understood; it is written prompt-lookup\[:NODES"),
-        ("lookahead:0", "window of at least 1 column"),
+        ("lookahead:2:3:2", "the drafter 'lookahead:2:3:2' is gone; take history"),
+        ("random", "the drafter 'random' is gone; take ngram:0"),
+        ("ngram:3:store", "no longer counted; take retrieval:store"),
         ("ngram:99", "an order from 0 to 16, not 99"),
         ("prompt-lookup:12:10:3", r"not understood; it is written prompt-lookup\[:NODES"),
-        ("random:3", "not understood; it is written random"),
         ("retrieval", "needs a datastore"),
         ("retrieval:nowhere", "no datastore in 'nowhere'"),
         ("model", "needs a model"),
@@ -383,7 +315,7 @@ def test_a_fresh_drafter_is_independent(target, tiny_target):
 def test_what_is_no_drafter_is_refused(target, word, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeLM.from_pretrained(target, drafter=word, adaptive=False)
-    assert word.split(":")[0] in SPECS or "unknown" in message
+    assert word.split(":")[0] in {**SPECS, **REMOVED} or "unknown" in message
 
 
 def test_a_tree_for_a_source_that_takes_none_is_refused(target):
@@ -398,19 +330,20 @@ def test_other_vocabularies_and_other_tokenizers_are_refused(
 ):
     with pytest.raises(ValueError, match="has another vocabulary"):
         make_drafter(target, tiny_target(vocab_size=VOCAB + 1))
-    Datastore.of(corpus(), "another").save(tmp_path / "store")
+    write_datastore(tmp_path / "store", corpus(), "another")
     with pytest.raises(ValueError, match="was made with tokenizer another, the target has"):
         SpeculativeLM.from_pretrained(
             target_folder, drafter=f"retrieval:{tmp_path / 'store'}", adaptive=False
         )
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
-    Datastore.of([[300, 1]], hash_of).save(tmp_path / "large")
-    with pytest.raises(ValueError, match="token 300"):
-        SpeculativeLM.from_pretrained(
-            target_folder, drafter=f"retrieval:{tmp_path / 'large'}", adaptive=False
-        )
+    for token in (300, -7):
+        write_datastore(tmp_path / "others", [[1, token, 2]], hash_of)
+        with pytest.raises(ValueError, match=f"holds token {token}; the target has"):
+            SpeculativeLM.from_pretrained(
+                target_folder, drafter=f"retrieval:{tmp_path / 'others'}", adaptive=False
+            )
     with pytest.raises(ValueError, match="corpus is empty"):
-        Datastore.of([[], []])
+        write_datastore(tmp_path / "none", [[], []], hash_of)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(258, 272), (272, 258), (272, 320)])
@@ -478,13 +411,12 @@ def test_a_small_encoder_decoder_may_pad_its_vocabulary_to_another_size(tokenize
 def test_a_folder_may_have_colons_in_its_name(target_folder, tmp_path, name):
     folder = tmp_path / name
     hash_of = tokenizer_provenance(load_tokenizer(target_folder))["tokenizer"]
-    Datastore.of([[1, 2, 3, 4, 1, 2, 3]], hash_of).save(folder)
+    write_datastore(folder, [[1, 2, 3, 4, 1, 2, 3]], hash_of)
     for options, nodes in (("", 12), (":7", 7), (":7:3", 7)):
         lm = SpeculativeLM.from_pretrained(
             target_folder, drafter=f"retrieval:{folder}{options}", adaptive=False
         )
         assert lm.drafter.max_nodes == nodes
-    SpeculativeLM.from_pretrained(target_folder, drafter=f"ngram:2:{folder}", adaptive=False)
     with pytest.raises(ValueError, match="no datastore in"):
         SpeculativeLM.from_pretrained(
             target_folder, drafter=f"retrieval:{tmp_path}/not:here:7", adaptive=False

@@ -25,7 +25,7 @@ HEADS = {
     "eagle3": {"depth": 3, "feature_layers": [0, -1]},
     "mtp": {"depth": 3, "num_layers": 3},
 }
-SOURCES = ("prompt-lookup", "lookahead", "ngram:2")
+SOURCES = ("prompt-lookup", "ngram:2")
 TURNS = [
     ("goes on", [4, 5, 6, 7]),
     ("goes on", [1]),
