@@ -5,8 +5,8 @@
 
 Every source answers every prompt in turn, greedy, our engine compiled; ratios are medians and
 quartiles over prompts, to our plain steps and, where it runs, to transformers' own prompt lookup.
-The copying task asks for a text of the conversations with one word changed. Retrieval and the
-n-grams of a corpus look in the other conversations.
+The copying task asks for a text of the conversations with one word changed. Retrieval looks in the
+other conversations.
 """
 
 from __future__ import annotations
@@ -108,10 +108,8 @@ def engines(head: str, cut: str | None, store: str) -> dict[str, SpeculativeLM |
         "plain": lm(),
         "prompt lookup": lm(drafter="prompt-lookup:6"),
         "retrieval": lm(drafter=f"retrieval:{store}:6"),
-        "lookahead": lm(drafter="lookahead:2:3:2"),
         "3-grams": lm(drafter="ngram:3", tree="chain:2"),
-        "3-grams of a corpus": lm(drafter=f"ngram:3:{store}", tree="chain:2"),
-        "random, adaptive": lm(drafter="random", adaptive=True),
+        "random, adaptive": lm(drafter="ngram:0", adaptive=True),
         "head": fast,
         "head, adaptive": lm(head=head, adaptive=True),
         "head and history": lm(head=head, drafter="history"),

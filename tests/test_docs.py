@@ -182,7 +182,7 @@ def test_the_figures_of_heads_are_those_that_were_measured():
             chain, tree = (measured[f"{head}: {kind}"] for kind in ("chain", "tree"))
             assert shown[head] == [each.split()[0] for each in (chain[0], tree[0], chain[2])]
     maths, copying = (section("sources.md", f"### {kind}") for kind in ("gsm8k", "copying"))
-    for source in ("prompt lookup", "retrieval", "lookahead", "3-grams", "second model (4 layers)"):
+    for source in ("prompt lookup", "retrieval", "3-grams", "second model (4 layers)"):
         rows = (maths[source], copying[source])
         assert shown[source] == [row[column].split()[0] for row in rows for column in (2, 0)]
 

@@ -20,7 +20,7 @@ SPECS = {
 """How a command line writes a drafter; FOLDER is what `headstart datastore` made, NAME a smaller
 model. prompt-lookup is a history of the text alone, retrieval one with a corpus."""
 REMOVED = {
-    "lookahead": "history, which drafts more for less",
+    "lookahead": "history, which is faster and drafts by default beside a head",
     "random": "ngram:0, tokens drawn uniformly",
 }
 """Drafters of earlier versions, and what takes their place."""
