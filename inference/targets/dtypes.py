@@ -140,6 +140,8 @@ def own_dtype(
     if config is None:
         return torch.float32, None
     own: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    if not isinstance(own, torch.dtype):
+        raise ValueError(f"{source}: the dtype of its config.json is not a dtype's name: {own!r}")
     return own, config
 
 

@@ -392,9 +392,16 @@ def load_tokenizer(
     """
     folder, gguf = locate(source)
     with reading("tokenizer", source):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, gguf_file=gguf, revision=revision, **without_code(model_options(options))
         )
+        # Transformers takes it as it is and compares it with the length of each text.
+        longest = tokenizer.model_max_length
+        if not isinstance(longest, (int, float)):
+            raise ValueError(
+                f"tokenizer_config.json: model_max_length is not a number but {longest!r}"
+            )
+        return tokenizer
 
 
 def tokenizer_provenance(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

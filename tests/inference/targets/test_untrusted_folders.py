@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from headstart.addons.certify.engines import end_tokens_of
 from headstart.inference import Target, load_tokenizer
 from headstart.inference.outer_modules import OuterTarget
+from headstart.inference.targets.dtypes import chosen_dtype
 from headstart.inference.targets.loading import config_of, load_config, load_model, target_facts
 from headstart.inference.text.chat_template import load_chat_tokenizer, render, variables_read
 from headstart.train.config import DataConfig, TrainConfig
@@ -125,6 +127,16 @@ def test_a_broken_file_gives_one_line_that_names_the_folder(folder, what):
         assert str(folder) in message
         assert "\n" not in message
         assert len(message) < 1000
+
+
+@pytest.mark.parametrize("value", [[7], {"a": 1}])
+def test_settings_that_transformers_takes_unseen_are_named(folder, value):
+    edited(folder / "tokenizer_config.json", model_max_length=value)
+    assert "model_max_length" in refusal(load_tokenizer, folder, default="")
+    edited(folder / "config.json", dtype={"a": "float32"})
+    read = functools.partial(chosen_dtype, "float32", device=torch.device("cpu"))
+    message = refusal(read, folder, default="")
+    assert str(folder) in message and "dtype" in message
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
