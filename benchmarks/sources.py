@@ -99,19 +99,17 @@ def engines(head: str, store: str) -> dict[str, SpeculativeLM | Target]:
     def lm(**options: object) -> SpeculativeLM:
         return SpeculativeLM.from_pretrained(target, **({"adaptive": False} | options))  # type: ignore[arg-type]
 
-    fast = lm(head=head)
-    found: dict[str, SpeculativeLM | Target] = {
+    return {
         "generate": target,
         "plain": lm(),
         "prompt lookup": lm(drafter="prompt-lookup:6"),
         "retrieval": lm(drafter=f"retrieval:{store}:6"),
         "3-grams": lm(drafter="ngram:3", tree="chain:2"),
         "random, adaptive": lm(drafter="ngram:0", adaptive=True),
-        "head": fast,
+        "head": lm(head=head),
         "head, adaptive": lm(head=head, adaptive=True),
         "head and history": lm(head=head, drafter="history"),
     }
-    return found
 
 
 def table(

@@ -266,7 +266,7 @@ class DraftState:
 
 @dataclass(frozen=True)
 class DraftTreeState(DraftState):
-    """State of a head whose layers read their own outputs: EAGLE's, a draft model's.
+    """State of a head whose layers read their own outputs: EAGLE's, EAGLE-3's, MTP's.
 
     `observe` runs the layers on the committed tokens and keeps the last output, from which the
     root's children are drafted. Each `expand` below the root runs them on a frontier, whose nodes

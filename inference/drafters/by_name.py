@@ -66,9 +66,9 @@ def make_drafter(
         target: the model whose tokens are drafted.
         source: a drafter without a head; with a head, a history that takes turns with it. None
             with a head and `adaptive` is such a history, too.
-        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams,
-            a smaller model). "auto" for the head's fastest tree on this machine, or
-            trees to choose from, for which the cost of rounds is measured if it is not known.
+        tree: what the head drafts, or, without one, the source if it has probabilities (n-grams, a
+            smaller model). "auto" for the head's fastest tree on this machine, or trees to choose
+            from, for which the cost of rounds is measured if it is not known.
         head: a head that fits the target.
         metadata: what the head's checkpoint says of trees; None for the head's own.
         adaptive: whether autoregressive steps replace drafts where they are faster.
