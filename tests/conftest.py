@@ -51,6 +51,8 @@ from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import read_conversations
 
 show_on_console()  # as commands do: tests read there what a user reads
+# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

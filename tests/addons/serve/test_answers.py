@@ -4,12 +4,14 @@ out of its mind."""
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from headstart.addons.serve.options import AnswersConfig
 from headstart.inference import tokenizer_provenance
 from headstart.inference.text.chat_template import prompt_ids
 from headstart.scripts.command_line import options
-from headstart.stopping import Stopped
+from headstart.stopping import Stopped, stop_on_signals
 from headstart.train.data.chat_template import encode
 from headstart.train.data.conversations import check_row, open_source, read_conversations
 
@@ -293,15 +295,24 @@ def test_no_server_is_told_after_the_tries(config, server, monkeypatch):
 
 
 def test_stopped_it_goes_on_with_what_is_missing(config, server, monkeypatch):
-    count = []
+    numbers, flags = itertools.count(1), []
+
+    @contextmanager
+    def noted():
+        with stop_on_signals() as flag:
+            flags.append(flag)
+            yield flag
 
     def slow(server, body):
-        count.append(0)
-        if len(count) == 9:
+        number = next(numbers)
+        if number == 9:
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.02)
+        # No answer is given until the process has noticed the signal.
+        while number >= 9 and not flags[0].wanted:
+            time.sleep(0.001)
         return completion("slow but sure")
 
+    monkeypatch.setattr(served, "stop_on_signals", noted)
     server.reply = slow
     with pytest.raises(Stopped, match=r"stopped after \d+ of 20 prompts"):
         ask_servers(config)
