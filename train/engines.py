@@ -15,6 +15,7 @@ that resumes keeps its dtypes.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -339,12 +340,18 @@ def all_agree(accelerator: Accelerator, check: Callable[[], None]) -> None:
 
 
 def end_together(accelerator: Accelerator) -> None:
-    """Wait for all processes; every process calls this last.
+    """Wait for all processes and leave their groups; every process calls this last.
 
-    Gloo's thread frees the Python objects of the last exchange, and aborts a process that is
-    exiting by then. A barrier exchanges no objects, so that nothing is left to free.
+    The threads of gloo free the Python objects of what was exchanged. One that does so while
+    Python ends aborts the process (pytorch/pytorch#179291), so they end here: a group that nothing
+    refers to joins its threads.
     """
     accelerator.wait_for_everyone()
+    accelerator.end_training()
+    # DDP's references go first, see `GROUPS`.
+    accelerator.free_memory()
+    gc.collect()
+    GROUPS.clear()
 
 
 def distributed(

@@ -195,7 +195,7 @@ def train(
         called = Callbacks(callbacks, accelerator.is_main_process)
         with Tracker(accelerator, run.best) as tracker, closing(run):
             unfinished = Trainer(run, share, config, tracker, called, source).train()
-        accelerator.end_training()
+        end_together(accelerator)
 
     # 5. Tell the caller why the run stopped. A callback's own exception comes first.
     if called.error is not None:
@@ -475,7 +475,6 @@ class Trainer:
         if self.run.accelerator.is_main_process:
             log.info(f"the report: {write_report(self.run.folder)}")
         self.callbacks.call("on_end", self.progress, self.run.folder)
-        end_together(self.run.accelerator)
         return None
 
 

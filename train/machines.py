@@ -18,7 +18,8 @@ SECONDS = 20.0
 for seconds."""
 GROUPS: list[Any] = []
 """Process groups that were joined. DDP drops its own reference while it holds Python's lock: if
-that were the last one, it would wait for gloo's thread, which may wait for the lock."""
+that were the last one, it would wait for gloo's thread, which may wait for the lock. `end_together`
+drops them without the lock."""
 
 
 def shard_mesh(accelerator: Accelerator, over: Literal["machine", "all"]) -> DeviceMesh:
