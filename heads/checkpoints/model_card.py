@@ -65,7 +65,7 @@ SGLang: {sglang}
 
 llama.cpp: {llama_cpp}
 
-## Measured
+{origin}## Measured
 
 {measured}
 
@@ -86,6 +86,17 @@ prompts of yours, which also says how much faster it is.
 
 {provenance}
 """
+
+_ORIGIN = """## Origin
+
+Converted by `headstart import` from `{source}`{revision}, a head of another project ({form}).
+Whoever trained it describes it there: only what that card says of training data, licence and
+limits holds here too.
+{remarks}
+
+"""
+UNKNOWN = "Unknown: see the source."
+"""Value of everything that the checkpoint of an imported head does not hold."""
 
 _ADAPTED = """
 
@@ -144,9 +155,12 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     known = PACKAGES.get(section["target"]["name"], Listing())
     target = listing.base_model or known.base_model or section["target"]["name"]
     trained = listing.base_model or section["target"]["name"]
+    imported = section["training"].get("imported")
 
     # 2. The metadata, which the Hub shows and searches.
-    license_ = listing.license or known.license
+    license_ = listing.license
+    if imported is None:
+        license_ = license_ or known.license
     front: dict[str, Any] = {
         "library_name": "headstart",
         "tags": ["speculative-decoding", section["head"]],
@@ -168,14 +182,21 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
             "\nCommands that name the head `.` run in its folder.\n" if listing.repo == SELF else ""
         ),
         head=section["head"],
-        measured=_measured(section["measured"]),
+        origin="" if imported is None else _origin(imported),
+        measured=(
+            _measured(section["measured"])
+            or (UNKNOWN if imported else "Nothing was measured when this checkpoint was written.")
+        ),
         options="\n".join(f"- {name}: {value}" for name, value in section["options"].items()),
         adapted=_ADAPTED if section["adapted"] else "",
         allow=", allow_adapter=True" if section["adapted"] else "",
         option=" --allow_adapter true" if section["adapted"] else "",
         recipe=_recipe(section["training"]),
-        provenance="\n".join(
-            f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()
+        provenance=(
+            "\n".join(
+                f"- {name.replace('_', ' ')}: {value}" for name, value in section["origin"].items()
+            )
+            or UNKNOWN
         ),
         **{
             server.replace(".", "_"): _serving(server, section, listing.repo, target)
@@ -237,10 +258,24 @@ def _serving(server: str, section: dict[str, Any], repo: str, target: str) -> st
     return f"{_READS[server]}{adapted}.{note}{command}"
 
 
+def _origin(imported: dict[str, Any]) -> str:
+    """Return the section that names what `headstart import` read, and how.
+
+    `imported` holds {"from": ..., "revision": ..., "format": ..., "remarks": [...]}.
+    """
+    revision = imported.get("revision")
+    return _ORIGIN.format(
+        source=imported.get("from"),
+        revision="" if revision is None else f", revision `{revision}`",
+        form=imported.get("format"),
+        remarks="".join(f"\n- {remark}" for remark in imported.get("remarks", [])),
+    )
+
+
 def _recipe(training: dict[str, Any]) -> str:
     """Duration and config of the training run."""
     if "config" not in training:
-        return "Nothing was written down: the head was not trained by headstart."
+        return UNKNOWN if "imported" in training else "Nothing was written down."
     tokens = training.get("answer_tokens")
     minutes = training.get("seconds", 0.0) / 60
     steps = f"{training.get('step')} steps" + (f", {tokens:,} answer tokens" if tokens else "")
@@ -255,6 +290,8 @@ def _recipe(training: dict[str, Any]) -> str:
 
 def _measured(measured: dict[str, Any]) -> str:
     """Return all measurements: speed by default, and acceptance on both kinds of prompts.
+
+    Empty if there are none.
 
     `measured["default"]` holds {"hardware": ..., "speedup": {"GSM8K": 1.13, ...}}.
     """
@@ -272,7 +309,7 @@ def _measured(measured: dict[str, Any]) -> str:
             "In the trees that `headstart tree` chose for a machine, with drafts in every"
             f" round:\n\n{_measured_table(measured['calibration'] | {'kind': 'prompts'})}"
         )
-    return "\n\n".join(parts) or "Nothing was measured when this checkpoint was written."
+    return "\n\n".join(parts)
 
 
 def _measured_table(measured: dict[str, Any]) -> str:

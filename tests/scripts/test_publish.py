@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints import hub
 from headstart.heads.checkpoints.files import read_weights
+from headstart.heads.checkpoints.model_card import PACKAGES, Listing, model_card
 from headstart.heads.checkpoints.save_load import load_head, save_head
 from headstart.inference import SpeculativeLM, Target
 from headstart.inference.targets import dtypes
@@ -68,7 +69,29 @@ def test_what_is_exported_and_imported_decodes_as_before(
     )
     before, after = written(taught, folder), written(taught, tmp_path / "back")
     assert torch.equal(before.sequences, after.sequences) and before.stats.rows == after.stats.rows
-    assert "was not trained by headstart" in (tmp_path / "back" / "README.md").read_text()
+
+
+def test_the_card_of_an_imported_head_claims_what_its_source_says_and_no_more(
+    taught, made, tmp_path, monkeypatch, capsys
+):
+    """Of its training, licence and measurements nothing is known here."""
+    _, folder = made("eagle3")
+    theirs = tmp_path / "their-head"
+    export_foreign(ExportConfig(str(folder), "speculators", str(theirs), str(taught)))
+    back = tmp_path / "back"
+    import_foreign(ImportConfig(head=str(theirs), target=str(taught), output=str(back)))
+    monkeypatch.setitem(PACKAGES, "a/b", Listing(license="apache-2.0"))  # the target's licence
+    ready = tmp_path / "ready"
+    push_head(PushConfig(str(back), "me/head", str(ready), base_model="a/b"))
+    for card in ((back / "README.md").read_text(), (ready / "README.md").read_text()):
+        sections = dict(part.split("\n\n", 1) for part in card.split("\n## ")[1:])
+        assert f"{theirs.name}`" in sections["Origin"] and "speculators" in sections["Origin"]
+        for name in ("Measured", "Data and recipe", "Trained against"):
+            assert sections[name].startswith("Unknown: see the source."), name
+        assert "license:" not in card
+    assert str(tmp_path) not in (ready / "README.md").read_text()
+    config = json.loads((back / "config.json").read_text())
+    assert model_card(config["headstart"], Listing("me/head", license="mit")).count("license: mit")
 
 
 def test_a_dry_run_shows_files_and_card_and_uploads_nothing(made, monkeypatch, capsys):
