@@ -1,6 +1,7 @@
 """Convert a head for another project: `headstart export HEAD --to speculators --output FOLDER`.
 
-vLLM, SGLang and llama.cpp's converter read a head as it is: for them nothing needs to be exported.
+vLLM, SGLang and llama.cpp's converter read a head as it is: for them nothing needs to be exported,
+and its card has their commands.
 """
 
 from __future__ import annotations
@@ -17,6 +18,16 @@ from headstart.scripts.command_line import options
 if TYPE_CHECKING:
     from headstart.heads import CheckpointMetadata, DraftHead
 
+READERS = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llama.cpp": "llama.cpp",
+    "llama_cpp": "llama.cpp",
+    "gguf": "llama.cpp",
+}
+"""Servers that read a head as it is, by what users type for them in `--to`."""
+NAMING = ("speculators", "fasterdecoding")
+"""Projects whose config names the target."""
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -43,8 +54,8 @@ class ExportConfig(CommandOptions):
     head: str = ""
     """The head's checkpoint folder or Hub id."""
     to: str = ""
-    """The project: speculators, fasterdecoding or safeailab; vLLM and SGLang read a head as it is.
-    Or merged: the target with the head's adapter (Medusa-2) merged in, and the head for it. Or
+    """The project: speculators, fasterdecoding or safeailab; servers read a head as it is. Or
+    merged: the target with the head's adapter (Medusa-2) merged in, and the head for it. Or
     checkpoint: the target's own checkpoint with an MTP head in the place of the one that it
     brings."""
     output: str = ""
@@ -52,6 +63,9 @@ class ExportConfig(CommandOptions):
     target: str | None = None
     """The head's target, which fasterdecoding alone does not need; what the head's own config names
     is not opened."""
+    base_model: str | None = None
+    """The target's id on the Hub, which speculators and fasterdecoding have in their config, where
+    the head was trained with a folder or a package."""
 
 
 def main(arguments: list[str]) -> None:
@@ -63,20 +77,19 @@ def export_foreign(config: ExportConfig) -> None:
     """Write a head for another project."""
     from headstart.heads.checkpoints.export_formats import PROJECTS, export_head
     from headstart.heads.checkpoints.save_load import load_head
-    from headstart.scripts.load_target import embedding_of, target_of
+    from headstart.scripts.load_target import embedding_of, published_name, target_of
 
     # Results that are not another project's format have functions of their own.
     ours = {"merged": export_merged, "checkpoint": export_checkpoint}
-    if config.to == "gguf":
-        raise ValueError(
-            "llama.cpp's own convert_hf_to_gguf.py reads a head's folder as it is, given"
-            " --target-model-dir: nothing is exported for it, and the head's card has the command"
-        )
-    if config.to not in (*PROJECTS, *ours):
+    if config.to not in (*PROJECTS, *ours, *READERS):
         raise ValueError(
             f"unknown project {config.to!r}; choose from {', '.join((*PROJECTS, *ours))}"
         )
+    if config.base_model and config.to not in NAMING:
+        raise ValueError(f"only {' and '.join(NAMING)} write a base_model, not {config.to!r}")
     head, metadata = load_head(config.head)
+    if config.to in READERS:
+        raise ValueError(reason_for_no_export(head, config))
     if config.to in ours:
         ours[config.to](head, metadata, config)
         return
@@ -87,8 +100,27 @@ def export_foreign(config: ExportConfig) -> None:
         target = target_of(head, config.target)
         embedding_VD = embedding_of(target)
         architectures = tuple(target.model.config.architectures or ())
+    if config.to in NAMING:
+        name = published_name(head, config.base_model)
+        head.target = dataclasses.replace(head.target, name=name)
     export_head(head, config.to, config.output, embedding_VD, architectures)
     log.info(f"{config.output}: written for {config.to}")
+
+
+def reason_for_no_export(head: DraftHead, config: ExportConfig) -> str:
+    """Say why nothing is exported for a server, and what to do instead."""
+    server = READERS[config.to]
+    if server in head.unread_by:
+        return f"{server} does not read this head: {head.unread_by[server]}"
+    if head.served_names:
+        return (
+            f"{server} reads a head as it is, with the target's LM head, which this one shares:"
+            f" `headstart push {config.head} --output FOLDER --target MODEL` writes both"
+        )
+    return (
+        f"{server} reads this head as it is, nothing needs to be exported: the command is in its"
+        " model card, README.md, and `headstart push` publishes it"
+    )
 
 
 def export_checkpoint(head: DraftHead, metadata: CheckpointMetadata, config: ExportConfig) -> None:

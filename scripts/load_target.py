@@ -5,10 +5,13 @@ What is published or converted must not depend on it.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from headstart.heads import DraftHead
+from headstart.heads.checkpoints.model_card import hub_id
 from headstart.inference import Target
 from headstart.inference.targets.dtypes import own_dtype
 from headstart.inference.targets.loading import default_device
@@ -35,6 +38,23 @@ def given_target(head: DraftHead, source: str | None) -> str:
             f" give --target; its config.json says {head.target.name!r}"
         )
     return source
+
+
+def published_name(head: DraftHead, base_model: str | None) -> str:
+    """Return the name of a head's target for files that are published, its id on the Hub.
+
+    Warn where neither `base_model`, which the user gives, nor the head's own name of its target is
+    an id; the name is returned as it is then.
+    """
+    name = base_model or head.target.name
+    known = hub_id(head.target.name, base_model)
+    if known is None:
+        warnings.warn(
+            f"no base_model is written: the target is called {name!r}, which is no model of the"
+            " Hub; give its id (--base_model ORG/NAME)",
+            stacklevel=2,
+        )
+    return known or name
 
 
 def target_of(

@@ -68,7 +68,7 @@ def push_head(config: PushConfig) -> None:
     from headstart.heads.checkpoints.hub import push_folder
     from headstart.heads.checkpoints.model_card import SELF, Listing
     from headstart.heads.checkpoints.save_load import load_head, publishable
-    from headstart.scripts.load_target import target_of
+    from headstart.scripts.load_target import published_name, target_of
 
     # 1. The head, and the target's LM head where servers expect it in the file.
     run = Path(config.run)
@@ -97,12 +97,7 @@ def push_head(config: PushConfig) -> None:
             log.info(f"{server} does not read this head: {reason}")
 
         card = (ready / "README.md").read_text(encoding="utf-8")
-        if "\nbase_model: " not in card.partition("\n---\n")[0]:
-            warnings.warn(
-                f"the card has no base_model, and names the target {head.target.name!r}, which is"
-                " no model of the Hub: give its id (--base_model ORG/NAME)",
-                stacklevel=2,
-            )
+        published_name(head, config.base_model)  # called for its warning
 
         # 3. Upload it.
         if config.dry_run:

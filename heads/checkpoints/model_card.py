@@ -145,6 +145,20 @@ SERVED_DEPTH = 3
 """Draft length in a server's command: the first example in both projects' documentation."""
 
 
+def hub_id(trained: str, given: str | None = None) -> str | None:
+    """Return a target's id on the Hub, or None where neither name is one.
+
+    Args:
+        trained: the name that the head was trained with: a folder, an id, a file or a package.
+        given: the id that the user gives, if any.
+    """
+    known = PACKAGES.get(trained, Listing())
+    name = given or known.base_model or trained
+    # The Hub takes no folder in the place of an id.
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()
+    return name if is_id else None
+
+
 def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
     """Return the model card of a checkpoint in Markdown.
 
@@ -165,9 +179,9 @@ def model_card(section: dict[str, Any], listing: Listing | None = None) -> str:
         "library_name": "headstart",
         "tags": ["speculative-decoding", section["head"]],
     }
-    # the Hub takes no folder here
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists():
-        front |= {"base_model": target, "base_model_relation": "adapter"}
+    base_model = hub_id(section["target"]["name"], listing.base_model)
+    if base_model is not None:
+        front |= {"base_model": base_model, "base_model_relation": "adapter"}
     if license_:
         front["license"] = license_
 

@@ -180,8 +180,8 @@ def test_mistakes_are_told(taught, made, tmp_path):
         )
     with refused("unknown 'medusa'"):
         export_foreign(ExportConfig(head=str(folder), to="medusa", output=str(tmp_path / "out")))
-    with refused("llama.cpp's convert_hf_to_gguf.py"):
-        export_foreign(ExportConfig(head=str(folder), to="gguf", output=str(tmp_path / "out")))
+    with refused("only speculators fasterdecoding base_model 'merged'"):
+        export_foreign(ExportConfig(str(folder), "merged", "out", base_model="org/base"))
     _, last = made("eagle3", feature_layers=[-1])
     with refused("-1"):
         export_foreign(ExportConfig(str(last), "speculators", str(tmp_path / "out"), str(taught)))
@@ -257,6 +257,37 @@ def test_an_export_names_no_local_path(taught, made, tmp_path):
     export_foreign(ExportConfig(str(folder), "speculators", str(tmp_path / "out"), str(taught)))
     text = (tmp_path / "out" / "config.json").read_text()
     assert str(taught) not in text and taught.name in text
+
+
+@pytest.mark.parametrize(
+    ("project", "kind"), [("speculators", "eagle"), ("fasterdecoding", "medusa")]
+)
+def test_an_export_names_the_targets_id_on_the_hub(project, kind, taught, made, tmp_path, recwarn):
+    _, folder = made(kind)
+    out = tmp_path / "out"
+    with pytest.warns(UserWarning, match=r"no base_model.*'.*taught0'.*--base_model ORG/NAME"):
+        export_foreign(ExportConfig(str(folder), project, str(out), str(taught)))
+    recwarn.clear()
+    export_foreign(ExportConfig(str(folder), project, str(out), str(taught), base_model="org/base"))
+    assert not recwarn.list
+    config = json.loads((out / "config.json").read_text())
+    named = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+    assert config.get("base_model_name_or_path", named) == "org/base"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "server", "words"),
+    [
+        ("eagle3", {}, "vllm", "vllm reads this head as it is README.md `headstart push`"),
+        ("eagle3", {}, "gguf", "llama.cpp does not read 1 feature_layers, where it has 3"),
+        ("medusa", {}, "sglang", "sglang does not read this head: it has no Medusa"),
+        ("medusa", {"lm_head": "shared"}, "vllm", "`headstart push --output FOLDER --target"),
+    ],
+)
+def test_an_export_for_a_server_says_what_to_type(kind, options, server, words, made, tmp_path):
+    _, folder = made(kind, **options)
+    with refused(words):
+        export_foreign(ExportConfig(str(folder), server, str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("to", ["speculators", "safeailab"])
