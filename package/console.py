@@ -13,11 +13,9 @@ from typing import ClassVar, TypeVar
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140)
@@ -121,7 +119,7 @@ class ProgressBar:
         if not self.shown:
             return
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, completed=self.done, total=self.total, note=self.note)
+            self._bars.update(self._task, completed=self.done, total=self.total, line=self.line())
         elif time.monotonic() - ProgressBar._last_line >= LINE_SECONDS:
             ProgressBar._last_line = time.monotonic()
             log.info(f"{self.what}: {self.line()}")
@@ -147,16 +145,14 @@ class ProgressBar:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[line]}", markup=False),
             )
             ProgressBar._bars = Progress(*columns, console=console)
             ProgressBar._bars.start()
             self._is_outermost = True
         if self._bars is not None:
             self._task = self._bars.add_task(
-                self.what, total=self.total, completed=int(self.done), note=""
+                self.what, total=self.total, completed=int(self.done), line=self.line()
             )
         else:
             ProgressBar._last_line = time.monotonic()

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headstart.console import console, log
+from headstart.console import console, counted, log
 from headstart.options import CommandOptions, limited
 from headstart.scripts.command_line import options
 from headstart.scripts.verify import PROMPTS, misreadings
@@ -123,8 +123,8 @@ def _misread_as(config: ServeCheckConfig, comparison: Comparison) -> str:
     target = Target.from_pretrained(config.target, torch.float32, "cpu")
     prompts = [prompt_ids(tokenizer, [{"role": "user", "content": text}]) for text in ASKED]
     head, _ = load_head(config.head, target.info, torch.float32)
-    for what, other in misreadings(head):
-        _, side = here(target, other, comparison.length, prompts, config.max_new_tokens)
+    for what, read_otherwise in counted(list(misreadings(head)), "misreadings"):
+        _, side = here(target, read_otherwise(), comparison.length, prompts, config.max_new_tokens)
         if abs(side.rounds - rounds) <= ROUNDING / 2 * rounds:
             return f" (with {what} headstart needs {side.rounds})"
     return ""

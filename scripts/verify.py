@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from headstart.console import console, log
+from headstart.console import console, counted, log
 from headstart.options import limited
 from headstart.scripts.command_line import TargetOptions, options
 
@@ -94,14 +95,16 @@ def verify_head(config: VerifyConfig) -> None:
 
     def accuracy_of(head: DraftHead) -> list[float]:
         """Accuracy of the best draft at each depth, given the true tokens before it."""
-        return [ranks[0] for ranks in accuracy_by_rank(target, head, answers)]
+        read = counted(answers, "answers read by the head")
+        return [ranks[0] for ranks in accuracy_by_rank(target, head, read)]
 
     accuracy = accuracy_of(head)
     depths = len(accuracy)
     chain = SpeculativeLM.from_pretrained(
         target, head, tree=f"chain:{depths}", adaptive=False, compile=False
     )
-    stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in prompts)
+    drafted = counted(prompts, "answers with drafts")
+    stats = Stats.merged(chain.generate(ids_1T, **settings).stats for ids_1T in drafted)
     accuracy_when_trained = [ranks[0] for ranks in saved.get("accuracy", [])]
     _print_accuracy(accuracy, stats.acceptance_rate_by_depth, accuracy_when_trained)
     log.info(
@@ -116,8 +119,8 @@ def verify_head(config: VerifyConfig) -> None:
     least = SHARE * accuracy_when_trained[0] if accuracy_when_trained else HEALTHY
     best = 0.0
     misreading = ""
-    for description, other in misreadings(head):
-        right = sum(accuracy_of(other))
+    for description, read_otherwise in counted(list(misreadings(head)), "misreadings"):
+        right = sum(accuracy_of(read_otherwise()))
         if right > best:
             best = right
             misreading = description
@@ -209,8 +212,8 @@ def saved_measurements(head: str, measured: dict[str, Any]) -> dict[str, Any]:
     return {"accuracy": accuracy, "probe": probe}
 
 
-def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
-    """Yield descriptions of usual misreadings, each with the head read without it."""
+def misreadings(head: DraftHead) -> Iterator[tuple[str, Callable[[], DraftHead]]]:
+    """Yield descriptions of usual misreadings, each with what builds the head read without it."""
     import torch
 
     from headstart.heads import DFlashHead, Eagle3Head, EagleHead
@@ -222,7 +225,7 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
             other = {"rope_type": "default", "rope_theta": 10000.0}
         yield (
             f"rope_parameters: {other or 'those of the target'}",
-            with_options(head, rope_parameters=other),
+            partial(with_options, head, rope_parameters=other),
         )
     if not isinstance(head, (Eagle3Head, DFlashHead)):
         return
@@ -233,7 +236,7 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
         flags = ("sliding_causal",) if any(head.sliding) else ()
     for flag in flags:
         value = not getattr(head.config, flag)
-        yield f"{flag}: {str(value).lower()}", with_options(head, **{flag: value})
+        yield f"{flag}: {str(value).lower()}", partial(with_options, head, **{flag: value})
 
     # 3. Feature layers counted from another layer.
     layers = list(head.feature_layers)
@@ -241,21 +244,27 @@ def misreadings(head: DraftHead) -> Iterator[tuple[str, DraftHead]]:
     for step, where in ((1, "one block later"), (-1, "one block earlier")):
         moved = [layer + step for layer in layers]
         if min(layers) >= 0 and min(moved) >= 0 and max(moved) <= last:
-            yield f"feature_layers {moved}, {where}", with_options(head, feature_layers=moved)
+            description = f"feature_layers {moved}, {where}"
+            yield description, partial(with_options, head, feature_layers=moved)
 
     # 4. Ids of the draft vocabulary, or of the mask token, off by one.
     if head.config.draft_vocab_size is not None:
         for step in (1, -1):
-            other_head = with_options(head)
             # d2t holds target id less draft id: [0, 4, 7] stands for the target ids 0, 5, 9.
             ids_V = torch.arange(len(head.d2t), device=head.d2t.device) + head.d2t + step
             if int(ids_V.min()) >= 0 and int(ids_V.max()) < head.target.vocab_size:
-                other_head.get_buffer("d2t").add_(step)
-                yield f"target ids moved by {step}", other_head
+                yield f"target ids moved by {step}", partial(_with_moved_ids, head, step)
     if isinstance(head, DFlashHead):
         for token in (head.mask_token - 1, head.mask_token + 1):
             if 0 <= token < head.target.vocab_size:
-                yield f"mask_token_id {token}", with_options(head, mask_token_id=token)
+                yield f"mask_token_id {token}", partial(with_options, head, mask_token_id=token)
+
+
+def _with_moved_ids(head: DraftHead, step: int) -> DraftHead:
+    """Build a head whose draft vocabulary stands for other target ids."""
+    moved = with_options(head)
+    moved.get_buffer("d2t").add_(step)
+    return moved
 
 
 def with_options(head: DraftHead, **changes: Any) -> DraftHead:

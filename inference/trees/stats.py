@@ -180,10 +180,10 @@ class Stats:
         prefill = self.seconds.get("prefill", 0.0)
         rate = self.tokens / seconds if seconds else math.nan
         return (
-            f"{self.tokens} tokens in {self.rounds} rounds, {self.plain_rounds} of them without"
-            f" drafts; acceptance length {self.acceptance_length:.2f}{spread}; acceptance rate by"
-            f" depth {rates or '-'}\n{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round,"
-            f" in ms: {parts}"
+            f"{len(self.rows) + self.tokens} tokens: {len(self.rows)} by prefill, {self.tokens} in"
+            f" {self.rounds} rounds ({self.plain_rounds} without drafts); acceptance length"
+            f" {self.acceptance_length:.2f}{spread}; acceptance rate by depth {rates or '-'}\n"
+            f"{rate:.1f} tokens/s after {prefill:.2f} s of prefill; a round, in ms: {parts}"
         )
 
     @classmethod

@@ -53,6 +53,12 @@ def test_the_output_is_indexed_as_the_tensor_of_sequences(lm, out):
 
 
 @pytest.mark.versions
+def test_the_summary_counts_every_token_that_was_returned(lm):
+    out = lm.generate(PROMPTS, max_new_tokens=16, min_new_tokens=16, do_sample=False)
+    rows = len(PROMPTS)
+    assert f"{16 * rows} tokens: {rows} by prefill, {15 * rows} in " in out.stats.summary()
+
+
 def test_a_tokenizer_decodes_the_output(out):
     tokenizer = build_tokenizer()
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
