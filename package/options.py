@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Literal, Union
 
 from .files import at_home
 
+LONGEST_SHOWN = 200
+"""Characters of a value that an error shows."""
 RENAMED = {
     "fallback": "adaptive",
     "answer_tokens": "max_new_tokens",
@@ -144,7 +146,13 @@ def check_values(options: Any, before: str = "") -> None:
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value of another type, NaN too; the items of lists and mappings are not checked."""
     if not any(_is_of(value, kind) for kind in parts_of(hint)):
-        raise ValueError(f"{name} must be {valid_values(hint)}, not {value!r}")
+        raise ValueError(f"{name} must be {valid_values(hint)}, not {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value for an error, cut where it is long, such as a loaded model."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:

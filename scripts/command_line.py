@@ -32,6 +32,7 @@ from headstart.options import (
     did_you_mean,
     limited,
     parts_of,
+    shown,
     template_variables,
     valid_values,
 )
@@ -49,8 +50,6 @@ MOST_REFERENCES = 20
 """References in a config, which repeat what they name: nested ones grow without end."""
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 """Folder of the configs that `--config` takes by name, of the repository or of the wheel."""
-LONGEST_SHOWN = 200
-"""Characters of a value that an error shows."""
 LONGEST_ERROR = 4000
 """Characters of an error that are printed: it may quote what a file or a server holds."""
 
@@ -354,12 +353,6 @@ def check_config(path: str, types: dict[str, Any]) -> None:
                 raise ValueError(f"{name} must be a mapping of options, not {shown(value)}")
     except (yaml.YAMLError, *BROKEN) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-
-
-def shown(value: Any) -> str:
-    """Return a value for an error, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
 def explained(

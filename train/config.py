@@ -496,6 +496,7 @@ class TrainConfig(CommandOptions):
                         f"unknown option {group.name}.{name}{did_you_mean(name, valid)}"
                     )
                 object.__setattr__(self, group.name, kind(**value))
+        check_type("data", self.data, DataConfig)
         sources = as_files(self.data.sources)
         check_type("data.sources", sources, list[str])
         object.__setattr__(self, "data", replace(self.data, sources=sources))

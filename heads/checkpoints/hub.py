@@ -27,7 +27,7 @@ FILES = ["*.json", "*.safetensors", "*.bin", "*.pt", "README.md", "adapter/*"]
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token")
 """Options of the Hub's client for where files are and how they are asked for."""
 REASONS: dict[type[Exception], str] = {
-    HFValidationError: "it is no folder, and no Hub id either: {error}",
+    HFValidationError: "it is neither a folder nor a Hub id: {error}",
     GatedRepoError: "its repository is gated; ask for access, then give a token",
     RepositoryNotFoundError: (
         "neither a folder nor a repository of the Hub, unless it is private: give a token"

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from helpers import build_model
+from transformers import AutoModelForCausalLM, pipeline
 
 from headstart.heads import CheckpointMetadata, build_head
 from headstart.heads.checkpoints.save_load import save_head
@@ -59,6 +60,22 @@ def by_function(head, **options):
 
 
 BOTH = pytest.mark.parametrize("entrance", [by_folder, by_function])
+
+
+def test_a_pipeline_passes_it_on(target_folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(target_folder)
+    answer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    calls = []
+    by_lookup = custom_generate(drafter="prompt-lookup")
+
+    def method(*inputs, **arguments):
+        calls.append(inputs)
+        return by_lookup(*inputs, **arguments)
+
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    expected = answer("say abc", **settings)
+    assert answer("say abc", custom_generate=method, **settings) == expected
+    assert len(calls) == 1
 
 
 @pytest.mark.versions

@@ -191,6 +191,11 @@ def test_python_may_write_options_shorter():
     assert short.head == {"type": "medusa"}
     assert short.data == DataConfig(sources=["rows.jsonl"])
     assert short.loop == LoopConfig(max_steps=3)
+    with refused("data mapping 'rows.jsonl'"):
+        TrainConfig(target="t", output="o", data="rows.jsonl")  # type: ignore[arg-type]
+    with refused("target text") as caught:  # a loaded model fills pages
+        TrainConfig(target=list(range(9999)), output="o", data=DataConfig(["f"]))  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300
     with refused("unknown loop.max_step 'max_steps'"):
         TrainConfig(target="t", output="o", loop={"max_step": 3})  # type: ignore[arg-type]
 
