@@ -163,7 +163,7 @@ class OpenAIServer:
         except ValueError as error:
             raise ServerError(f"{error}: {text[:SHOWN]!r}", answered=True) from None
         if not isinstance(reply, dict):
-            raise ServerError(f"its answer is no JSON object: {text[:SHOWN]!r}", answered=True)
+            raise ServerError(f"its answer is not a JSON object: {text[:SHOWN]!r}", answered=True)
         return reply
 
     def _once(self, path: str, body: dict[str, Any] | None) -> str:

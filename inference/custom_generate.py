@@ -134,7 +134,7 @@ def generate_from(
     if Path(head).is_absolute() and not Path(head).is_dir():
         raise ValueError(
             f"the head's custom_generate/generate.py names the folder {head!r}, in which it was"
-            " saved and is no more. Give"
+            " saved and is gone. Give"
             " custom_generate=headstart.inference.custom_generate(FOLDER), or write the new place"
             " into that file; `headstart push` writes the repository's name"
         )

@@ -69,8 +69,7 @@ def load_fitting_head(
     """
     if isinstance(target, Seq2SeqTarget):
         raise ValueError(
-            f"{target.name!r} is an encoder-decoder, for which there are no draft heads; give a"
-            " drafter"
+            f"{target.name!r} is an encoder-decoder, which has no draft heads; give a drafter"
         )
     # 1. A head object, the target's own head, or a folder or Hub id.
     if isinstance(head, DraftHead):

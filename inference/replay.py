@@ -1,10 +1,10 @@
 """A target that repeats its earlier answers: a head's acceptance at the cost of drafts alone.
 
 Greedy decoding accepts a draft where it is the target's next token, and for a known answer these
-tokens are known. So the target answers each prompt once, plainly, and reads prompt and answer once
-for the features. From then on the decoding loop, the acceptance rule and the statistics run as
-usual, and every forward is a look-up. For each head and tree the result is that of real decoding,
-except for near ties in the features' last bits.
+tokens are known. So the target answers each prompt once, without drafts, and reads prompt and
+answer once for the features. From then on the decoding loop, the acceptance rule and the statistics
+run as usual, and every forward is a look-up. For each head and tree the result is that of real
+decoding, except for near ties in the features' last bits.
 
 The entries of the KV cache are the tokens themselves, by which a forward finds the answer that each
 row is part of. For example, the stored text is [5, 7, 9, 4, 8] and the cache holds [5, 7]: the node

@@ -227,7 +227,7 @@ class SpeculativeLM:
                 A seed gives the same text either way: sampling from sampled trees always uses the
                 first one.
             allow_adapter: merge the LoRA adapter that the head's checkpoint brings, if it brings
-                one, into the target, which then writes other text than the original; a loaded model
+                one, into the target, which then writes different text; a loaded model
                 is changed in place. Without it such a head is refused.
             model_kwargs: see `Target.from_pretrained`.
 

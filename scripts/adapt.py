@@ -2,7 +2,7 @@
 
 The head is trained on from its weights, on the states that were recorded. Then both heads draft
 along the newest answers, which were held out: the new one is taken, as NEW/best, only if its
-acceptance length is longer beyond chance, its predicted speed is higher, and no kind of prompt got
+acceptance length is significantly longer, its predicted speed is higher, and no kind of prompt got
 worse. Started again, the command resumes.
 """
 

@@ -72,8 +72,8 @@ class CertifyConfig(SamplingOptions):
     seed: int = 0
     """Seed of the draws; a server takes its own where it is 0."""
     adaptive: bool = False
-    """Let headstart decode plainly where drafts cost more time than they save; false to draft in
-    every round."""
+    """Let headstart decode without drafts where they cost more time than they save; false to draft
+    in every round."""
     output: str | None = None
     """JSON file for all figures; a page for reading is written beside it, with the suffix .md."""
 

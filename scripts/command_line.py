@@ -91,7 +91,7 @@ class DecodingOptions(TargetOptions):
     transformers' own operations."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
-    writes other text."""
+    writes different text."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,8 +160,7 @@ class SpeculativeOptions(DecodingOptions):
     datastore` made, too), ngram:ORDER, model:NAME (a smaller model); beside a head, one of the
     first three."""
     adaptive: bool = True
-    """Time plain steps too, and decode plainly where drafts cost more time than they save; false to
-    draft always."""
+    """Time steps without drafts too, and draft only where that is faster; false to draft always."""
     seed: int = 0
     """Seed of the sampling."""
 

@@ -50,7 +50,7 @@ def published_name(head: DraftHead, base_model: str | None) -> str:
     known = hub_id(head.target.name, base_model)
     if known is None:
         warnings.warn(
-            f"no base_model is written: the target is called {name!r}, which is no model of the"
+            f"no base_model is written: the target is called {name!r}, which is not a model of the"
             " Hub; give its id (--base_model ORG/NAME)",
             stacklevel=2,
         )

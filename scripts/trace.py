@@ -51,7 +51,7 @@ class TraceConfig(SamplingOptions):
     report: bool = False
     """Summarize: tables on the console, and with their plots in the file."""
     adaptive: bool = False
-    """Draft in every round, so that there is something to see; true to decode plainly where that is
+    """Draft in every round, so that there is something to see; true to draft only where that is
     faster, as the other commands do. Without it, the tree auto is a dynamic one of 16 nodes."""
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
 
 
 def trace_prompts(config: TraceConfig) -> list[Trace]:
-    """Record each prompt, with drafts and plainly; write the page or the report."""
+    """Record each prompt, with drafts and without; write the page or the report."""
     from headstart.addons.trace.report import trace_report
     from headstart.addons.trace.report_page import print_report, report_page
     from headstart.files import write_whole

@@ -238,7 +238,7 @@ def _decode_with(
     prompts: list[Tensor],
     config: TreeConfig,
 ) -> dict[TreePolicy | None, Stats]:
-    """Answer the prompts with each tree, and, for None, plainly; return the statistics."""
+    """Answer the prompts with each tree, and, for None, without drafts; return the statistics."""
     from headstart.inference import SpeculativeLM
     from headstart.inference.drafters.by_name import tree_drafter
     from headstart.scripts.measuring.comparison import answer_settings, in_turns

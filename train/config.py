@@ -44,7 +44,7 @@ class SelfMadeConfig(CommandOptions):
     """A draft head's checkpoint folder or Hub id, which makes the model generate faster."""
     allow_adapter: bool = False
     """Merge the LoRA adapter that the head brings, if it brings one, into the model, which then
-    writes other text."""
+    writes different text."""
     conversations: int = limited(1000, minimum=1)
     """Number of conversations; at most one for each given prompt."""
     batch_size: int = limited(16, minimum=1)

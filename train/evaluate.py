@@ -87,7 +87,7 @@ class Evaluation:
         return self.trees[self.best].tokens_and_rounds
 
     def shorter_than(self, others: list[list[int]]) -> bool:
-        """Whether acceptance is shorter than in an earlier evaluation, beyond chance.
+        """Whether acceptance is significantly shorter than in an earlier evaluation.
 
         `others` are the `prompts` of the earlier one. It is shorter if the 95 % confidence interval
         of the difference, over the prompts that both answered, lies below 0. With one such prompt

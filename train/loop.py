@@ -718,7 +718,7 @@ def evaluate_and_save(
         adapted=state.adapted is not None,
     )
 
-    # 4. Is it the best? Yes, unless its acceptance is shorter beyond chance: of heads that cannot
+    # 4. Is it the best? Yes, unless its acceptance is significantly shorter: of heads that cannot
     # be told apart the later one is kept. The main process decides, since others may look for
     # best/ after it has been saved.
     better = from_main(

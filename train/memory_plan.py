@@ -104,8 +104,8 @@ def plan_run(config: TrainConfig, device: torch.device | None = None) -> Plan:
     processes = int(number or 1) if (number or "1").isdigit() else 0
     if launch not in ENGINES or processes < 1 or (launch == "one") != (processes == 1):
         raise ValueError(
-            f"plan {config.plan!r} is no launch; choose one, or ddp, zero1, zero2, fsdp2 with their"
-            " number of processes, such as zero2:8"
+            f"plan {config.plan!r} is not a launch; choose one, or ddp, zero1, zero2, fsdp2 with"
+            " their number of processes, such as zero2:8"
         )
     engine = ENGINES[launch]
     check_engine(engine, config)

@@ -316,7 +316,7 @@ class ServerEngine:
             told = shortened(error.told)
             if error.answered:
                 raise ValueError(
-                    f"{self.server.name} answered with what is no completion: {told}"
+                    f"{self.server.name} did not answer with a completion: {told}"
                 ) from None
             if error.status is None:
                 raise ValueError(f"{self.server.name} {told}") from None
@@ -326,7 +326,7 @@ class ServerEngine:
 
     def _malformed(self, reply: Any) -> ValueError:
         shown = shortened(str(reply))
-        return ValueError(f"{self.server.name} answered with what is no completion: {shown!r}")
+        return ValueError(f"{self.server.name} did not answer with a completion: {shown!r}")
 
     def _answer(self, choice: dict[str, Any], most: int) -> Answer:
         """An answer of at most `most` tokens, by the server's best description of them."""

@@ -166,7 +166,7 @@ def fitting_head(name: str, config: AdaptConfig, old: DraftHead) -> DraftHead:
     head, _ = load_head(name)
     if _architecture(head) != _architecture(old):
         raise ValueError(
-            f"{name!r} is no earlier or later {config.head!r}: kind, target or options differ"
+            f"{name!r} is not a version of {config.head!r}: kind, target or options differ"
         )
     return head
 

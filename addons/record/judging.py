@@ -7,7 +7,7 @@ head is taken only if
   interval of the difference that excludes 0,
 - its predicted speed is higher, where the costs of rounds are known: the most tokens per second
   with any of the judged trees,
-- it is nowhere worse, beyond chance or by more than 5 %: over all answers, those of a kind or those
+- it is nowhere worse, significantly or by more than 5 %: over all answers, those of a kind or those
   of older data that are replayed, in the chain or in the largest tree.
 """
 
@@ -107,11 +107,11 @@ class Comparison:
         return difference_interval(new, old, confidence)
 
     def better(self, tree: TreePolicy) -> bool:
-        """Whether the new head accepts more beyond chance."""
+        """Whether the new head accepts significantly more."""
         return self.answers >= FEWEST_JUDGED and self.interval(tree)[0] > 0
 
     def worse(self, tree: TreePolicy, confidence: float) -> bool:
-        """Whether the new head accepts less, beyond chance or by more than the margin."""
+        """Whether the new head accepts less, significantly or by more than the margin."""
         new = self.new[tree].acceptance_length
         old = self.old[tree].acceptance_length
         return self.interval(tree, confidence)[1] < 0 or new < (1 - MARGIN) * old
@@ -144,7 +144,7 @@ class Judgement:
 
     @property
     def longer(self) -> bool:
-        """Whether the new head accepts more in the chain, beyond chance."""
+        """Whether the new head accepts significantly more in the chain."""
         return self.whole.better(self.chain)
 
     @property
@@ -363,8 +363,8 @@ def _changes(judgement: Judgement) -> list[str]:
     """List the kinds of prompt by what changed, and other changes, a line each."""
     # 1. Kinds by what changed. Better counts in the chain, worse in the chain or the tree.
     worse = [comparison.kind for comparison in judgement.worse if comparison is not judgement.whole]
-    better = "Better beyond chance"
-    lower = "Worse, beyond chance or by more than 5 %"
+    better = "Significantly better"
+    lower = "Worse, significantly or by more than 5 %"
     unknown = "Not shown to differ"
     groups: dict[str, list[str]] = {better: [], lower: [], unknown: [], "Too few": []}
     for comparison in judgement.kinds:

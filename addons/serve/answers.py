@@ -387,7 +387,7 @@ class _Work:
             reply = parsed_reply(sent)
         except ValueError as error:
             raise _ServerFailed(
-                f"{server.name} answered prompt {number} with {_shown(sent)}, which is no chat"
+                f"{server.name} answered prompt {number} with {_shown(sent)}, which is not a chat"
                 f" completion: {error}"
             ) from None  # the error itself holds what the server sent
         if reply.is_empty:

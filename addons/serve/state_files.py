@@ -121,7 +121,9 @@ class ServerLayers:
                 f"{path.name} differs{about}: {difference(tokens_T.tolist(), found_T.tolist())}"
             )
         if not states_TLD.is_floating_point():
-            raise ValueError(f"{path} has hidden_states of {states_TLD.dtype}, which are no states")
+            raise ValueError(
+                f"{path} has hidden_states of {states_TLD.dtype}, which are not states"
+            )
         if not states_TLD.isfinite().all():
             raise ValueError(f"{path} has hidden_states that contain NaN or infinity")
         return found_T[:count], states_TLD[:, list(self.columns)]

@@ -329,7 +329,7 @@ def _matched(head: DraftHead, source: Source, tensors: dict[str, Tensor]) -> dic
                 f" {', '.join(map(str, FLOATS))}"
             )
         elif place.tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"tensor {place.theirs!r} has values that are no numbers or infinite")
+            problems.append(f"tensor {place.theirs!r} has values that are infinite or not numbers")
         else:
             state[place.ours] = tensor
     problems += [

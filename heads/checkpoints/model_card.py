@@ -102,7 +102,7 @@ _ADAPTED = """
 
 It was trained together with a LoRA adapter of the model, which lies in `adapter/`. Decoding is
 lossless with respect to the adapted model, not to the original: `allow_adapter=True` merges it into
-the model, which then writes other text."""
+the model, which then writes different text."""
 
 _COMMANDS = {
     "vllm": (

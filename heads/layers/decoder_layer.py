@@ -67,7 +67,7 @@ class LayerShape:
         groups = chosen["num_key_value_heads"]
         if heads < 1 or heads % groups:
             raise ValueError(
-                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
             )
         if chosen["hidden_act"] not in ACT2FN:
             raise ValueError(

@@ -47,7 +47,7 @@ def required_gain(norm: nn.Module, size: int, where: str) -> Tensor:
     """The gain of a target's norm, with a ValueError for one that is no RMSNorm."""
     gain_D = norm_gain(norm, size)
     if gain_D is None:
-        raise ValueError(f"{where} is no RMSNorm; choose start: random")
+        raise ValueError(f"{where} is not an RMSNorm; choose start: random")
     return gain_D
 
 

@@ -304,7 +304,7 @@ def head_of_tensors(
         if shape != expected_shape:
             problems.append(f"tensor {named[name]!r} of shape {shape} instead of {expected_shape}")
         elif not state[name].isfinite().all():
-            problems.append(f"tensor {named[name]!r} has values that are no numbers or infinite")
+            problems.append(f"tensor {named[name]!r} has values that are infinite or not numbers")
     if problems:
         raise ValueError(f"{where}: its MTP head cannot be read: " + "; ".join(sorted(problems)))
 

@@ -250,7 +250,7 @@ class NoDraft(BatchDrafter):
     max_nodes = 1
 
     def __init__(self, fallback: str = "") -> None:
-        """Decode plainly, by choice or in place of a drafter; see `DraftTree.fallback`."""
+        """Decode without drafts, by choice or in place of a drafter; see `DraftTree.fallback`."""
         self.fallback = fallback
 
     def propose(self, roots_B: Tensor) -> DraftTree:

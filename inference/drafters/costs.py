@@ -228,7 +228,7 @@ def costs_of_rounds(
     Args:
         target: the model.
         head: the head that drafted.
-        timed: statistics of decoding with each of `timed_trees` and, at None, plainly.
+        timed: statistics of decoding with each of `timed_trees` and, at None, without drafts.
         text_1T: forwards over trees are timed after this text.
         sizes: nodes of those trees.
     """

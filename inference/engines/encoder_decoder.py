@@ -148,8 +148,7 @@ class Seq2SeqTarget(Target):
     def check_layers(self, layers: tuple[int, ...]) -> None:
         if layers:
             raise ValueError(
-                f"{self.name!r} is an encoder-decoder, for which there are no draft heads; give a"
-                " drafter"
+                f"{self.name!r} is an encoder-decoder, which has no draft heads; give a drafter"
             )
 
     @cached_property

@@ -1,7 +1,7 @@
 """Adapters of the package peft that a target carries, and compiled models: which can be decoded.
 
 LoRA and its relatives are weights in the layers: every forward applies them, ours too. Adapters
-that act outside of the layers, or only on some tokens or rows, are refused by name.
+that act outside of the layers, or only on some tokens or rows, are refused, each with its name.
 """
 
 from __future__ import annotations

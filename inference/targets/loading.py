@@ -237,7 +237,7 @@ def model_loader(config: PreTrainedConfig) -> Any:
         if type(config) in loader._model_mapping or loader.__name__ in own_code:
             return loader
     raise ValueError(
-        f"a model of type {config.model_type!r} is no target: transformers"
+        f"a model of type {config.model_type!r} is not supported as a target: transformers"
         f" {transformers.__version__} loads it neither as a causal language model nor as a"
         " multimodal one"
     )

@@ -70,8 +70,8 @@ def check_prompt_inputs(
         )
     if target.stateful is not None:
         raise ValueError(
-            f"{target.name!r} keeps a state beside keys and values, with which {what} cannot be"
-            " read here; give text alone"
+            f"{target.name!r} keeps a state in addition to keys and values, with which {what}"
+            " cannot be read here; give text alone"
         )
     if len(input_ids) > 1:
         raise ValueError(

@@ -93,7 +93,7 @@ def json_array(name: str) -> list[Any]:
         with open_bytes(name) as file:
             elements: list[Any] = json.loads(file.read())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: begins with '[' and is no JSON array: {error}") from error
+        raise ValueError(f"{name}: begins with '[' and is not a JSON array: {error}") from error
     return elements
 
 

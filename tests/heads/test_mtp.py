@@ -380,7 +380,8 @@ def test_what_is_wrong_with_a_models_mtp_tensors_is_told_by_the_names_there(
     cases = {
         f"missing tensor '{norm}'": less,
         f"tensor '{norm}' of shape (31,) instead of (32,)": less | {norm: torch.ones(31)},
-        f"'{norm}' has values that are no numbers": less | {norm: torch.full((32,), torch.nan)},
+        f"'{norm}' has values that are infinite or not numbers": less
+        | {norm: torch.full((32,), torch.nan)},
         f"unknown tensor '{norm[:-6]}bias'": tensors | {f"{norm[:-6]}bias": torch.ones(32)},
         "brings no MTP head": {},
         "named as in no family here: mtp.strange.weight": {"mtp.strange.weight": torch.ones(2)},

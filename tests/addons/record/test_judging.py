@@ -101,7 +101,7 @@ def test_a_head_is_taken_that_accepts_more_is_faster_and_is_worse_nowhere():
     assert found.longer and found.faster and not found.worse
     verdict, page = told(found)
     assert found.taken and verdict == "Taken: out/best"
-    assert "- Better beyond chance: a." in page and "- Not shown to differ: b." in page
+    assert "- Significantly better: a." in page and "- Not shown to differ: b." in page
 
 
 def test_a_kind_that_got_worse_beyond_chance_is_a_reason_not_to_take_it():
@@ -115,7 +115,7 @@ def test_a_kind_that_got_worse_beyond_chance_is_a_reason_not_to_take_it():
             == "Not taken: it is worse on b. Stay with old, record more of what got worse, or name"
             " older data (replay)."
         )
-        assert "- Worse, beyond chance or by more than 5 %: b." in page
+        assert "- Worse, significantly or by more than 5 %: b." in page
 
 
 def test_kinds_that_are_few_or_differ_by_chance_do_not_decide():

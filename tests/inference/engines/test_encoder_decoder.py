@@ -165,7 +165,7 @@ def test_what_an_encoder_decoder_cannot_is_refused(target, tiny_target):
     with pytest.raises(ValueError, match="one of them is an encoder-decoder"):
         make_drafter(decoder_only, target)
     head = build_head("medusa", {}, target.info).double()
-    with pytest.raises(ValueError, match="for which there are no draft heads"):
+    with pytest.raises(ValueError, match="which has no draft heads"):
         SpeculativeLM.from_pretrained(target, head)
     sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1}
     sizes |= {

@@ -114,7 +114,7 @@ def test_a_model_that_is_loaded_without_weights_is_the_multimodal_one_too(pixtra
     [
         (
             {"model_type": "vit"},
-            "a model of type 'vit' is no target: transformers .* neither as a causal",
+            r"type 'vit' is not supported as a target: transformers .* neither as a causal",
         ),
         (
             {"model_type": "frobnicate"},

@@ -313,7 +313,7 @@ def test_plain_generate_hands_images_on(tools, name):
 @pytest.mark.parametrize(
     ("build_text_model", "reason"),
     [
-        (lambda: hybrid("lfm2, convolution"), "keeps a state beside keys and values"),
+        (lambda: hybrid("lfm2, convolution"), "keeps a state in addition to keys and values"),
         (
             lambda: tf.BloomForCausalLM(tf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
             "takes no",

@@ -72,7 +72,7 @@ def test_other_columns_stay(tmp_path):
             b'[{"prompt": "one"}, {"text": "two"}]',
             r"p\.json, row 1: no conversation in any format",
         ),
-        ("p.json", b'[{"prompt": "one"', r"begins with '\[' and is no JSON array"),
+        ("p.json", b'[{"prompt": "one"', r"begins with '\[' and is not a JSON array"),
         ("p.jsonl", '{"prompt": "one"}'.encode("utf-16"), "UTF-16 or UTF-32; convert it to UTF-8"),
         ("p.jsonl.gz", b"not packed", "cannot be read"),
         ("p.parquet", b"PAR1", "from JSON Lines or a JSON array, not from Parquet"),
