@@ -53,6 +53,9 @@ class BenchConfig(SpeculativeOptions):
     """Price of an hour of this machine; prints the cost of a million tokens."""
     watts: float | None = limited(None, minimum=0)
     """Power that this machine draws; prints the energy of a million tokens."""
+    published: bool = False
+    """Decode greedily in the chain of the head's published figures, and compare with them; for
+    files named gsm8k.jsonl, humaneval.jsonl and mt_bench.jsonl."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", as_files(self.prompts))
@@ -104,10 +107,18 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
     from headstart.heads.checkpoints.files import json_ready
     from headstart.inference import Stats
     from headstart.inference.targets.provenance import provenance
+    from headstart.scripts.measuring import published
     from headstart.scripts.measuring.bandwidth import profile
     from headstart.scripts.measuring.comparison import load_with_prompts, read_prompt_files
 
-    # 1. Answer the prompts. An interruption keeps those that are answered.
+    # 1. Decode as the published figures were measured, if they are to be compared.
+    card = None
+    if config.published:
+        card = published.published_figures(config.head)
+        published.check_comparable(config, config.prompts, card)
+        config = dataclasses.replace(config, tree=f"chain:{card.chain}", adaptive=False)
+
+    # 2. Answer the prompts. An interruption keeps those that are answered.
     fast, encoded = load_with_prompts(config, read_prompt_files(config.prompts, config.limit))
     config = config.as_loaded(fast)
     greedy = config.temperature == 0
@@ -120,7 +131,7 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
             raise
         stopped = True
 
-    # 2. Figures by file, and over all prompts.
+    # 3. Figures by file, and over all prompts.
     every = [row for rows in compared.values() for row in rows]
     report = {
         "options": dataclasses.asdict(config),
@@ -136,7 +147,11 @@ def benchmark(config: BenchConfig, show: bool = True) -> dict[str, Any]:
         longest = max(prompts, key=lambda ids_1T: ids_1T.shape[1])
         report["profile"] = profile(fast, Stats.merged(row.stats for row in every), longest)
 
-    # 3. Print and write them.
+    if card is not None:
+        causes = published.usual_causes(fast, config)
+        report["published"] = published.compared(card, report["files"], causes)
+
+    # 4. Print and write them.
     report = json_ready(report)
     if show:
         print_report(report)
@@ -331,7 +346,11 @@ def costs(options: dict[str, Any], tokens_per_second: dict[str, float]) -> list[
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a report that `benchmark` returned or wrote."""
+    from headstart.scripts.measuring.published import print_published
+
     console.print(_table(report))
+    if "published" in report:
+        print_published(report["published"])
     total = report["total"]
     parts = ", ".join(
         f"{name} {value:.1f}" for name, value in total["milliseconds_per_round"].items()

@@ -1,0 +1,122 @@
+"""A head beside its published acceptance lengths: whose they are, and what counts as lower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from messages import refused
+from runs import write_prompts
+
+from headstart.heads import CheckpointMetadata, MedusaConfig, MedusaHead
+from headstart.heads.checkpoints.save_load import save_head
+from headstart.inference import Target
+from headstart.scripts.bench import BenchConfig, benchmark
+from headstart.scripts.measuring import comparison
+from headstart.scripts.measuring.published import PUBLISHED, Published, compared, published_figures
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def saved(target_folder, folder, **training):
+    target = Target.from_pretrained(target_folder)
+    head = MedusaHead(MedusaConfig(num_heads=3), target.info)
+    head.initialize(target.modules, torch.ones(target.info.vocab_size, dtype=torch.int64))
+    save_head(
+        head, folder, CheckpointMetadata(training=training, provenance=dict(target.provenance))
+    )
+    return folder
+
+
+@pytest.fixture
+def config(target_folder, tmp_path):
+    """A head `org/Tiny`, imported from the Hub, and three files of prompts."""
+    prompts = [
+        write_prompts(tmp_path / name, [f"say {i} {'again ' * i}" for i in range(3)])
+        for name in ("gsm8k.jsonl", "MT-bench.jsonl", "other.jsonl")
+    ]
+    return BenchConfig(
+        target=str(target_folder),
+        head=str(saved(target_folder, tmp_path / "mine", imported={"from": "org/Tiny"})),
+        prompts=prompts,
+        max_new_tokens=9,
+        dtype="float32",
+        published=True,
+    )
+
+
+def test_a_head_is_decoded_in_the_published_chain_and_set_beside_its_figures(
+    config, monkeypatch, capsys
+):
+    """Neither plain steps nor a history take part, and the causes have this head's values."""
+    figures = Published(2, {"gsm8k": 9.9, "mtbench": 1.0}, "one stream", "a page")
+    monkeypatch.setitem(PUBLISHED, "org/Tiny", figures)
+    report = benchmark(config)
+    assert report["nodes"] == 3  # the root and a chain of two
+    assert report["total"]["plain_rounds"] == 0
+    found = report["published"]
+    assert [row["published"] for row in found["files"].values()] == [9.9, 1.0, None]
+    assert [row["lower"] for row in found["files"].values()] == [True, False, False]
+    for path, row in found["files"].items():
+        assert row["acceptance_length"] == report["files"][path]["acceptance_length"]
+    template, layers, dtype = found["causes"]
+    assert "the head's files do not say" in template
+    assert "blocks -1 of" in layers
+    assert "trained against float32" in dtype and "runs in float32" in dtype
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "a page" in shown and "9.90" in shown and "the chat template" in shown
+
+
+def test_lower_is_what_the_whole_interval_is_below():
+    files = {
+        "gsm8k.jsonl": {"acceptance_length": 2.0, "interval": [1.8, 2.2]},
+        "humaneval.jsonl": {"acceptance_length": 2.0, "interval": [1.8, 2.2]},
+    }
+    figures = Published(3, {"gsm8k": 2.1, "humaneval": 2.3}, "", "")
+    rows = compared(figures, files, [])["files"]
+    assert not rows["gsm8k.jsonl"]["lower"]
+    assert rows["humaneval.jsonl"]["lower"]
+
+
+def test_figures_are_found_by_the_hub_id_or_by_the_folder(target_folder, tmp_path, monkeypatch):
+    figures = Published(2, {"gsm8k": 2.0}, "", "")
+    monkeypatch.setitem(PUBLISHED, "org/Tiny", figures)
+    by_folder = saved(target_folder, tmp_path / "Tiny")
+    by_origin = saved(target_folder, tmp_path / "elsewhere", imported={"from": "org/Tiny"})
+    monkeypatch.chdir(by_folder)
+    for head in (by_folder, by_origin, "."):
+        assert published_figures(str(head)) is figures
+    unknown = saved(target_folder, tmp_path / "new", imported="?")
+    with refused("new", "smollm2-135m-eagle3"):
+        published_figures(str(unknown))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tree": "chain:3"}, ("--tree", "chain:3", "chain of 2")),
+        ({"temperature": 1.0}, ("--temperature", "greedily")),
+        ({"drafter": "history"}, ("--drafter", "history")),
+        ({"head": None, "drafter": "history"}, ("--published", "--head")),
+    ],
+)
+def test_options_that_contradict_the_figures_are_refused(config, monkeypatch, changes, words):
+    monkeypatch.setitem(PUBLISHED, "org/Tiny", Published(2, {"gsm8k": 2.0}, "", ""))
+    monkeypatch.setattr(comparison, "load_with_prompts", None)  # nothing is loaded before
+    with refused(*words):
+        benchmark(BenchConfig(**{**vars(config), **changes}))
+
+
+def test_files_without_a_published_figure_are_refused(config, monkeypatch):
+    monkeypatch.setitem(PUBLISHED, "org/Tiny", Published(2, {"humaneval": 2.0}, "", ""))
+    with refused("gsm8k.jsonl", "humaneval.jsonl"):
+        benchmark(config)
+
+
+def test_the_shipped_heads_figures_are_those_of_its_page():
+    shipped = PUBLISHED["smollm2-135m-eagle3"]
+    page = (BENCHMARKS / "heads.md").read_text(encoding="utf-8")
+    for title, name in (("GSM8K", "gsm8k"), ("HumanEval", "humaneval"), ("MT-bench", "mtbench")):
+        section = page.split(f"### {title}, greedy\n")[1].split("\n### ")[0]
+        assert f"| eagle3-shipped: chain | {shipped.lengths[name]:.2f} (" in section
