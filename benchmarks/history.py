@@ -30,9 +30,11 @@ from common import (
 )
 from torch import Tensor
 
-from headstart.inference import History, SpeculativeLM, Stats, Target, load_tokenizer
+from headstart.console import console
+from headstart.inference import History, SpeculativeLM, Target, load_tokenizer
 from headstart.inference.targets.provenance import hardware
 from headstart.inference.text.chat_template import prompt_ids
+from headstart.inference.tuning.machine import turns
 from headstart.scripts.measuring.comparison import answer_settings
 from headstart.train.data.conversations import read_conversations
 
@@ -78,24 +80,32 @@ def kinds(path: str, limit: int) -> dict[str, list[list[dict[str, str]]]]:
 def epochs(
     lms: dict[str, SpeculativeLM], prompts: list[Tensor], count: int, new_tokens: int
 ) -> list[str]:
-    """Rounds and seconds of each side in each epoch over the same prompts."""
+    """Rounds and seconds of each side in each epoch over the same prompts.
+
+    All sides answer a prompt before the next one, in an order that rotates.
+    """
     lines = ["| epoch | " + " | ".join(f"{name}: rounds, seconds" for name in lms) + " |"]
     lines.append("|---" * (len(lms) + 1) + "|")
+    total = dict.fromkeys(lms, (0, 0.0))
     for epoch in range(count):
-        cells = []
-        for lm in lms.values():
-            began = time.perf_counter()
-            stats = []
-            for number, ids in enumerate(prompts):
+        rounds = dict.fromkeys(lms, 0)
+        seconds = dict.fromkeys(lms, 0.0)
+        for number, ids in enumerate(prompts):
+            for name in turns(list(lms), number):
                 seed = torch.Generator().manual_seed(epoch * len(prompts) + number)
                 settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": True}
                 settings |= {"temperature": 1.0, "top_k": 0, "generator": seed}
-                stats.append(
-                    lm.generate(ids, attention_mask=torch.ones_like(ids), **settings).stats
-                )
-            rounds = Stats.merged(stats).rounds
-            cells.append(f"{rounds:,}, {time.perf_counter() - began:.0f}")
+                began = time.perf_counter()
+                output = lms[name].generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                seconds[name] += time.perf_counter() - began
+                rounds[name] += output.stats.rounds
+        cells = [f"{rounds[name]:,}, {seconds[name]:.0f}" for name in lms]
         lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")
+        console.print(lines[-1], markup=False)
+        for name in lms:
+            total[name] = (total[name][0] + rounds[name], total[name][1] + seconds[name])
+    cells = [f"{rounds:,}, {seconds:.0f}" for rounds, seconds in total.values()]
+    lines.append(f"| all | {' | '.join(cells)} |")
     return lines
 
 
